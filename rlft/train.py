@@ -21,12 +21,12 @@ def train(session: Session) -> State:
         rollouts = session.replace_uninformative(clock, state.step, groups, scores)
         with clock("credit"):
             batch = session.batch(rollouts)
-            inert_B = algorithm.inert(batch)
-            batch = algorithm.credit(trainer.annotate(batch, inert_B))
-        inspection = session.inspect(clock, state.step + 1, rollouts, batch, inert_B)
+            zero_gradient_B = algorithm.zero_gradient_rows(batch)
+            batch = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
+        inspection = session.inspect(clock, state.step + 1, rollouts, batch, zero_gradient_B)
         with clock("update"):
-            metrics = rollout_metrics(rollouts, batch, inert_B)
-            metrics |= trainer.update(algorithm, batch, inert_B, state.step)
+            metrics = rollout_metrics(rollouts, batch, zero_gradient_B)
+            metrics |= trainer.update(algorithm, batch, zero_gradient_B, state.step)
             metrics |= {f"algorithm/{name}": value for name, value in algorithm.state().items()}
         tokens = session.inspected(clock, inspection)
         session.wait_for_samples(clock)

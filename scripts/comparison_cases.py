@@ -132,6 +132,13 @@ CASES: tuple[Case, ...] = (
         f"model.gradient_checkpointing=true token_budget=160 algorithm.mismatch=token_mask {RUN}",
     ),
     case("sdpa", f"{GRPO} model.attn_implementation=sdpa trainer.schedule=cosine trainer.weight_decay=0.01 {RUN}"),
+    case(
+        "lanes",
+        f"train +recipe=ppo_ptx_arithmetic {TRAIN} {PROMPTS} {MORE['ppo_ptx']} steps=2 minibatches=2 cluster.lanes=4 "
+        f"token_budget=256 {FIRST}",
+        f"{GRPO} steps=2 epochs=2 snapshot.reference=copy algorithm.kl_coef=0.05 "
+        f"cluster.ranks=2 cluster.lanes=4 cluster.shard_base=true cluster.engines=1 {RUN}",
+    ),
     # -- data and rewards
     case(
         "rewards",

@@ -207,10 +207,10 @@ def exchanging(gradient_bytes: int) -> tuple[float, float]:
     """(seconds of a broadcast between two ranks of this machine, further seconds for each byte)."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     other = multiprocessing.get_context("spawn").Process(target=second_rank, args=(there, gradient_bytes), daemon=True)
-    from rlft.trainer.ranks import LOOPBACK, Meeting, open_store
+    from rlft.trainer.ranks import LOOPBACK, Rendezvous, open_store
 
     store = open_store(LOOPBACK)
-    meeting = Meeting(host=LOOPBACK, port=store.port, name="exchange", ranks=2, timeout=60.0)
+    meeting = Rendezvous(host=LOOPBACK, port=store.port, name="exchange", ranks=2, timeout=60.0)
     other.start()
     here.send(meeting)
     small, large = broadcasts(meeting, 0, gradient_bytes)

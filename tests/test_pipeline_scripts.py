@@ -26,8 +26,7 @@ from rlft.config import command as verbs
 from rlft.config.compose import build, compose
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.plan.preference_plan import make_plan
-from rlft.trainer.optimizer import Optimizer
-from rlft.trainer.schedule import learning_rate
+from rlft.trainer.optimizer import Optimizer, learning_rate
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PIPELINES = ("rlhf_arithmetic", "r1_arithmetic")

@@ -122,10 +122,10 @@ class GRPO(RatioObjective):
         """The smallest G from which anything can be learned: a single completion always has advantage 0."""
         return 2
 
-    def inert(self, batch: Batch) -> Tensor:
+    def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """Rows of groups whose scores are all equal, bool `[B]`; none if a KL or an entropy bonus acts on them."""
         if self._acts_without_advantage:
-            return super().inert(batch)
+            return super().zero_gradient_rows(batch)
         if self._normalizes_each_reward:
             rewards_BK, _ = _each_reward(batch)
             columns_K = [group_is_equal(column, batch.group_ids) for column in rewards_BK.unbind(-1)]

@@ -92,13 +92,13 @@ class Kimi(Objective):
         """The smallest G from which anything can be learned: a single completion is its own baseline."""
         return 2
 
-    def inert(self, batch: Batch) -> Tensor:
+    def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """Rows of groups whose scores are all equal, bool `[B]`; none if another term acts on them.
 
         With tau > 0 the squared log-ratio acts on all rows, from the second update on the same samples.
         """
         if self._acts_without_advantage or self.tau > 0:
-            return super().inert(batch)
+            return super().zero_gradient_rows(batch)
         return group_is_equal(self.completion_scores(batch), batch.group_ids)
 
     @no_grad

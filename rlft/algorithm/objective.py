@@ -247,7 +247,7 @@ class Objective(ABC):
             return ("algorithm.kl_estimator: k1 has zero expected gradient as a loss, got k1; use k2 or k3_unbiased",)
         return ()
 
-    def inert(self, batch: Batch) -> Tensor:
+    def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """Rows that add exactly 0 to loss and gradient, bool `[B]`, as known from rewards and group ids.
 
         They need no forward pass, but still count in `LossScale`.

@@ -148,7 +148,7 @@ class OPD(GRPO):
         """The smallest G that can learn anything: a teacher needs no siblings, rewards do."""
         return super().min_group_size if self.reward_coef > 0 else 1
 
-    def inert(self, batch: Batch) -> Tensor:
+    def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """No row, bool `[B]`: the teacher has a log-prob for the tokens of each."""
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 

@@ -72,10 +72,10 @@ class Reinforce(RatioObjective):
         """The smallest G from which anything can be learned: 2 where siblings are the baseline."""
         return 2 if self.baseline in (Baseline.group, Baseline.leave_one_out) else 1
 
-    def inert(self, batch: Batch) -> Tensor:
+    def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """Rows whose advantages are all exactly 0, bool `[B]`; none if a KL or an entropy bonus acts on them."""
         if self._acts_without_advantage:
-            return super().inert(batch)
+            return super().zero_gradient_rows(batch)
         advantages = self.credit(batch).advantages
         assert advantages is not None, "credit makes them"
         return (advantages == 0).all(-1)

@@ -50,7 +50,7 @@ class Clock:
         return {f"time/{stage}": s for stage, s in self.seconds.items()} | {"time/step": time.monotonic() - self.start}
 
 
-def rollout_metrics(rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> dict[str, float]:
+def rollout_metrics(rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor) -> dict[str, float]:
     """The rewards, lengths and tokens of a step.
 
     policy/entropy is estimated from the sampled tokens' log-probs, at no cost, in nats per token; an algorithm that
@@ -69,7 +69,7 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> dict[s
     metrics["sampled/completions"] = rollouts.num_sampled
     if rollouts.num_sampled:
         metrics["waste/resampled_fraction"] = 1 - len(completions) / rollouts.num_sampled
-    metrics["waste/zero_advantage_fraction"] = inert_B.float().mean().item()
+    metrics["waste/zero_advantage_fraction"] = zero_gradient_B.float().mean().item()
     if batch.returns is not None and batch.old_values is not None:
         metrics["value/explained_variance"] = explained_variance(batch.old_values, batch.returns, batch.loss_mask)
     metrics["policy/entropy"] = -(batch.sampled_logprobs.sum() / batch.loss_mask.sum()).item()

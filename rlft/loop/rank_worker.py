@@ -17,10 +17,10 @@ from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import resolve_device
 from rlft.model.roles import Roles
 from rlft.system.memory import keep_blocks
-from rlft.trainer.lane_update import UpdateRecord
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.protocol import TrainerState
-from rlft.trainer.ranks import Exchange, Meeting, Share
+from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous
+from rlft.trainer.update import UpdateRecord
 from rlft.types import Batch
 
 
@@ -75,35 +75,37 @@ class RankWorker:
     def ready(self) -> None:
         """Returns once the base is loaded."""
 
-    def join(self, meeting: Meeting, state: TrainerState) -> None:
+    def join(self, rendezvous: Rendezvous, state: TrainerState) -> None:
         """Connects to the other ranks, and takes over rank 0's state."""
         self._leave()
-        self._exchange = Exchange(meeting, self._rank, self._trainer.roles.backbone.device)
-        self._trainer.share = Share(lanes=self._lanes, rank=self._rank, ranks=meeting.ranks, exchange=self._exchange)
+        self._exchange = Exchange(rendezvous, self._rank, self._trainer.roles.backbone.device)
+        self._trainer.share = LaneShare(
+            lanes=self._lanes, rank=self._rank, ranks=rendezvous.ranks, exchange=self._exchange
+        )
         self._trainer.restore(state)
 
-    def annotate(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
         """{field: values `[N, T]`} for the rows of this rank's lanes, one lane after the other."""
-        rows_of_lane, share = self._trainer.rows_of_lanes(batch, inert_B), self._trainer.share
-        assert share is not None, "it has joined"
-        rows = torch.cat([rows_of_lane[lane] for lane in share.mine])
+        rows_of_lane = self._trainer.rows_of_lanes(batch, zero_gradient_B)
+        rows = torch.cat([rows_of_lane[lane] for lane in self._trainer.share.mine])
         with self._exchanging():
-            return {name: values[rows] for name, values in self._trainer.annotations(batch, inert_B).items()}
+            return {name: values[rows] for name, values in self._trainer.annotations(batch, zero_gradient_B).items()}
 
     def update(
-        self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int, texts: list[Batch]
+        self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int, texts: list[Batch]
     ) -> list[UpdateRecord]:
         """Computes this rank's part of all updates of a step.
 
         Args:
             algorithm: the algorithm.
             batch: the step's batch after credit.
-            inert_B: bool `[B]`, rows that contribute nothing.
+            zero_gradient_B: bool `[B]`, rows that contribute nothing.
             step: number of finished steps.
             texts: the text of each update, where the algorithm needs pretraining text; else empty.
         """
+        self._trainer.text = DrawnText(texts)
         with self._exchanging():
-            return self._trainer.update_lanes(algorithm, batch, inert_B, step, DrawnText(texts))
+            return self._trainer.update_lanes(algorithm, batch, zero_gradient_B, step)
 
     def refresh(self, step: int) -> None:
         """Moves the snapshots that are due after `step` steps."""

@@ -14,7 +14,7 @@ from rlft.system.process.member import Launcher, Member, MemberSpec
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import Trainer
 from rlft.trainer.ranked_trainer import RankedTrainer
-from rlft.trainer.ranks import Share
+from rlft.trainer.ranks import LaneShare
 
 WORKER = "rlft.loop.rank_worker:RankWorker"
 
@@ -63,19 +63,20 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
     ]
 
 
-def divided(local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]) -> Trainer:
-    """The trainer with its passes divided into lanes if the config says so; else `local` unchanged."""
-    if ranks is not None:
-        return RankedTrainer(
-            local,
-            ranks.launcher,
-            ranks.specs,
-            ranks.members,
-            lanes=cluster.num_lanes,
-            timeout=cluster.timeout,
-            host=ranks.launcher.address,
-            note=note,
-        )
-    if cluster.num_lanes > 1:
-        local.share = Share(lanes=cluster.num_lanes)
-    return local
+def make_trainer(
+    local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]
+) -> Trainer:
+    """The trainer of these ranks, of which `local` is rank 0, or `local` alone with all lanes."""
+    if ranks is None:
+        local.share = LaneShare(lanes=cluster.num_lanes)
+        return local
+    return RankedTrainer(
+        local,
+        ranks.launcher,
+        ranks.specs,
+        ranks.members,
+        lanes=cluster.num_lanes,
+        timeout=cluster.timeout,
+        host=ranks.launcher.address,
+        note=note,
+    )

@@ -33,7 +33,7 @@ from rlft.loop.freshness import FIXED_TOKENS, LIMITS_IN_16_BITS, LIMITS_IN_32_BI
 from rlft.loop.members import open_reward_members, opened_launcher
 from rlft.loop.metrics import Clock
 from rlft.loop.overlap import AheadSampler, derived_from, packed, unpacked
-from rlft.loop.ranks import Ranks, divided, start_ranks
+from rlft.loop.ranks import Ranks, make_trainer, start_ranks
 from rlft.loop.rehearsal import largest_micro_batch
 from rlft.loop.sampling import StepSampler
 from rlft.loop.shell import RunShell, open_run, shared_base_of
@@ -102,11 +102,11 @@ class Session(RunShell):
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
         self._previous: Adapter | None = None  # with overlap.lag, the adapter published before `_published`
-        self.trainer: Trainer = divided(open_trainer(plan, roles, base), self.config.cluster, ranks, logger.note)
+        self.trainer: Trainer = make_trainer(open_trainer(plan, roles, base), self.config.cluster, ranks, logger.note)
         engine = self.config.generation.named(plan.engine)
         self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone, engine)
         # An engine on the trainer's base makes the sums of base and adapter on which the policy learns
-        # (`Roles.lend_sums`). Where the engines are members, this process opens one of its own for that.
+        # (`Roles.share_merged_weights`). Where the engines are members, this process opens one of its own for that.
         self.engine_here: Generator | None = None
         if isinstance(generator, EnginePool):
             generator.note = logger.note
@@ -212,7 +212,7 @@ class Session(RunShell):
         if self.engine_here is not None:
             self.engine_here.load(adapter)
         self.freshness.check(version, self.generator, self.trainer)
-        self.trainer.engine_verified()
+        self.trainer.after_freshness_check()
 
     def score(self, groups: Sequence[Group]) -> Scores:
         return self.scorer(groups)
@@ -234,14 +234,16 @@ class Session(RunShell):
         return replace(batch, teacher_prompts=teacher_prompts(rollouts.groups, hint, self.backbone.tokenizer, style))
 
     # -- what happens after a step -------------------------------------------------------------------------------------
-    def inspect(self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> Inspection | None:
+    def inspect(
+        self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor
+    ) -> Inspection | None:
         """Opens an inspection before the update of step `step`; None if its tokens are not inspected or not written."""
         settings = self.config.token_values
         if settings is None or not settings.every or step % settings.every or not self.config.rollouts.writes(step):
             return None
         with clock("inspect"):
             starts = [len(rollout.prompt.token_ids) for group in rollouts.groups for rollout in group.rollouts]
-            return Inspection(self.roles, batch, starts, inert_B, settings.groups, self.backbone.decode_all)
+            return Inspection(self.roles, batch, starts, zero_gradient_B, settings.groups, self.backbone.decode_all)
 
     def inspected(self, clock: Clock, inspection: Inspection | None) -> dict[int, TokenValues]:
         """Finishes the inspection after the update: {row: its tokens' values}, empty without an inspection."""
@@ -408,10 +410,8 @@ def update_settings(config: RunConfig) -> UpdateSettings:
         steps=config.steps,
         epochs=config.epochs,
         minibatches=config.minibatches,
-        token_budget=config.token_budget,
         max_completion_tokens=config.generation.max_tokens,
         warmup_steps=config.critic.warmup_steps,
-        reset_every=config.trainer.reset_every,
     )
 
 

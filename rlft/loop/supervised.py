@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch.nn import Parameter
 
 from rlft.algorithm.ops.likelihood import negative_log_likelihood
-from rlft.batch import select
 from rlft.config.model import LoraSettings
 from rlft.logger.hints import not_finite
 from rlft.logger.loggers import Loggers
@@ -32,10 +30,9 @@ from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt
-from rlft.system.seeds import derive
 from rlft.system.terminal import Say, resuming
-from rlft.trainer.optimizer import Optimizer
-from rlft.trainer.schedule import learning_rate
+from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
+from rlft.trainer.update import text_passes
 from rlft.types import Batch, Evaluation, Generator, StepRecord
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -111,19 +108,15 @@ def open_policy(
 
 def likelihood_gradient(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> dict[str, float]:
     """Adds the gradient of the mean negative log-prob (nats) over the batch's learned tokens; returns its metrics."""
-    forward, num_tokens, total, real, network = learner.forward, int(batch.loss_mask.sum()), 0.0, 0, 0
+    forward, total, real, network = learner.forward, 0.0, 0, 0
     with learner.training():
-        for part in forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
-            micro = learner.to_device(select(batch, part))
-            loss = negative_log_likelihood(forward(micro, 1.0).logprobs, micro.loss_mask, num_tokens)
-            loss.backward()
-            learner.check_gradients()
+        for micro, loss in text_passes(learner, batch, token_budget, negative_log_likelihood):
             total += loss.item()
             real += forward.real_tokens(micro)
             network += forward.network_tokens(micro)
     return {
         "loss/total": total,
-        "tokens/completion": num_tokens,
+        "tokens/completion": int(batch.loss_mask.sum()),
         "tokens/trained": real,
         "waste/padding_fraction": (network - real) / network,
     }
@@ -172,13 +165,9 @@ class SupervisedRun(RunShell):
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step, the one that follows `step` steps; returns its metrics."""
-        if self.config.trainer.reset_every and step % self.config.trainer.reset_every == 0:
-            self.optimizer.reset()
-        torch.manual_seed(derive(self.config.seed, step, "dropout"))
+        begin_step([self.optimizer], self.config.seed, step)
         metrics = self.task.backward(step)
-        rate = learning_rate(self.config.trainer, step, self.plan.num_steps)
-        norm = self.optimizer.update(rate)
-        return metrics | {f"{self.task.role}/lr": rate, f"{self.task.role}/grad_norm": norm}
+        return metrics | optimizer_step([self.optimizer], step, self.plan.num_steps)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""

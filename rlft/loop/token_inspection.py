@@ -26,7 +26,7 @@ class Inspection:
         roles: the networks.
         batch: the step's batch after credit.
         prompt_lengths: number of tokens of each row's prompt.
-        inert_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
+        zero_gradient_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
         num_groups: the most groups that are inspected.
         decode: decodes token ids to text, with special tokens.
     """
@@ -36,12 +36,12 @@ class Inspection:
         roles: Roles,
         batch: Batch,
         prompt_lengths: Sequence[int],
-        inert_B: Tensor,
+        zero_gradient_B: Tensor,
         num_groups: int,
         decode: Decode,
     ) -> None:
         self.roles, self.prompt_lengths, self.decode = roles, prompt_lengths, decode
-        self.rows = chosen_rows(batch.group_ids, inert_B, num_groups)
+        self.rows = chosen_rows(batch.group_ids, zero_gradient_B, num_groups)
         self.batch = select(batch, self.rows)
         self.old_BT = roles.logprobs(self.batch, POLICY)
         self.reference_BT = roles.logprobs(self.batch, roles.reference_role)
@@ -82,11 +82,11 @@ class Inspection:
         return logprobs, entropy
 
 
-def chosen_rows(group_ids: Tensor, inert_B: Tensor, num_groups: int) -> Tensor:
-    """Rows of whole groups, in order: groups with a row that is not inert take precedence over the others."""
+def chosen_rows(group_ids: Tensor, zero_gradient_B: Tensor, num_groups: int) -> Tensor:
+    """Rows of whole groups, in order: groups with a row that has a gradient take precedence over the others."""
     groups = list(dict.fromkeys(group_ids.tolist()))
-    inert = {group: bool(inert_B[group_ids == group].all()) for group in groups}
-    chosen = sorted(groups, key=lambda group: inert[group])[:num_groups]
+    is_zero = {group: bool(zero_gradient_B[group_ids == group].all()) for group in groups}
+    chosen = sorted(groups, key=lambda group: is_zero[group])[:num_groups]
     return torch.isin(group_ids, torch.tensor(chosen, device=group_ids.device)).nonzero()[:, 0]
 
 

@@ -94,13 +94,13 @@ class Forward:
                 return packed_most_likely(self.model, batch, k, vocabulary, layout)
             return padded_most_likely(self.model, batch, k, vocabulary)
 
-    def logprobs(self, batch: Batch, token_budget: int) -> Tensor:
-        """float32 `[B, T]` of every row at temperature 1, on the batch's device, without gradient."""
+    def logprobs(self, batch: Batch, token_budget: int, temperature: float = 1.0) -> Tensor:
+        """float32 `[B, T]` of every row, on the batch's device, without gradient."""
         result = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad():
             for part in self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
                 micro = to_device(select(batch, part), self.model.device)
-                result[part] = self(micro, 1.0).logprobs.to(result)
+                result[part] = self(micro, temperature).logprobs.to(result)
         return result
 
     def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:

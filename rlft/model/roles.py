@@ -277,17 +277,17 @@ class Roles:
         self.restore_role(target, self.weights(source))
 
     # -- passes without gradient -------------------------------------------------------------------------------------
-    def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
         """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
 
         Args:
             batch: the rows.
-            inert_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
+            zero_gradient_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
             needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
                 the current policy, detached, at no cost.
             teacher_top_k: number of the teacher's most likely tokens whose log-probs are added, too.
         """
-        parts = self.forward.micro_batches(batch, (~inert_B).nonzero()[:, 0], self.token_budget)
+        parts = self.forward.micro_batches(batch, (~zero_gradient_B).nonzero()[:, 0], self.token_budget)
         fields = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
         return replace(batch, **fields) if fields else batch
 
@@ -383,9 +383,8 @@ class Roles:
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
-        all_rows = torch.arange(len(batch.rewards))
-        parts = list(self._parts(batch, self.forward.micro_batches(batch, all_rows, self.token_budget)))
-        return self._without_gradient(batch, parts, role, {"old_logprobs"})["old_logprobs"]
+        with torch.no_grad(), self.using(role):
+            return self.forward.logprobs(batch, self.token_budget, self.temperature)
 
     def scalars(self, role: str, batch: Batch) -> Tensor:
         """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
@@ -416,7 +415,7 @@ class Roles:
         if weights != "apart":
             selection.add_up(self.model, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
-    def lend_sums(self) -> None:
+    def share_merged_weights(self) -> None:
         """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).
 
         Call it only after the freshness check, in which the policy's passes must not depend on the sampler's weights.

@@ -3,13 +3,14 @@
 Which rows are in which lane follows from the batch alone. Every lane adds up gradients of its own, and the lanes are
 added in their order; so the bits of a result depend on the number of lanes, and not on how many ranks share them.
 
-A lane costs about total / lanes: whole groups are assigned first, the dearest first, each to the lane that costs least;
-then rows move from the dearest lane to the cheapest one while that lowers the dearer one of the two. A prompt counts
-once in each lane that has rows of its group.
+A lane costs about total / lanes: whole groups are assigned first, the most expensive first, each to the cheapest lane;
+then rows move from the most expensive lane to the cheapest one while that lowers the higher cost of the two. A prompt
+counts once in each lane that has rows of its group.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,99 +92,84 @@ def assign(costs: Costs, num_lanes: int) -> tuple[list[list[int]], list[float]]:
     for row, group in enumerate(costs.groups):
         members.setdefault(group, []).append(row)
     whole = {g: costs.prompts[m[0]] + sum(costs.rows[row] for row in m) for g, m in members.items()}
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    totals = [0.0] * num_lanes
+    lanes = _Lanes(costs, num_lanes)
     for group in sorted(members, key=lambda group: (-whole[group], members[group][0])):
-        lane = _least(totals)
-        lanes[lane] += members[group]
-        totals[lane] += whole[group]
-    _move_rows(costs, lanes, totals)
-    return [sorted(lane) for lane in lanes], totals
-
-
-def _move_rows(costs: Costs, lanes: list[list[int]], totals: list[float]) -> None:
-    """Moves or swaps rows between the dearest lane and the cheapest one while that helps."""
-    counts: list[dict[int, int]] = [{} for _ in lanes]
-    for lane, rows in enumerate(lanes):
-        for row in rows:
-            counts[lane][costs.groups[row]] = counts[lane].get(costs.groups[row], 0) + 1
+        lanes.add_group(lanes.cheapest, group, members[group], whole[group])
     for _ in range(MOST_MOVES):
-        dearest, cheapest = max(range(len(totals)), key=lambda i: (totals[i], -i)), _least(totals)
-        moves = _best_move(costs, lanes, totals, counts, dearest, cheapest)
+        moves = lanes.best_moves()
         if moves is None:
-            return
-        for row, source, target in moves:
-            _move(costs, lanes, totals, counts, row, source, target)
+            break
+        for move in moves:
+            lanes.move(*move)
+    return [sorted(rows) for rows in lanes.rows], lanes.totals
 
 
-def _best_move(
-    costs: Costs,
-    lanes: list[list[int]],
-    totals: list[float],
-    counts: list[dict[int, int]],
-    dearest: int,
-    cheapest: int,
-) -> list[tuple[int, int, int]] | None:
-    """The moves (row, from, to) after which the dearer one of the two lanes is cheapest; None if none lowers it."""
-    best, moves = totals[dearest] - MIN_GAIN, None
-    for row in lanes[dearest]:
-        saved, added = _without(costs, counts[dearest], row), _with(costs, counts[cheapest], row)
-        dearer_cost = max(totals[dearest] - saved, totals[cheapest] + added)
-        if dearer_cost < best:
-            best, moves = dearer_cost, [(row, dearest, cheapest)]
-    if moves is not None:
+class _Lanes:
+    """Indices of the rows of each lane, and the lanes' costs."""
+
+    def __init__(self, costs: Costs, num_lanes: int) -> None:
+        self.costs = costs
+        self.rows: list[list[int]] = [[] for _ in range(num_lanes)]
+        self.totals = [0.0] * num_lanes
+        self._siblings: list[Counter[int]] = [Counter() for _ in range(num_lanes)]  # number of rows of each group
+
+    @property
+    def cheapest(self) -> int:
+        """The lane that costs least; the first of several."""
+        return min(range(len(self.totals)), key=lambda i: (self.totals[i], i))
+
+    def add_group(self, lane: int, group: int, rows: Sequence[int], cost: float) -> None:
+        self.rows[lane] += rows
+        self.totals[lane] += cost
+        self._siblings[lane][group] += len(rows)
+
+    def move(self, row: int, source: int, target: int) -> None:
+        self.totals[source] -= self._saved(source, row)
+        self.totals[target] += self._added(target, row)
+        self.rows[source].remove(row)
+        self.rows[target].append(row)
+        self._siblings[source][self.costs.groups[row]] -= 1
+        self._siblings[target][self.costs.groups[row]] += 1
+
+    def best_moves(self) -> list[tuple[int, int, int]] | None:
+        """The move (row, from, to), or the two of a swap, that most lower the highest cost; None if nothing does."""
+        costs, totals = self.costs, self.totals
+        full, free = max(range(len(totals)), key=lambda i: (totals[i], -i)), self.cheapest
+        best, moves = totals[full] - MIN_GAIN, None
+        for row in self.rows[full]:
+            higher = max(totals[full] - self._saved(full, row), totals[free] + self._added(free, row))
+            if higher < best:
+                best, moves = higher, [(row, full, free)]
+        if moves is not None:
+            return moves
+        gap = totals[full] - totals[free]
+        others = sorted(self.rows[free], key=lambda row: (costs.rows[row], row))
+        for row in sorted(self.rows[full], key=lambda row: (-costs.rows[row], row))[:64]:
+            for other in others[:64]:
+                if not 0 < costs.rows[row] - costs.rows[other] < gap or costs.groups[row] == costs.groups[other]:
+                    continue
+                higher = max(
+                    totals[full] - self._saved(full, row) + self._added(full, other),
+                    totals[free] + self._added(free, row) - self._saved(free, other),
+                )
+                if higher < best:
+                    best, moves = higher, [(row, full, free), (other, free, full)]
         return moves
-    gap = totals[dearest] - totals[cheapest]
-    swap_rows = sorted(lanes[cheapest], key=lambda row: (costs.rows[row], row))
-    for row in sorted(lanes[dearest], key=lambda row: (-costs.rows[row], row))[:64]:
-        for swapped in swap_rows[:64]:
-            if not 0 < costs.rows[row] - costs.rows[swapped] < gap or costs.groups[row] == costs.groups[swapped]:
-                continue
-            saved, added = _without(costs, counts[dearest], row), _with(costs, counts[cheapest], row)
-            swap_saved, swap_added = _without(costs, counts[cheapest], swapped), _with(costs, counts[dearest], swapped)
-            dearer_cost = max(totals[dearest] - saved + swap_added, totals[cheapest] + added - swap_saved)
-            if dearer_cost < best:
-                best, moves = dearer_cost, [(row, dearest, cheapest), (swapped, cheapest, dearest)]
-    return moves
 
+    def _saved(self, lane: int, row: int) -> float:
+        """What a lane saves without this row; the prompt is still needed if a sibling is in the lane."""
+        alone = self._siblings[lane][self.costs.groups[row]] == 1
+        return self.costs.rows[row] + (self.costs.prompts[row] if alone else 0.0)
 
-def _without(costs: Costs, counts: dict[int, int], row: int) -> float:
-    """What a lane saves without this row; the prompt is still needed if a sibling is in the lane."""
-    return costs.rows[row] + (costs.prompts[row] if counts[costs.groups[row]] == 1 else 0.0)
-
-
-def _with(costs: Costs, counts: dict[int, int], row: int) -> float:
-    return costs.rows[row] + (0.0 if counts.get(costs.groups[row]) else costs.prompts[row])
-
-
-def _move(
-    costs: Costs,
-    lanes: list[list[int]],
-    totals: list[float],
-    counts: list[dict[int, int]],
-    row: int,
-    source: int,
-    target: int,
-) -> None:
-    group = costs.groups[row]
-    totals[source] -= _without(costs, counts[source], row)
-    totals[target] += _with(costs, counts[target], row)
-    lanes[source].remove(row)
-    lanes[target].append(row)
-    counts[source][group] -= 1
-    counts[target][group] = counts[target].get(group, 0) + 1
-
-
-def _least(totals: Sequence[float]) -> int:
-    """The lane that costs least; the first of several."""
-    return min(range(len(totals)), key=lambda i: (totals[i], i))
+    def _added(self, lane: int, row: int) -> float:
+        return self.costs.rows[row] + (0.0 if self._siblings[lane][self.costs.groups[row]] else self.costs.prompts[row])
 
 
 def balance(costs: Sequence[Sequence[float]]) -> float:
-    """The mean cost of a lane divided by that of the dearest one, over all updates; 1 where no lane waits for another.
+    """The mean cost of a lane divided by that of the most expensive one, over all updates; 1 where no lane waits.
 
     Args:
         costs: for each update the costs of its lanes.
     """
-    dearest = sum(max(lanes) for lanes in costs)
-    return sum(sum(lanes) / len(lanes) for lanes in costs) / dearest if dearest else 1.0
+    longest = sum(max(lanes) for lanes in costs)
+    return sum(sum(lanes) / len(lanes) for lanes in costs) / longest if longest else 1.0

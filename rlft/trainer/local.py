@@ -1,9 +1,14 @@
-"""The trainer in this process: adapters in roles on the one base, and their optimizers."""
+"""The trainer in this process: adapters in roles on the one base, and their optimizers.
+
+The passes of a step are divided into lanes, one or several, which several ranks can share. Each of several lanes has a
+gradient of its own, and each of its passes dropout of its own, so that no bit depends on who computes it: every rank
+adds up all lanes in their order, and takes the same optimizer step as the others.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -11,23 +16,36 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
+from rlft.batch import select
 from rlft.config.trainer import TrainerConfig
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
+from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
-from rlft.trainer.lane_update import UpdateRecord, metrics_of, update_in_lanes
-from rlft.trainer.lanes import divide
-from rlft.trainer.optimizer import Optimizer
+from rlft.trainer.lanes import Division, divide
+from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.protocol import TrainerState
-from rlft.trainer.ranks import Share
+from rlft.trainer.ranks import LaneGradients, LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
-from rlft.trainer.update import UpdateSettings, UpdateText, backward, loss_scale, policy_learns, update
-from rlft.types import Adapter, Batch, Rollouts
+from rlft.trainer.update import (
+    PassRecord,
+    UpdateRecord,
+    UpdateSettings,
+    UpdateText,
+    backward,
+    loss_scale,
+    minibatches,
+    step_metrics,
+    text_passes,
+)
+from rlft.types import Adapter, Batch, LossScale, Rollouts
 
 
 class LocalTrainer:
     """A `Trainer`, whose protocol says what its methods do.
+
+    Minibatches and dropout derive from (seed, step).
 
     Args:
         roles: the adapters; whoever opened them closes them.
@@ -37,7 +55,7 @@ class LocalTrainer:
         teacher_top_k: number of the teacher's most likely tokens whose log-probs are computed; 0: none of them.
         text: pretraining text of each update, for algorithms that need it.
         reward_training: the training of the learned reward between steps; None if it is not trained.
-        share: the lanes of this process, if passes are divided into lanes; None: they are not divided.
+        share: the lanes of this process; None: the only one.
         base: the layers of the base, if the ranks that share the lanes also divide the base; None: it is whole.
     """
 
@@ -51,23 +69,38 @@ class LocalTrainer:
         teacher_top_k: int = 0,
         text: UpdateText | None = None,
         reward_training: RewardRefresh | None = None,
-        share: Share | None = None,
+        share: LaneShare | None = None,
         base: ShardedLayers | None = None,
     ) -> None:
         self.roles, self.optimizers, self.settings = roles, optimizers, settings
         self.needs_old, self.teacher_top_k = needs_old, teacher_top_k
         self.text, self.reward_training = text, reward_training
-        self.share, self.base = share, base
+        self.share, self.base = share or LaneShare(), base
 
-    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
-        if self.share is None:
-            return self.roles.annotate(batch, inert_B, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
-        return replace(batch, **self.annotations(batch, inert_B))
+    # -- lanes ---------------------------------------------------------------------------------------------------------
+    def passes(self) -> AbstractContextManager[None]:
+        """Inside, this process does its part of passes in which all ranks take part."""
+        return sharded_base.passes(self.base, self.share.exchange)
 
-    def annotations(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
+    def rows_of_lanes(self, batch: Batch, zero_gradient_B: Tensor) -> tuple[Tensor, ...]:
+        """Indices of the rows that each lane annotates."""
+        return self._divide(batch, (~zero_gradient_B).nonzero()[:, 0]).rows
+
+    def _divide(self, batch: Batch, rows: Tensor) -> Division:
+        return divide(batch, rows, self.share.lanes, shared_prompts=self.roles.forward.packed)
+
+    def _seed_pass(self, step: int, purpose: str) -> None:
+        """Seeds dropout again where a step has several lanes; with one lane it is seeded once, as the step begins."""
+        if self.share.lanes > 1:
+            torch.manual_seed(derive(self.settings.seed, step, purpose))
+
+    # -- the stages of a step ------------------------------------------------------------------------------------------
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
+        return replace(batch, **self.annotations(batch, zero_gradient_B))
+
+    def annotations(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
         """{field: float32 `[B, T]`} with values in the rows of this process's lanes, and 0 in the others."""
-        assert self.share is not None, "only passes that are divided have lanes"
-        roles, rows_of = self.roles, self.rows_of_lanes(batch, inert_B)
+        roles, rows_of = self.roles, self.rows_of_lanes(batch, zero_gradient_B)
         parts = [
             part
             for lane in self.share.mine
@@ -76,29 +109,86 @@ class LocalTrainer:
         with self.passes():
             return roles.annotations(batch, parts, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
 
-    def passes(self) -> AbstractContextManager[None]:
-        """Inside, this process does its part of passes in which all ranks take part."""
-        return sharded_base.passes(self.base, None if self.share is None else self.share.exchange)
-
-    def rows_of_lanes(self, batch: Batch, inert_B: Tensor) -> tuple[Tensor, ...]:
-        """Indices of the rows that each lane annotates."""
-        assert self.share is not None, "only passes that are divided have lanes"
-        live = (~inert_B).nonzero()[:, 0]
-        return divide(batch, live, self.share.lanes, shared_prompts=self.roles.forward.packed).rows
-
-    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
-        if self.share is None:
-            return update(self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, self.text)
-        return metrics_of([self.update_lanes(algorithm, batch, inert_B, step, self.text)])
+    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
+        return step_metrics([self.update_lanes(algorithm, batch, zero_gradient_B, step)])
 
     def update_lanes(
-        self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int, text: UpdateText | None
+        self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int
     ) -> list[UpdateRecord]:
-        """Does all updates of the step, for the lanes of this process."""
-        assert self.share is not None, "only passes that are divided have lanes"
-        return update_in_lanes(
-            self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, text, self.share, self.base
-        )
+        """Does all updates of the step, with the passes of this process's lanes.
+
+        Raises:
+            RanksError: another rank is gone or late; the gradients are cleared.
+        """
+        roles, settings, optimizers = self.roles, self.settings, self.optimizers.values()
+        begin_step(optimizers, settings.seed, step)
+        if roles.critic is not None and batch.returns is not None:
+            roles.critic.observe(batch.returns, batch.loss_mask)
+        gradients = LaneGradients([p for optimizer in optimizers for p in optimizer.parameters], self.share)
+        order, records = derive(settings.seed, step, "minibatches"), []
+        try:
+            with roles.training():
+                for i, rows in enumerate(minibatches(batch, settings.epochs, settings.minibatches, order)):
+                    records.append(self._update(algorithm, batch, rows, zero_gradient_B, (step, i), gradients))
+        finally:
+            gradients.clear()
+            self._seed_pass(step, "dropout")
+        return records
+
+    def _update(
+        self,
+        algorithm: Objective,
+        batch: Batch,
+        rows: Tensor,
+        zero_gradient_B: Tensor,
+        at: tuple[int, int],
+        gradients: LaneGradients,
+    ) -> UpdateRecord:
+        """The update on these rows (int64 `[N]`); at: (finished steps, number of this update in its step)."""
+        (step, number), settings, learns = at, self.settings, self.policy_learns(at[0])
+        live = rows[~zero_gradient_B[rows]]
+        scale = loss_scale(select(batch, rows), settings.max_completion_tokens, self.roles)
+        share = int(batch.loss_mask[live].sum()) / scale.num_tokens
+        division = self._divide(batch, live)
+        costs, text, rows_of_text = division.costs, None, ()
+        if algorithm.needs_text and learns:
+            assert self.text is not None, "plan/roles.py refuses algorithms that need text without any"
+            text = self.text.batch(settings.seed, step, number)
+            text_division = self._divide(text, torch.arange(len(text.rewards)))
+            rows_of_text = text_division.rows
+            costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
+        passes: dict[int, list[PassRecord]] = {}
+        with self.passes():
+            for lane in (lane for lane in self.share.mine if costs[lane] > 0):
+                passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, share, at))
+                if text is not None and len(rows_of_text[lane]):
+                    self._seed_pass(step, f"text dropout {number} {lane}")
+                    passes[lane].append(self._text_pass(algorithm, text, rows_of_text[lane]))
+                gradients.set_aside(lane)
+        gradients.add_up([lane for lane, cost in enumerate(costs) if cost > 0])
+        done, total = (steps * settings.updates_per_step for steps in (step, settings.steps))
+        resting = () if learns else (POLICY,)
+        numbers = optimizer_step(self.optimizers.values(), done + number, total, resting)
+        return UpdateRecord(passes=passes, costs=costs, optimizers=numbers)
+
+    def _passes(
+        self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, share: float, at: tuple[int, int]
+    ) -> Iterator[PassRecord]:
+        """Forward and backward through these rows; share: see `PassRecord`."""
+        (step, number), roles, forward = at, self.roles, self.roles.forward
+        for part in forward.micro_batches(batch, rows, roles.token_budget):
+            self._seed_pass(step, f"dropout {number} {int(part[0])}")
+            micro = roles.to_device(select(batch, part))
+            metrics = backward(roles, algorithm, micro, scale, self.policy_learns(step))
+            real, network = forward.real_tokens(micro), forward.network_tokens(micro)
+            yield PassRecord.of(metrics, share, real=real, network=network)
+
+    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> PassRecord:
+        """Forward and backward through these rows of an update's text; the loss is their part of the whole text's."""
+        total = torch.zeros(())
+        for _, loss in text_passes(self.roles, text, self.roles.token_budget, algorithm.text_loss, rows):
+            total += loss.cpu()
+        return PassRecord.of({"loss/text": total, "loss/total": total})
 
     def publish(self, version: int) -> Adapter:
         return self.roles.publish(version)
@@ -106,9 +196,9 @@ class LocalTrainer:
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return self.roles.score(sequences)
 
-    def engine_verified(self) -> None:
-        if self.share is None:  # other ranks have no sampler's sums to use, and must get the same bits
-            self.roles.lend_sums()
+    def after_freshness_check(self) -> None:
+        if self.share.lanes == 1:  # other ranks have no sampler's weights to use, and must get the same bits
+            self.roles.share_merged_weights()
 
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
         self.roles.refresh(step)
@@ -119,14 +209,14 @@ class LocalTrainer:
             return self.reward_training.train_if_due(step)
 
     def policy_learns(self, step: int) -> bool:
-        return policy_learns(self.roles, self.settings, step)
+        return self.roles.critic is None or step >= self.settings.warmup_steps
 
     def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         roles = self.roles
         if roles.snapshot.teacher != "none":  # no other role's pass takes more than the policy's own
-            no_row_inert = torch.zeros(len(micro.rewards), dtype=torch.bool)
+            no_row = torch.zeros(len(micro.rewards), dtype=torch.bool)
             with self.passes():
-                micro = roles.annotate(micro, no_row_inert, needs_old=False, teacher_top_k=self.teacher_top_k)
+                micro = roles.annotate(micro, no_row, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
         with torch.random.fork_rng(), roles.training(), self.passes():
             backward(roles, algorithm, roles.to_device(micro), scale, policy_learns=True)

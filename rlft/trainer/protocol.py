@@ -35,16 +35,16 @@ class TrainerState:
 
 
 class Trainer(Protocol):
-    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
         """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.
 
         Args:
             batch: the batch.
-            inert_B: bool `[B]`, rows that teach nothing, which are not forwarded.
+            zero_gradient_B: bool `[B]`, rows that teach nothing, which are not forwarded.
         """
         ...
 
-    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
         """All updates of the step that follows `step` finished steps; returns their mean metrics."""
         ...
 
@@ -56,7 +56,7 @@ class Trainer(Protocol):
         """The policy's log-probs (temperature 1) of every token but the first, for the freshness check."""
         ...
 
-    def engine_verified(self) -> None:
+    def after_freshness_check(self) -> None:
         """Called once the engine has proven that it has what was published last."""
         ...
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.trainer.lane_update import metrics_of
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import TrainerState
-from rlft.trainer.ranks import Exchange, Meeting, RanksError, Share, open_store
+from rlft.trainer.ranks import Exchange, LaneShare, RanksError, Rendezvous, open_store
+from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
 
 MOST_FAILURES = 3
@@ -73,20 +73,20 @@ class RankedTrainer:
         self._pending: dict[Member, Future[Any]] = {}
         self._exchange: Exchange | None = None
         self._store: Any = None
-        self._num_meetings = self._num_failures = 0
+        self._num_rendezvous = self._num_failures = 0
         self._first_error_at: float | None = None
         self._limit = timeout  # seconds, for what is waited for now
-        self._share = local.share = Share(lanes=lanes, rank=0, ranks=1 + len(specs))
+        self._share = local.share = LaneShare(lanes=lanes, rank=0, ranks=1 + len(specs))
 
     # -- what ranks do together ----------------------------------------------------------------------------------------
-    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
         local, share = self._local, self._share
         shared_batch = self._launcher.share(batch)
 
         def together() -> Batch:
-            self._call("annotate", shared_batch, inert_B)
-            fields = local.annotations(batch, inert_B)
-            rows_of = local.rows_of_lanes(batch, inert_B)
+            self._call("annotate", shared_batch, zero_gradient_B)
+            fields = local.annotations(batch, zero_gradient_B)
+            rows_of = local.rows_of_lanes(batch, zero_gradient_B)
             for rank, values in enumerate(self._answers("annotate"), start=1):
                 rows = torch.cat([rows_of[lane] for lane in range(share.lanes) if share.owner(lane) == rank])
                 for name, values_NT in values.items():
@@ -95,14 +95,14 @@ class RankedTrainer:
 
         return self._without_losing_a_step(together)
 
-    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
         local, texts = self._local, self._texts(algorithm, step)
         shared_batch, start_state = self._launcher.share(batch), local.state()
 
         def together() -> dict[str, float]:
-            self._call("update", algorithm, shared_batch, inert_B, step, texts)
-            records = local.update_lanes(algorithm, batch, inert_B, step, local.text)
-            return metrics_of([records, *self._answers("update")])
+            self._call("update", algorithm, shared_batch, zero_gradient_B, step, texts)
+            records = local.update_lanes(algorithm, batch, zero_gradient_B, step)
+            return step_metrics([records, *self._answers("update")])
 
         return self._without_losing_a_step(together, start_state)
 
@@ -152,8 +152,8 @@ class RankedTrainer:
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return self._local.score(sequences)
 
-    def engine_verified(self) -> None:
-        self._local.engine_verified()
+    def after_freshness_check(self) -> None:
+        self._local.after_freshness_check()
 
     def policy_learns(self, step: int) -> bool:
         return self._local.policy_learns(step)
@@ -194,17 +194,17 @@ class RankedTrainer:
         self._answers("start", max(START_S, self._timeout))
         if self._store is None:
             self._store = open_store(self._host)
-        self._num_meetings += 1
-        meeting = Meeting(
+        self._num_rendezvous += 1
+        rendezvous = Rendezvous(
             host=self._host,
             port=self._store.port,
-            name=str(self._num_meetings),
+            name=str(self._num_rendezvous),
             ranks=self._share.ranks,
             timeout=self._timeout,
         )
-        self._call("join", meeting, self._launcher.share(on_cpu(self._local.state())))
+        self._call("join", rendezvous, self._launcher.share(on_cpu(self._local.state())))
         device = self._local.roles.backbone.device
-        self._exchange = Exchange(meeting, 0, device, self._watch)
+        self._exchange = Exchange(rendezvous, 0, device, self._watch)
         self._local.share = replace(self._share, exchange=self._exchange)
         self._answers("join")
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn import Parameter
 
 from rlft.system.process.running_time import RunningTime
 
@@ -38,13 +39,13 @@ class RanksError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where ranks find each other.
 
     Attributes:
         host: host of the store that rank 0 holds.
         port: port of that store.
-        name: a name that no earlier meeting at this store had.
+        name: a name that no earlier one at this store had.
         ranks: number of ranks.
         timeout: seconds that a rank may be behind the others.
     """
@@ -60,7 +61,7 @@ class Exchange:
     """One process's end of the connections between ranks, on its device.
 
     Args:
-        meeting: where they find each other; this waits until all have come.
+        rendezvous: where they find each other; this waits until all have come.
         rank: rank of this process.
         device: device of the tensors that are exchanged.
         watch: called during each wait; it raises if a rank is known to be gone.
@@ -68,13 +69,13 @@ class Exchange:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         rank: int,
         device: torch.device,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._meeting, self._rank, self._watch = meeting, rank, watch
-        connecting: Future[Any] = in_background(lambda: _groups(meeting, rank, device))
+        self._rendezvous, self._rank, self._watch = rendezvous, rank, watch
+        connecting: Future[Any] = in_background(lambda: _groups(rendezvous, rank, device))
         self._group: Any = None
         self._host_group: Any = None
         self._wait(connecting.done, "meet the others")
@@ -105,7 +106,7 @@ class Exchange:
             RanksError: a rank is gone, or is late.
         """
         own_number = torch.tensor([own])
-        numbers = [torch.empty_like(own_number) for _ in range(self._meeting.ranks)]
+        numbers = [torch.empty_like(own_number) for _ in range(self._rendezvous.ranks)]
         self._complete(lambda: self._host_group.allgather([numbers], [own_number]), "hear from all other ranks")
         return [int(number) for number in numbers]
 
@@ -133,15 +134,15 @@ class Exchange:
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         clock, pause = RunningTime(), FIRST_PAUSE_S
         while not done():
-            if clock() >= self._meeting.timeout:
-                raise RanksError(f"rank {self._rank} waited {self._meeting.timeout:g} s (cluster.timeout) to {what}")
+            if clock() >= self._rendezvous.timeout:
+                raise RanksError(f"rank {self._rank} waited {self._rendezvous.timeout:g} s (cluster.timeout) to {what}")
             self._watch()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class LaneShare:
     """The lanes of one rank: neighbouring ones, as many as every other rank has.
 
     Attributes:
@@ -151,7 +152,7 @@ class Share:
         exchange: the connections to the other ranks; None for a single rank.
     """
 
-    lanes: int
+    lanes: int = 1
     rank: int = 0
     ranks: int = 1
     exchange: Exchange | None = None
@@ -173,6 +174,45 @@ class Share:
         return buffer
 
 
+class LaneGradients:
+    """The gradients of an update: each of several lanes has one of its own; a single lane's simply stays in place.
+
+    Args:
+        parameters: everything that learns.
+        share: the lanes of this rank.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], share: LaneShare) -> None:
+        self._parameters, self._share = parameters, share
+        self._of_lanes: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def set_aside(self, lane: int) -> None:
+        """Keeps the gradients so far as those of this lane, and clears them for the next one."""
+        if self._share.lanes > 1:
+            self._of_lanes[lane] = self._flat()
+            self.clear()
+
+    def add_up(self, lanes: Sequence[int]) -> None:
+        """Sets the gradients to the sum over these lanes of all ranks, in this order; to nothing if there are none."""
+        if self._share.lanes == 1 or not lanes:
+            return
+        in_order = (
+            self._share.sent(lane, self._of_lanes.pop(lane) if lane in self._of_lanes else self._flat())
+            for lane in lanes
+        )
+        sizes = [parameter.numel() for parameter in self._parameters]
+        for parameter, part in zip(self._parameters, reduce(Tensor.add_, in_order).split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+    def _flat(self) -> Tensor:
+        """A copy of the gradients in one row, with zeros where there are none."""
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters])
+
+
 def open_store(host: str) -> Any:
     """The store of rank 0, at a free port of this machine; it serves the other ranks as long as this object lives."""
     return dist.TCPStore(host, 0, None, True, timeout=BACKEND_LIMIT, wait_for_workers=False)
@@ -192,38 +232,38 @@ def in_background(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _groups(meeting: Meeting, rank: int, device: torch.device) -> tuple[Any, Any]:
+def _groups(rendezvous: Rendezvous, rank: int, device: torch.device) -> tuple[Any, Any]:
     """(process group of this device, process group of main memory), which are the same on a CPU.
 
     They are not torch's default group, which an engine in this process may use. Each has a connection of its own to the
     store: a wait on a shared one would block every other user of it.
     """
-    host = _gloo(meeting, rank)
+    host = _gloo(rendezvous, rank)
     if device.type != "cuda":
         return host, host
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = BACKEND_LIMIT
-    return dist.ProcessGroupNCCL(_store(meeting, "cards"), rank, meeting.ranks, options), host
+    return dist.ProcessGroupNCCL(_store(rendezvous, "cards"), rank, rendezvous.ranks, options), host
 
 
-def _store(meeting: Meeting, group: str) -> Any:
-    store = dist.TCPStore(meeting.host, meeting.port, None, False, timeout=BACKEND_LIMIT)
-    return dist.PrefixStore(f"{meeting.name}/{group}", store)
+def _store(rendezvous: Rendezvous, group: str) -> Any:
+    store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout=BACKEND_LIMIT)
+    return dist.PrefixStore(f"{rendezvous.name}/{group}", store)
 
 
-def _gloo(meeting: Meeting, rank: int) -> Any:
+def _gloo(rendezvous: Rendezvous, rank: int) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = BACKEND_LIMIT
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
-    return dist.ProcessGroupGloo(_store(meeting, "hosts"), rank, meeting.ranks, options)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
+    return dist.ProcessGroupGloo(_store(rendezvous, "hosts"), rank, rendezvous.ranks, options)
 
 
-def _own_address(meeting: Meeting) -> str:
+def _own_address(rendezvous: Rendezvous) -> str:
     """The address of this machine in the network of rank 0, which others can reach, too."""
-    if meeting.host == LOOPBACK:
+    if rendezvous.host == LOOPBACK:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
-        connection.connect((meeting.host, meeting.port))
+        connection.connect((rendezvous.host, rendezvous.port))
         return connection.getsockname()[0]
 
 

@@ -1,26 +1,24 @@
-"""The updates of one step: gradient steps on whatever learns, from one batch whose advantages are known.
+"""The parts of an update, a gradient step on whatever learns: its rows, its losses, backward, and a step's metrics.
 
-A function of its arguments alone: the adapters in their roles, an optimizer for each that learns, the algorithm, the
-batch and the number of finished steps. Minibatches and dropout derive from (seed, step).
+Functions of their arguments alone. `LocalTrainer` puts them together, in one lane or in several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from rlft.algorithm.objective import Objective
+from rlft.algorithm.objective import WEIGHT, WEIGHT_SQUARED, Objective
 from rlft.batch import select
 from rlft.model.critic import CRITIC
-from rlft.model.roles import POLICY, Roles
-from rlft.system.seeds import derive
-from rlft.trainer.optimizer import Optimizer
-from rlft.trainer.schedule import learning_rate
-from rlft.trainer.update_metrics import UpdateMetrics
+from rlft.model.full_weights import WholeModel
+from rlft.model.roles import Roles
+from rlft.trainer.lanes import balance
 from rlft.types import Batch, LossScale
 
 
@@ -33,20 +31,16 @@ class UpdateSettings:
         steps: number of steps of the whole run.
         epochs: number of passes over a step's batch.
         minibatches: number of updates in an epoch.
-        token_budget: the most tokens that enter one forward and backward pass.
         max_completion_tokens: generation.max_tokens.
         warmup_steps: critic.warmup_steps, in which only the critic learns.
-        reset_every: trainer.reset_every.
     """
 
     seed: int
     steps: int
     epochs: int
     minibatches: int
-    token_budget: int
     max_completion_tokens: int
     warmup_steps: int
-    reset_every: int
 
     @property
     def updates_per_step(self) -> int:
@@ -59,65 +53,30 @@ class UpdateText(Protocol):
     def batch(self, seed: int, step: int, update: int) -> Batch: ...
 
 
-def update(
-    roles: Roles,
-    optimizers: Mapping[str, Optimizer],
-    algorithm: Objective,
-    batch: Batch,
-    inert_B: Tensor,
-    step: int,
-    settings: UpdateSettings,
-    text: UpdateText | None = None,
-) -> dict[str, float]:
-    """Epochs x minibatches (whole groups) x micro-batches (by token budget); returns the updates' mean metrics.
-
-    Args:
-        roles: the adapters on their base.
-        optimizers: {role: optimizer} for every role that learns.
-        algorithm: the algorithm whose loss is minimised.
-        batch: `[B, T]`, with advantages.
-        inert_B: bool `[B]`, rows that add nothing to the gradient and are not forwarded.
-        step: number of finished steps.
-        settings: how the batch is divided into updates, and the schedule.
-        text: gives each update's text, if the algorithm needs text.
-    """
-    metrics, learns = UpdateMetrics(), policy_learns(roles, settings, step)
-    begin_step(roles, optimizers, batch, step, settings)
-    order = derive(settings.seed, step, "minibatches")
-    with roles.training():
-        for i, rows in enumerate(minibatches(batch, settings.epochs, settings.minibatches, order)):
-            scale = loss_scale(select(batch, rows), settings.max_completion_tokens, roles)
-            live = rows[~inert_B[rows]]
-            share = int(batch.loss_mask[live].sum()) / scale.num_tokens
-            for part in roles.forward.micro_batches(batch, live, settings.token_budget):
-                micro = roles.to_device(select(batch, part))
-                metrics.add(backward(roles, algorithm, micro, scale, learns), share)
-                metrics.add_tokens(roles.forward.real_tokens(micro), roles.forward.network_tokens(micro))
-            if algorithm.needs_text and learns:
-                assert text is not None, "plan/roles.py refuses algorithms that need text without any"
-                text_batch = text.batch(settings.seed, step, i)
-                metrics.add(text_backward(roles, algorithm, text_batch, settings.token_budget), 1.0)
-            metrics.add_update(optimizer_step(optimizers, settings, step, i, learns))
-    return metrics.mean()
+def minibatches(batch: Batch, epochs: int, num_minibatches: int, seed: int) -> list[Tensor]:
+    """Row indices (int64) of each update: every epoch deals the groups, shuffled, to `num_minibatches` updates."""
+    if num_minibatches == 1:
+        return [torch.arange(len(batch.group_ids))] * epochs
+    generator = torch.Generator().manual_seed(seed)
+    groups = batch.group_ids.unique()
+    return [
+        torch.isin(batch.group_ids, dealt).nonzero()[:, 0]
+        for _ in range(epochs)
+        for dealt in groups[torch.randperm(len(groups), generator=generator)].chunk(num_minibatches)
+    ]
 
 
-def begin_step(
-    roles: Roles, optimizers: Mapping[str, Optimizer], batch: Batch, step: int, settings: UpdateSettings
-) -> None:
-    """Prepares a step's first update: seeds dropout, updates the critic's statistics, resets the moments if due."""
-    torch.manual_seed(derive(settings.seed, step, "dropout"))
-    if roles.critic is not None and batch.returns is not None:
-        roles.critic.observe(batch.returns, batch.loss_mask)
-    if settings.reset_every and step % settings.reset_every == 0:
-        for optimizer in optimizers.values():
-            optimizer.reset()
+def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Roles) -> LossScale:
+    """Sizes of the whole minibatch; rows that are never forwarded count, too."""
+    return LossScale(
+        num_tokens=int(minibatch.loss_mask.sum()),
+        num_sequences=len(minibatch.rewards),
+        max_completion_tokens=max_completion_tokens,
+        value_scale=1.0 if roles.critic is None else roles.critic.value_scale,
+    )
 
 
-def policy_learns(roles: Roles, settings: UpdateSettings, step: int) -> bool:
-    """False in the first steps, in which only the critic learns."""
-    return roles.critic is None or step >= settings.warmup_steps
-
-
+# -- passes with gradient ----------------------------------------------------------------------------------------------
 def backward(
     roles: Roles, algorithm: Objective, micro: Batch, scale: LossScale, policy_learns: bool
 ) -> Mapping[str, Tensor]:
@@ -144,71 +103,99 @@ def backward(
     return loss.metrics
 
 
-def text_backward(
-    roles: Roles, algorithm: Objective, text: Batch, token_budget: int, rows: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Adds the gradient of an update's pretraining text to the policy's; returns its loss.
+def text_passes(
+    learner: Roles | WholeModel,
+    text: Batch,
+    token_budget: int,
+    loss_of: Callable[[Tensor, Tensor, int], Tensor],
+    rows: Tensor | None = None,
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Adds the gradient of texts, one micro-batch after the other; yields each with its part `[]` of the loss.
 
     Args:
-        roles: the adapters on their base.
-        algorithm: the algorithm, which has a loss of text.
-        text: the whole text of the update.
+        learner: what learns.
+        text: all texts of the update.
         token_budget: the most tokens that enter one forward and backward pass.
-        rows: int64 `[N]`, the rows to forward, None for all; the loss is their part of the whole text's loss.
+        loss_of: a loss from log-probs `[B, T]` at temperature 1, their mask, and the number of tokens of all texts.
+        rows: int64 `[N]`, the rows to forward; None for all.
     """
-    total = torch.zeros(())
-    rows = torch.arange(len(text.rewards)) if rows is None else rows
-    for part in roles.forward.micro_batches(text, rows, token_budget):
-        micro = roles.to_device(select(text, part))
-        logprobs = roles.forward(micro, temperature=1.0).logprobs
-        loss = algorithm.text_loss(logprobs, micro.loss_mask, int(text.loss_mask.sum()))
+    rows, num_tokens = torch.arange(len(text.rewards)) if rows is None else rows, int(text.loss_mask.sum())
+    for part in learner.forward.micro_batches(text, rows, token_budget):
+        micro = learner.to_device(select(text, part))
+        loss = loss_of(learner.forward(micro, 1.0).logprobs, micro.loss_mask, num_tokens)
         loss.backward()
-        total += loss.detach().cpu()
-    return {"loss/text": total, "loss/total": total}
+        learner.check_gradients()
+        yield micro, loss.detach()
 
 
-def optimizer_step(
-    optimizers: Mapping[str, Optimizer], settings: UpdateSettings, step: int, update: int, policy_learns: bool
-) -> dict[str, float]:
-    """One step of every optimizer with the gradients so far; returns `<role>/lr` and `<role>/grad_norm`.
+# -- metrics -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """What a forward and backward pass leaves.
 
-    Args:
-        optimizers: {role: optimizer}.
-        settings: how steps are divided into updates, and the schedule.
-        step: number of finished steps.
-        update: number of this update in its step, from 0.
-        policy_learns: whether the policy learns; if not, its gradients are dropped.
+    Attributes:
+        metrics: metrics of its loss.
+        share: share of the minibatch's completion tokens that are in rows which are forwarded at all. Metrics of tokens
+            (entropy, KL, clip fractions) are means over these tokens; losses are those of the whole minibatch.
+        real: number of tokens that the network had to see.
+        network: number of tokens that entered it, with padding.
     """
-    metrics: dict[str, float] = {}
-    done, total = step * settings.updates_per_step + update, settings.steps * settings.updates_per_step
-    for role, optimizer in optimizers.items():
-        if role == POLICY and not policy_learns:
-            optimizer.discard()
-            metrics |= {f"{role}/lr": 0.0, f"{role}/grad_norm": 0.0}
-            continue
-        rate = learning_rate(optimizer.config, done, total)
-        metrics |= {f"{role}/lr": rate, f"{role}/grad_norm": optimizer.update(rate)}
-    return metrics
+
+    metrics: Mapping[str, float]
+    share: float
+    real: int
+    network: int
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Tensor], share: float = 1.0, *, real: int = 0, network: int = 0) -> Self:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        return cls(metrics=numbers, share=share, real=real, network=network)
 
 
-def minibatches(batch: Batch, epochs: int, num_minibatches: int, seed: int) -> list[Tensor]:
-    """Row indices (int64) of each update: every epoch deals the groups, shuffled, to `num_minibatches` updates."""
-    if num_minibatches == 1:
-        return [torch.arange(len(batch.group_ids))] * epochs
-    generator = torch.Generator().manual_seed(seed)
-    groups = batch.group_ids.unique()
-    return [
-        torch.isin(batch.group_ids, dealt).nonzero()[:, 0]
-        for _ in range(epochs)
-        for dealt in groups[torch.randperm(len(groups), generator=generator)].chunk(num_minibatches)
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRecord:
+    """What an update leaves.
+
+    Attributes:
+        passes: {lane: its passes} for the lanes of this rank.
+        costs: the cost of every lane.
+        optimizers: metrics of the optimizers.
+    """
+
+    passes: Mapping[int, Sequence[PassRecord]]
+    costs: Sequence[float]
+    optimizers: Mapping[str, float]
 
 
-def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Roles) -> LossScale:
-    """Sizes of the whole minibatch; rows that are never forwarded count, too."""
-    return LossScale(
-        num_tokens=int(minibatch.loss_mask.sum()),
-        num_sequences=len(minibatch.rewards),
-        max_completion_tokens=max_completion_tokens,
-        value_scale=1.0 if roles.critic is None else roles.critic.value_scale,
-    )
+def step_metrics(by_rank: Sequence[Sequence[UpdateRecord]]) -> dict[str, float]:
+    """The metrics of a step from its updates' records of all ranks; the same for any number of ranks.
+
+    Passes are added up and updates averaged; of names ending in `_max` it is the maximum. kl/old_last is the kl/old of
+    the last update alone: how far the step has moved the policy. sampler/effective_sample_size is
+    (sum w)^2 / (n sum w^2) over tokens, with the importance weights w before any cut.
+    """
+    sums: dict[str, float] = {"loss/total": 0.0, "loss/policy": 0.0}
+    real = network = 0
+    old_before = old_last = 0.0
+    for records in zip(*by_rank, strict=True):
+        passes = {lane: of_lane for record in records for lane, of_lane in record.passes.items()}
+        for done in (done for lane in sorted(passes) for done in passes[lane]):
+            real, network = real + done.real, network + done.network
+            for name, value in done.metrics.items():
+                so_far = sums.get(name, 0.0)
+                if name.endswith("_max"):
+                    sums[name] = value if math.isnan(value) else max(so_far, value)
+                else:
+                    sums[name] = so_far + (value if name.startswith("loss/") else value / done.share)
+        for name, value in records[0].optimizers.items():
+            sums[name] = sums.get(name, 0.0) + value
+        total = sums.get("kl/old", 0.0)
+        old_last, old_before = total - old_before, total
+    means = {name: s if name.endswith("_max") else s / max(1, len(by_rank[0])) for name, s in sums.items()}
+    if WEIGHT in means:
+        weight, squared = means.pop(WEIGHT), means.pop(WEIGHT_SQUARED)
+        means["sampler/effective_sample_size"] = weight**2 / squared if squared > 0 else 0.0
+    means |= {"kl/old_last": old_last, "tokens/trained": real}
+    means["waste/padding_fraction"] = (network - real) / max(1, network)
+    costs = [record.costs for record in by_rank[0]]
+    return means | ({"lanes/balance": balance(costs)} if any(len(lanes) > 1 for lanes in costs) else {})

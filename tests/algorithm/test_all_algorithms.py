@@ -142,33 +142,35 @@ def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged
 
 
 @algorithms
-def test_leaving_out_inert_rows_leaves_loss_and_gradient_unchanged(
+def test_leaving_out_rows_with_zero_gradient_leaves_loss_and_gradient_unchanged(
     made, full_step, scale_of, rows_of, loss_of, close, name, extra
 ):
     outputs, batch = full_step()
     algorithm = made(name, extra)
-    inert = algorithm.inert(replace(batch, old_logprobs=None, reference_logprobs=None, old_values=None))
+    zero_rows = algorithm.zero_gradient_rows(
+        replace(batch, old_logprobs=None, reference_logprobs=None, old_values=None)
+    )
     batch = algorithm.credit(batch)
     whole, gradients = loss_of(algorithm, outputs, batch, scale_of(batch))
-    live = (~inert).nonzero().squeeze(-1)
+    live = (~zero_rows).nonzero().squeeze(-1)
     part, part_gradients = loss_of(algorithm, rows_of(outputs, live), rows_of(batch, live), scale_of(batch))
     close(part.total.detach(), whole.total.detach())
     for some, every in zip(part_gradients, gradients, strict=True):
         close(some, every[live])
-        assert (every[inert] == 0).all()
+        assert (every[zero_rows] == 0).all()
 
 
 def test_who_leaves_out_equal_groups_and_who_cannot(make, made, full_step):
     _, batch = full_step()
     equal_or_alone = [False, False, False, True, True, True, False, False, False, True]
-    inert = {name: make(name).inert(batch).tolist() for name in NAMES}
+    zero_rows = {name: make(name).zero_gradient_rows(batch).tolist() for name in NAMES}
     for name in GROUP_RELATIVE:
-        assert inert[name] == equal_or_alone, name
-    assert inert["rloo"] == [alike or row == 6 for row, alike in enumerate(equal_or_alone)]  # row 6 has no tokens
+        assert zero_rows[name] == equal_or_alone, name
+    assert zero_rows["rloo"] == [alike or row == 6 for row, alike in enumerate(equal_or_alone)]  # row 6 has no tokens
     for name in ("a2c", "ppo", "ppo_penalty", "ppo_ptx", "kimi", "opd"):
-        assert not any(inert[name]), name
+        assert not any(zero_rows[name]), name
     for name in NAMES:
-        assert not made(name, "all terms").inert(batch).any(), name
+        assert not made(name, "all terms").zero_gradient_rows(batch).any(), name
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -187,8 +189,8 @@ def test_what_lies_outside_the_completions_does_not_matter(made, full_step, scal
 
     names = (*INPUTS, "token_rewards")
     soiled = replace(batch, **{name: dirty(getattr(batch, name)) for name in names})
-    inert, credited = algorithm.inert(soiled), algorithm.credit(soiled)
-    assert torch.equal(inert, algorithm.inert(batch))
+    zero_rows, credited = algorithm.zero_gradient_rows(soiled), algorithm.credit(soiled)
+    assert torch.equal(zero_rows, algorithm.zero_gradient_rows(batch))
     assert torch.equal(credited.advantages, algorithm.credit(batch).advantages)
     assert (credited.advantages[outside] == 0).all()
     soiled = replace(credited, advantages=dirty(credited.advantages))

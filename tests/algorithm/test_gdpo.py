@@ -26,12 +26,12 @@ def test_an_advantage_is_the_sum_of_the_rewards_own_zscores_over_its_std_in_the_
     close(advantages, [[0, -a, -a, 0], [0, a, 0, 0], [0, 0, 0, 0], [0, a, a, 0]])
 
 
-def test_rows_are_inert_where_no_reward_differs_though_sums_may_be_equal(make, two_rewards):
+def test_rows_have_zero_gradient_where_no_reward_differs_though_sums_may_be_equal(make, two_rewards):
     # The first group's rewards add up to the same sum and still differ; the second's are the same.
     rewards = torch.tensor([[0, 2], [1, 0], [3, 3], [3, 3]], dtype=torch.float64)
     batch = replace(two_rewards, each_reward=rewards, rewards=(rewards * two_rewards.each_weight).sum(-1))
-    assert make("gdpo").inert(batch).tolist() == [False, False, True, True]
-    assert make("grpo").inert(batch).all()
+    assert make("gdpo").zero_gradient_rows(batch).tolist() == [False, False, True, True]
+    assert make("grpo").zero_gradient_rows(batch).all()
 
 
 def test_one_reward_alone_is_grpos_zscore_over_its_std_in_the_step(make, random_step, close):
@@ -47,7 +47,7 @@ def test_one_reward_alone_is_grpos_zscore_over_its_std_in_the_step(make, random_
 
 def test_without_rewards_by_themselves_it_says_what_it_lacks(make, two_rewards):
     batch = replace(two_rewards, each_reward=None)
-    for ask in (make("gdpo").credit, make("gdpo").inert):
+    for ask in (make("gdpo").credit, make("gdpo").zero_gradient_rows):
         with pytest.raises(
             ValueError, match=r"each_reward is None, but reward_aggregation=normalize_then_sum needs it"
         ):

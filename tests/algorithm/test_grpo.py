@@ -115,7 +115,7 @@ def test_the_same_steps_in_another_order_are_no_difference(make, hand_batch):
     batch = replace(batch, token_rewards=batch.token_rewards.float(), sampled_logprobs=batch.sampled_logprobs.float())
     algorithm = make("grpo", eps=0.0)
     assert (algorithm.credit(batch).advantages == 0).all()
-    assert algorithm.inert(batch).all()
+    assert algorithm.zero_gradient_rows(batch).all()
 
 
 def test_process_advantages_sum_the_normalised_steps_that_are_still_to_end(make, hand_batch):
@@ -133,14 +133,14 @@ def test_rewards_of_completions_are_normalised_on_their_own_and_added_to_the_pro
     close(advantages, [[0, -1 - 5, -5, 0], [0, 1 + 5, 1 + 5, 0]])
 
 
-def test_process_rows_are_inert_where_neither_steps_nor_outcomes_differ(make, hand_batch):
+def test_process_rows_have_zero_gradient_where_neither_steps_nor_outcomes_differ(make, hand_batch):
     algorithm = make("grpo_process")
     alike = steps_of(hand_batch([2, 2], [1, 1], [0, 0]), [{0: 1, 1: 1}, {1: 1}])  # more steps, but none better
-    assert algorithm.inert(alike).all()
+    assert algorithm.zero_gradient_rows(alike).all()
     assert (algorithm.credit(alike).advantages == 0).all()
-    assert not algorithm.inert(replace(alike, rewards=torch.tensor([1.0, 2.0]))).any()
-    assert not algorithm.inert(steps_of(alike, [{0: 1, 1: 2}, {1: 1}])).any()
-    assert not make("grpo_process", kl_coef=0.1).inert(alike).any()
+    assert not algorithm.zero_gradient_rows(replace(alike, rewards=torch.tensor([1.0, 2.0]))).any()
+    assert not algorithm.zero_gradient_rows(steps_of(alike, [{0: 1, 1: 2}, {1: 1}])).any()
+    assert not make("grpo_process", kl_coef=0.1).zero_gradient_rows(alike).any()
 
 
 def test_process_supervision_asks_for_steps_and_has_no_place_for_a_kl_in_the_reward(make, hand_batch):
@@ -388,28 +388,30 @@ def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged
 
 
 @variants
-def test_leaving_out_inert_rows_leaves_loss_and_gradient_unchanged(make, random_step, scale_of, rows_of, variant):
+def test_leaving_out_rows_with_zero_gradient_leaves_loss_and_gradient_unchanged(
+    make, random_step, scale_of, rows_of, variant
+):
     outputs, batch = random_step()
     algorithm = make("grpo", **VARIANTS[variant])
-    inert = algorithm.inert(batch)
+    zero_rows = algorithm.zero_gradient_rows(batch)
     batch = algorithm.credit(batch)
     whole, gradients = loss_of(algorithm, outputs, batch, scale_of(batch))
-    live = (~inert).nonzero().squeeze(-1)
+    live = (~zero_rows).nonzero().squeeze(-1)
     part, part_gradients = loss_of(algorithm, rows_of(outputs, live), rows_of(batch, live), scale_of(batch))
     close(part.total.detach(), whole.total.detach())
     for some, every in zip(part_gradients, gradients, strict=True):
         close(some, every[live])
-        assert (every[inert] == 0).all()
+        assert (every[zero_rows] == 0).all()
 
 
-def test_inert_rows_are_those_of_equal_groups_when_nothing_else_acts_on_them(make, random_step):
+def test_rows_with_zero_gradient_are_those_of_equal_groups_when_nothing_else_acts_on_them(make, random_step):
     _, batch = random_step()
     bare = replace(batch, old_logprobs=None, reference_logprobs=None, advantages=None)
     equal_or_alone = [False, False, False, True, True, True, False, False, False, True]
-    assert make("grpo").inert(bare).tolist() == equal_or_alone
-    assert not make("grpo", kl_coef=0.1).inert(bare).any()
-    assert not make("grpo", kl_coef=0.1, kl_in="reward").inert(bare).any()
-    assert not make("grpo", entropy_coef=0.1).inert(bare).any()
+    assert make("grpo").zero_gradient_rows(bare).tolist() == equal_or_alone
+    assert not make("grpo", kl_coef=0.1).zero_gradient_rows(bare).any()
+    assert not make("grpo", kl_coef=0.1, kl_in="reward").zero_gradient_rows(bare).any()
+    assert not make("grpo", entropy_coef=0.1).zero_gradient_rows(bare).any()
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

@@ -77,7 +77,7 @@ def test_equal_groups_have_advantage_0_exactly_but_are_pulled_back_to_the_old_po
     algorithm = make("kimi", baseline=baseline)
     batch = algorithm.credit(hand_batch([2, 1, 1], [0.1, 0.1, 0.1], [0, 0, 0], padding=0))
     assert (batch.advantages == 0).all()
-    assert not algorithm.inert(batch).any()
+    assert not algorithm.zero_gradient_rows(batch).any()
     moved = torch.tensor([[0, 0.2, 0.4], [0, 0, 0], [0, 0, 0]], dtype=torch.float64)
     outputs = Outputs(logprobs=(batch.old_logprobs + moved).requires_grad_())
     (gradient,) = torch.autograd.grad(algorithm.loss(outputs, batch, scale_of(batch)).total, outputs.logprobs)
@@ -86,11 +86,11 @@ def test_equal_groups_have_advantage_0_exactly_but_are_pulled_back_to_the_old_po
     assert (torch.autograd.grad(first, outputs.logprobs)[0] == 0).all()
 
 
-def test_equal_groups_are_inert_without_tau_kl_and_entropy(make, hand_batch):
+def test_equal_groups_have_zero_gradient_without_tau_kl_and_entropy(make, hand_batch):
     batch = hand_batch([1, 1, 1, 1], [1, 1, 0, 1], [0, 0, 1, 1])
-    assert make("kimi", tau=0.0).inert(batch).tolist() == [True, True, False, False]
-    assert not make("kimi", tau=0.0, kl_coef=0.1).inert(batch).any()
-    assert not make("kimi", tau=0.0, entropy_coef=0.1).inert(batch).any()
+    assert make("kimi", tau=0.0).zero_gradient_rows(batch).tolist() == [True, True, False, False]
+    assert not make("kimi", tau=0.0, kl_coef=0.1).zero_gradient_rows(batch).any()
+    assert not make("kimi", tau=0.0, entropy_coef=0.1).zero_gradient_rows(batch).any()
 
 
 def test_siblings_are_needed_and_a_soft_baseline_needs_tau(make):

@@ -204,8 +204,8 @@ def test_variants_differ_from_ppo_in_the_keys_they_say(make):
     assert make("a2c") == make("ppo", entropy_coef=0.01, **keys)
 
 
-def test_no_row_is_inert_and_no_siblings_are_needed(make, valued):
-    assert not make("ppo").inert(valued([0, 0], 0)).any()
+def test_no_row_has_zero_gradient_and_no_siblings_are_needed(make, valued):
+    assert not make("ppo").zero_gradient_rows(valued([0, 0], 0)).any()
     assert make("ppo").min_group_size == 1
 
 

@@ -107,24 +107,24 @@ def test_reinforce_pp_by_hand(make, hand_batch, scale_of, close):
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 @pytest.mark.parametrize("to_go", [True, False])
-def test_equal_groups_get_exactly_0_and_are_inert(make, hand_batch, baseline, to_go):
+def test_equal_groups_get_exactly_0_and_zero_gradient(make, hand_batch, baseline, to_go):
     # Three times 0.1 is not 0.3 in floating point.
     batch = hand_batch([2, 3, 1, 1, 2], [0.1, 0.1, 0.1, 0, 1], [0, 0, 0, 1, 1])
     algorithm = make("reinforce", baseline=baseline, reward_to_go=to_go)
     assert (algorithm.credit(batch).advantages[:3] == 0).all()
-    assert algorithm.inert(batch).tolist() == [True, True, True, False, False]
-    assert not make("reinforce", baseline=baseline, kl_coef=0.1).inert(batch).any()
-    assert not make("reinforce", baseline=baseline, entropy_coef=0.1).inert(batch).any()
+    assert algorithm.zero_gradient_rows(batch).tolist() == [True, True, True, False, False]
+    assert not make("reinforce", baseline=baseline, kl_coef=0.1).zero_gradient_rows(batch).any()
+    assert not make("reinforce", baseline=baseline, entropy_coef=0.1).zero_gradient_rows(batch).any()
 
 
-def test_rows_that_have_earned_nothing_are_inert_without_a_baseline(make, hand_batch):
+def test_rows_that_have_earned_nothing_have_zero_gradient_without_a_baseline(make, hand_batch):
     batch = hand_batch([2, 1, 0], [0, 1, 1], [0, 0, 0])
-    assert make("reinforce").inert(batch).tolist() == [True, False, True]
-    assert make("reinforce", baseline="batch").inert(batch).tolist() == [False, False, True]
-    assert make("reinforce", whiten=True).inert(batch).tolist() == [False, False, True]
+    assert make("reinforce").zero_gradient_rows(batch).tolist() == [True, False, True]
+    assert make("reinforce", baseline="batch").zero_gradient_rows(batch).tolist() == [False, False, True]
+    assert make("reinforce", whiten=True).zero_gradient_rows(batch).tolist() == [False, False, True]
     # A step that went well and one that went badly: 0 in all, but not from the second token on.
     scores = torch.tensor([[0, 1, -1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
-    assert not make("reinforce").inert(replace(batch, token_rewards=scores))[0]
+    assert not make("reinforce").zero_gradient_rows(replace(batch, token_rewards=scores))[0]
 
 
 def test_only_who_compares_siblings_needs_them(make):

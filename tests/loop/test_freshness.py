@@ -136,7 +136,7 @@ def test_a_sum_that_is_not_the_policys_is_found_though_the_policy_learns_on_it(p
     for version in range(2):
         publish(version, policy, engine)
         freshness.check(version, engine, policy)
-        policy.lend_sums()
+        policy.share_merged_weights()
     layers = [layer for layer in policy.model.modules() if isinstance(layer, LoraLinear)]
     assert all(layer.lent for layer in layers)
     for layer in layers:

@@ -46,8 +46,8 @@ def no_text(token_ids):
 def test_a_steps_rewards_lengths_and_tokens_are_the_numbers_one_gets_by_hand(step):
     # Totals 1, 0, 3, 3: mean 7/4, mean square 19/4, variance 19/4 - 49/16 = 27/16. 8 completion tokens, log-prob -1/4.
     # 10 completions were sampled and 4 are trained on.
-    inert = torch.tensor([False, False, True, True])
-    assert rollout_metrics(step, batch_of(step), inert) == pytest.approx(
+    zero_rows = torch.tensor([False, False, True, True])
+    assert rollout_metrics(step, batch_of(step), zero_rows) == pytest.approx(
         {
             "reward/mean": 7 / 4,
             "reward/std": math.sqrt(27) / 4,

@@ -124,10 +124,10 @@ def test_tokens_of_an_answer_are_shown_without_values(
 
 def test_whole_groups_are_chosen_those_that_teach_first() -> None:
     groups = torch.tensor([4, 4, 7, 7, 9, 9])
-    inert = torch.tensor([True, True, False, True, False, False])
-    assert chosen_rows(groups, inert, 1).tolist() == [2, 3]
-    assert chosen_rows(groups, inert, 2).tolist() == [2, 3, 4, 5]
-    assert chosen_rows(groups, inert, 9).tolist() == [0, 1, 2, 3, 4, 5]
+    zero_rows = torch.tensor([True, True, False, True, False, False])
+    assert chosen_rows(groups, zero_rows, 1).tolist() == [2, 3]
+    assert chosen_rows(groups, zero_rows, 2).tolist() == [2, 3, 4, 5]
+    assert chosen_rows(groups, zero_rows, 9).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("text", ["12+3=15", "n\u00e9 \u2192 \U0001f600!", "<think>7</think>\n\n x", "\u00e9\u00e9"])

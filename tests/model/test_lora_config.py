@@ -177,7 +177,7 @@ def test_moving_roles_are_kept_and_come_back_exactly(kind, make_roles):
 def test_a_dora_policy_never_learns_on_lent_sums(kind, make_roles, make_batch):
     roles, batch = make_roles(noise=0.05, **kind), make_batch(ROWS)
     roles.load_sampler(roles.publish(1), weights="merged")
-    roles.lend_sums()
+    roles.share_merged_weights()
     assert not any(layer.lent for layer in roles.model.modules() if isinstance(layer, LoraLinear))
     roles.outputs(batch, False).logprobs.sum().backward()
     roles.check_gradients()  # magnitudes included

@@ -254,17 +254,17 @@ def test_annotate_adds_what_the_snapshot_config_says(make_roles, batch, nobody):
     assert not annotated.old_logprobs.requires_grad
 
 
-def test_inert_rows_enter_no_forward_and_keep_0(make_roles, batch, backbone):
+def test_rows_with_zero_gradient_enter_no_forward_and_keep_0(make_roles, batch, backbone):
     roles = make_roles(noise=0.05, reference="base")
     policy = policy_logprobs(roles, batch)
     seen = []
     hook = backbone.model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
     annotated = roles.annotate(batch, torch.tensor([False, False, True, True]), needs_old=True)
-    everything_inert = roles.annotate(batch, torch.ones(4, dtype=torch.bool), needs_old=True)
+    nothing_forwarded = roles.annotate(batch, torch.ones(4, dtype=torch.bool), needs_old=True)
     hook.remove()
     assert seen == [6, 6]  # the first group, once for old and once for the reference: prompt 3, completions 2 + 1
     assert torch.allclose(annotated.old_logprobs[:2], policy[:2], atol=1e-5)
-    for logprobs in (annotated.old_logprobs[2:], annotated.reference_logprobs[2:], everything_inert.old_logprobs):
+    for logprobs in (annotated.old_logprobs[2:], annotated.reference_logprobs[2:], nothing_forwarded.old_logprobs):
         assert (logprobs == 0).all()
 
 
@@ -330,7 +330,7 @@ def test_passes_made_together_give_what_each_gives_alone(kind, make_roles, batch
 
 @pytest.mark.parametrize("token_budget", [1, 7, 12])
 @pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
-def test_old_values_keep_to_the_token_budget_and_inert_rows_to_0(token_budget, kind, make_roles, batch):
+def test_old_values_keep_to_the_token_budget_and_rows_with_zero_gradient_to_0(token_budget, kind, make_roles, batch):
     whole = make_roles(noise=0.05, kind=kind)
     stir(whole)
     expected = critic_values(whole, batch)

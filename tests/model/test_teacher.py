@@ -103,9 +103,9 @@ def test_rows_are_packed_once_for_the_teacher_and_the_reference(adapter, make_ro
 forward_pack = forward.pack
 
 
-def test_inert_rows_are_not_forwarded(make_roles, batch):
-    inert = torch.tensor([True, True, False, False])
-    annotated = make_roles(noise=0.05, teacher="base").annotate(batch, inert, needs_old=False)
+def test_rows_with_zero_gradient_are_not_forwarded(make_roles, batch):
+    zero_rows = torch.tensor([True, True, False, False])
+    annotated = make_roles(noise=0.05, teacher="base").annotate(batch, zero_rows, needs_old=False)
     assert (annotated.teacher_logprobs[:2] == 0).all()
     assert (annotated.teacher_logprobs[2:][batch.loss_mask[2:]] != 0).all()
 
@@ -283,8 +283,8 @@ def by_engine(make_roles, by_transformers):
 
 def judged(roles, batch, top_k):
     """{field: values} of the teacher's, of every row."""
-    inert = torch.zeros(len(batch.rewards), dtype=torch.bool)
-    annotated = roles.annotate(batch, inert, needs_old=False, teacher_top_k=top_k)
+    zero_rows = torch.zeros(len(batch.rewards), dtype=torch.bool)
+    annotated = roles.annotate(batch, zero_rows, needs_old=False, teacher_top_k=top_k)
     names = ("teacher_logprobs", "teacher_top_k_ids", "teacher_top_k_logprobs")
     return {name: found for name in names if (found := getattr(annotated, name)) is not None}
 
@@ -324,7 +324,7 @@ def test_an_engine_reads_each_path_of_a_conversation_that_forks(by_engine, tree_
     assert engine.asked == [[paths.token_ids[b, :length].tolist() for b, length in enumerate(lengths)]]
 
 
-def test_an_engine_is_not_asked_of_inert_rows_and_of_none_if_all_are(by_engine, batch):
+def test_an_engine_is_not_asked_of_rows_with_zero_gradient_and_of_none_if_all_are(by_engine, batch):
     roles, engine = by_engine()
     annotated = roles.annotate(batch, torch.tensor([True, False, True, True]), needs_old=False)
     assert engine.asked == [[[5, 6, 7, 22]]]

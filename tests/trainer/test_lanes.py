@@ -37,13 +37,13 @@ def cost_of(costs: Costs, rows: list[int]) -> float:
 @pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", RECORDED)
 def test_lanes_of_recorded_lengths_are_within_a_tenth_of_the_best(name: str, num_lanes: int) -> None:
-    """No assignment is better than the mean, or than the dearest row by itself."""
+    """No assignment is better than the mean, or than the most expensive row by itself."""
     costs = recorded(name)
     lanes, totals = assign(costs, num_lanes)
     assert sorted(row for lane in lanes for row in lane) == list(range(len(costs.rows)))
     assert totals == pytest.approx([cost_of(costs, lane) for lane in lanes])
-    dearest_row = max(row + prompt for row, prompt in zip(costs.rows, costs.prompts, strict=True))
-    assert max(totals) <= 1.1 * max(cost_of(costs, list(range(len(costs.rows)))) / num_lanes, dearest_row)
+    costliest_row = max(row + prompt for row, prompt in zip(costs.rows, costs.prompts, strict=True))
+    assert max(totals) <= 1.1 * max(cost_of(costs, list(range(len(costs.rows)))) / num_lanes, costliest_row)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,13 +7,12 @@ import torch
 from torch.nn import Parameter
 
 from rlft.config.trainer import Schedule, TrainerConfig
-from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
+from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer, learning_rate
 
 
 def config(**changes) -> TrainerConfig:
     keys = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 100.0, "reset_every": 0}
-    keys |= changes
-    return TrainerConfig(lr=0.5, schedule=Schedule.constant, warmup=0, **keys)
+    return TrainerConfig(**{"lr": 0.5, "schedule": Schedule.constant, "warmup": 0} | keys | changes)
 
 
 def parameters(*values: float) -> list[tuple[str, Parameter]]:
@@ -177,3 +176,39 @@ def test_the_states_of_two_optimizers_share_one_file_and_come_back_apart():
         [0.1, -0.2], rel=1e-15
     )
     assert "exp_avg/critic.p0" not in again[0].state()
+
+
+# -- the rate of each update -------------------------------------------------------------------------------------------
+def rates(kind: Schedule, warmup: int, num_updates: int) -> list[float]:
+    scheduled = config(lr=2.0, schedule=kind, warmup=warmup)
+    return [learning_rate(scheduled, update, num_updates) for update in range(num_updates)]
+
+
+def test_the_constant_rate_does_not_depend_on_the_number_of_updates():
+    assert rates(Schedule.constant, 0, 3) == [2.0, 2.0, 2.0]
+    assert rates(Schedule.constant, 2, 9)[:3] == rates(Schedule.constant, 2, 3) == [1.0, 2.0, 2.0]
+
+
+def test_the_linear_rate_falls_from_the_whole_rate_to_one_update_before_zero():
+    # Update u of 4 has done u/4 of the way: 2 * (1 - u/4).
+    assert rates(Schedule.linear, 0, 4) == [2.0, 1.5, 1.0, 0.5]
+
+
+def test_the_cosine_rate_is_half_way_down_in_the_middle():
+    # 2 * (1 + cos(pi u/4)) / 2 for u = 0..3: 2, 1 + sqrt(1/2), 1, 1 - sqrt(1/2).
+    assert rates(Schedule.cosine, 0, 4) == pytest.approx([2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)], rel=1e-15)
+
+
+@pytest.mark.parametrize("kind", list(Schedule))
+def test_warm_up_rises_in_equal_steps_and_the_schedule_begins_at_the_whole_rate(kind):
+    assert rates(kind, 4, 12)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", list(Schedule))
+def test_a_warm_up_longer_than_the_run_only_rises(kind):
+    assert rates(kind, 8, 4) == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("kind", list(Schedule))
+def test_no_rate_is_negative(kind):
+    assert min(rates(kind, 3, 50)) > 0

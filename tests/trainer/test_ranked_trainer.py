@@ -24,11 +24,11 @@ from rlft.loop.rank_worker import opened_trainer
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.packing import prompt_lengths
 from rlft.system.process.member import MemberError, MemberSpec
-from rlft.trainer import lane_update, ranked_trainer
+from rlft.trainer import ranked_trainer
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import Trainer, TrainerState
 from rlft.trainer.ranked_trainer import RankedTrainer, RankError
-from rlft.trainer.ranks import Exchange, Share
+from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
 
 LANES, STEPS = 4, 3
@@ -143,7 +143,7 @@ def opened(
     with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
         local.text = texts
         if launcher is None:
-            local.share = Share(lanes=LANES)
+            local.share = LaneShare(lanes=LANES)
             yield local, local
             return
         specs = specs_of(config, ranks)
@@ -167,9 +167,9 @@ def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
         algorithm = rlft.load_algorithm(CASES[case][0], **(IN_LOSS if "in the loss" in case else {}))
         if "with a hint" in case:
             batch = replace(batch, teacher_prompts=hinted(batch))
-        inert_B = algorithm.inert(batch)
-        credited = algorithm.credit(trainer.annotate(batch, inert_B))
-        metrics.append(trainer.update(algorithm, credited, inert_B, step))
+        zero_gradient_B = algorithm.zero_gradient_rows(batch)
+        credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
+        metrics.append(trainer.update(algorithm, credited, zero_gradient_B, step))
         trainer.publish(step + 1)
         trainer.refresh(step + 1, Rollouts(groups=[], scores=Scores(total=torch.zeros(0), by_reward={}), num_sampled=0))
         state = trainer.state()
@@ -259,12 +259,12 @@ def test_ranks_without_rows_wait_for_the_others(
 ) -> None:
     """One live row in all: three lanes, and so one rank of two, have nothing to do."""
     algorithm, batch = rlft.load_algorithm("grpo"), batches[0]
-    inert_B = torch.ones(12, dtype=torch.bool)
-    inert_B[0] = False
+    zero_gradient_B = torch.ones(12, dtype=torch.bool)
+    zero_gradient_B[0] = False
 
     def one_update(trainer: Trainer) -> tuple[dict[str, float], TrainerState]:
-        credited = algorithm.credit(trainer.annotate(batch, inert_B))
-        return trainer.update(algorithm, credited, inert_B, 0), trainer.state()
+        credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
+        return trainer.update(algorithm, credited, zero_gradient_B, 0), trainer.state()
 
     with opened(make_config(GRPO), texts) as (trainer, _):
         expected, state = one_update(trainer)
@@ -278,7 +278,7 @@ def test_ranks_without_rows_wait_for_the_others(
 # -- a rank that dies --------------------------------------------------------------------------------------------------
 POINTS = {
     "annotate": (LocalTrainer, "annotations", 2),
-    "update": (lane_update, "passes_of", 10),  # two lanes of rank 0, four updates a step: in the second step
+    "update": (LocalTrainer, "_passes", 10),  # two lanes of rank 0, four updates a step: in the second step
     "reduce": (Exchange, "broadcast", 20),
     "publish": (LocalTrainer, "publish", 2),
     "checkpoint": (LocalTrainer, "digest", 2),

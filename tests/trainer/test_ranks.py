@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlft.trainer import ranks
-from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, RanksError, Share, in_background, open_store
+from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, in_background, open_store
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,12 @@ def store() -> Any:
     return open_store(LOOPBACK)
 
 
-def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0) -> Meeting:
-    return Meeting(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
+def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0) -> Rendezvous:
+    return Rendezvous(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
 
 
 @contextmanager
-def met(where: Meeting) -> Iterator[list[Exchange]]:
+def met(where: Rendezvous) -> Iterator[list[Exchange]]:
     """All ranks, in this process."""
     others: list[Future[Any]] = [
         in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(1, where.ranks)
@@ -62,11 +62,11 @@ def test_every_rank_hears_the_numbers_of_all(store: Any) -> None:
 
 
 def test_the_lanes_of_a_rank_are_neighbours() -> None:
-    shares = [Share(lanes=6, rank=rank, ranks=3) for rank in range(3)]
+    shares = [LaneShare(lanes=6, rank=rank, ranks=3) for rank in range(3)]
     assert [list(share.mine) for share in shares] == [[0, 1], [2, 3], [4, 5]]
     assert [shares[0].owner(lane) for lane in range(6)] == [0, 0, 1, 1, 2, 2]
     buffer = torch.ones(2)
-    assert Share(lanes=6).sent(5, buffer) is buffer
+    assert LaneShare(lanes=6).sent(5, buffer) is buffer
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(store: Any) -> None:
@@ -115,9 +115,9 @@ def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: py
 def test_a_process_that_ends_after_closing_is_not_aborted() -> None:
     script = """
 import torch
-from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, in_background, open_store
+from rlft.trainer.ranks import LOOPBACK, Exchange, Rendezvous, in_background, open_store
 store, cpu = open_store(LOOPBACK), torch.device("cpu")
-where = Meeting(host=LOOPBACK, port=store.port, name="ends", ranks=2, timeout=20.0)
+where = Rendezvous(host=LOOPBACK, port=store.port, name="ends", ranks=2, timeout=20.0)
 other = in_background(lambda: Exchange(where, 1, cpu))
 first = Exchange(where, 0, cpu)
 other.result(20).close()

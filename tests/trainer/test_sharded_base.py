@@ -23,7 +23,7 @@ from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone, decoder_layers
 from rlft.model.kernels import selection
 from rlft.trainer.local import LocalTrainer
-from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, RanksError, Share, in_background, open_store
+from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, in_background, open_store
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.types import Batch
 
@@ -47,7 +47,7 @@ def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., li
     opened: list[Exchange] = []
 
     def meet(ranks: int, timeout: float = 60.0) -> list[Exchange]:
-        where = Meeting(host=LOOPBACK, port=store.port, name=request.node.name, ranks=ranks, timeout=timeout)
+        where = Rendezvous(host=LOOPBACK, port=store.port, name=request.node.name, ranks=ranks, timeout=timeout)
         futures = [in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(ranks)]
         opened.extend(future.result(60) for future in futures)
         return opened
@@ -121,7 +121,7 @@ def opened(
         monkeypatch.setattr(rank_worker, "load_for_training", load)
         of_ranks = (f"cluster.ranks={ranks}", f"cluster.shard_base={sharded}", "cluster.engines=1")
         with opened_trainer(run_config(*KEYS, *of_ranks), needs_old=True, rank=rank) as trainer:
-            trainer.share = Share(lanes=LANES, rank=rank, ranks=ranks, exchange=exchange)
+            trainer.share = LaneShare(lanes=LANES, rank=rank, ranks=ranks, exchange=exchange)
             yield trainer
 
     return open_one
@@ -129,14 +129,13 @@ def opened(
 
 def train(trainer: LocalTrainer, algorithm: Objective, batches: list[Batch]) -> Trained:
     """Steps as a rank makes them."""
-    share = trainer.share
-    assert share is not None
     metrics = []
     for step, batch in enumerate(batches):
-        inert_B = torch.zeros(12, dtype=torch.bool)
-        inert_B[1:] = step == 1  # one lane has a row, the others and their ranks have none
-        credited = algorithm.credit(replace(batch, **summed(trainer.annotations(batch, inert_B), share)))
-        records = trainer.update_lanes(algorithm, credited, inert_B, step, None)
+        zero_gradient_B = torch.zeros(12, dtype=torch.bool)
+        zero_gradient_B[1:] = step == 1  # one lane has a row, the others and their ranks have none
+        annotations = summed(trainer.annotations(batch, zero_gradient_B), trainer.share)
+        credited = algorithm.credit(replace(batch, **annotations))
+        records = trainer.update_lanes(algorithm, credited, zero_gradient_B, step)
         metrics += [dict(record.optimizers) for record in records]
         trainer.roles.refresh(step + 1)
     state = trainer.state()
@@ -145,7 +144,7 @@ def train(trainer: LocalTrainer, algorithm: Objective, batches: list[Batch]) -> 
     return Trained(metrics=metrics, tensors=tensors)
 
 
-def summed(values: dict[str, Tensor], share: Share) -> dict[str, Tensor]:
+def summed(values: dict[str, Tensor], share: LaneShare) -> dict[str, Tensor]:
     """Annotations of all rows, of those that each rank has made of its own; they are 0 in the others."""
     if share.exchange is None:
         return values

@@ -20,8 +20,10 @@ from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.plan.train_plan import make_plan
 from rlft.train import train
+from rlft.trainer.local import LocalTrainer
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
-from rlft.trainer.update import backward, loss_scale, minibatches, update
+from rlft.trainer.ranks import LaneGradients, LaneShare
+from rlft.trainer.update import backward, loss_scale, minibatches
 from rlft.types import LossScale
 
 BUDGETS = [10**6, 40, 20, 12, 1]
@@ -43,20 +45,20 @@ class Recorder(Optimizer):
         return 1.0
 
 
-class Bench:
-    """Calls `update` with one optimizer a role that learns, and the settings of a config."""
+class Bench(LocalTrainer):
+    """A trainer with the settings of a config and one optimizer a role that learns, which updates by one algorithm."""
 
-    def __init__(self, config, roles, algorithm, optimizer, text=None):
-        self.roles, self.algorithm, self.settings, self.text = roles, algorithm, update_settings(config), text
+    def __init__(self, config, roles, algorithm, optimizer, text=None, share=None):
         rates = {POLICY: config.trainer.lr, CRITIC: config.critic.lr}
-        self.optimizers = {
+        optimizers = {
             role: optimizer(roles.named_parameters(role), replace(config.trainer, lr=rates[role]), role)
             for role in roles.learning_roles
         }
-        self.optimizer = self.optimizers[POLICY]
+        super().__init__(roles, optimizers, update_settings(config), needs_old=False, text=text, share=share)
+        roles.token_budget, self.algorithm, self.optimizer = config.token_budget, algorithm, optimizers[POLICY]
 
-    def update(self, batch, inert, step):
-        return update(self.roles, self.optimizers, self.algorithm, batch, inert, step, self.settings, self.text)
+    def learn(self, batch, zero_rows, step):
+        return self.update(self.algorithm, batch, zero_rows, step)
 
 
 class Text:
@@ -77,10 +79,10 @@ def config(run_config):
 
 @pytest.fixture
 def session(config):
-    """Builds what `update` is called with; `keys` change the config."""
+    """Builds a trainer; `keys` change the config."""
 
-    def build(roles, algorithm, optimizer=Recorder, text=None, **keys):
-        return Bench(replace(config, **keys), roles, algorithm, optimizer, text)
+    def build(roles, algorithm, optimizer=Recorder, text=None, share=None, **keys):
+        return Bench(replace(config, **keys), roles, algorithm, optimizer, text, share)
 
     return build
 
@@ -146,7 +148,7 @@ def test_every_token_budget_gives_the_gradient_and_the_loss_of_the_whole_batch(
     )
     for budget in BUDGETS:
         run = session(roles, algorithm, token_budget=budget)
-        metrics = run.update(batch, algorithm.inert(batch), 0)
+        metrics = run.learn(batch, algorithm.zero_gradient_rows(batch), 0)
         (gradients,) = run.optimizer.gradients
         close(gradients, expected, 1e-9)
         assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
@@ -159,7 +161,7 @@ def test_every_token_budget_gives_the_same_gradient_and_metrics_in_float32(sessi
     found = []
     for budget in BUDGETS:
         run = session(roles, algorithm, token_budget=budget)
-        metrics = run.update(batch, NOBODY, 0)
+        metrics = run.learn(batch, NOBODY, 0)
         # Prompts repeated in several micro-batches are trained tokens of their own: those two say what was computed.
         found.append((run.optimizer.gradients[0], {k: v for k, v in metrics.items() if k != "tokens/trained"}))
     for gradients, metrics in found[1:]:
@@ -174,8 +176,8 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
     algorithm = rlft.load_algorithm("grpo", aggregate="token_mean")
     roles = make_roles(noise=0.02, backbone=double)
     batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=True))
-    inert = algorithm.inert(batch)
-    assert inert.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    zero_rows = algorithm.zero_gradient_rows(batch)
+    assert zero_rows.tolist() == [False] * 3 + [True] * 3 + [False] * 3
     forwarded, call = [], Forward.__call__
 
     def spy(self, part, *args, **kwargs):
@@ -184,10 +186,10 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
 
     monkeypatch.setattr(Forward, "__call__", spy)
     results = []
-    for rows in (inert, NOBODY):
+    for rows in (zero_rows, NOBODY):
         forwarded.clear()
         run = session(roles, algorithm, token_budget=30)
-        metrics = run.update(batch, rows, 0)
+        metrics = run.learn(batch, rows, 0)
         results.append((run.optimizer.gradients[0], metrics, sorted(forwarded)))
     (without, metrics, seen), (with_them, all_metrics, all_seen) = results
     assert (seen, all_seen) == ([0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2])
@@ -200,9 +202,9 @@ def test_what_metrics_say_of_tokens_is_of_the_forwarded_tokens(session, make_rol
     # The sampled log-probs are -1, old those of the policy: the mean gap over groups 0 and 2 is what must come out.
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    inert = algorithm.inert(batch)
-    gap = (batch.old_logprobs + 1).abs()[~inert][batch.loss_mask[~inert]]
-    metrics = session(roles, algorithm).update(batch, inert, 0)
+    zero_rows = algorithm.zero_gradient_rows(batch)
+    gap = (batch.old_logprobs + 1).abs()[~zero_rows][batch.loss_mask[~zero_rows]]
+    metrics = session(roles, algorithm).learn(batch, zero_rows, 0)
     assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-5)
     assert metrics["sampler/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-5)
 
@@ -212,7 +214,7 @@ def test_a_step_that_teaches_nothing_still_counts_as_its_updates(session, make_r
     batch = algorithm.credit(batch)
     before = roles.weights("policy")
     run = session(roles, algorithm, Optimizer, epochs=2)
-    metrics = run.update(batch, ~NOBODY, 0)
+    metrics = run.learn(batch, ~NOBODY, 0)
     assert (metrics["loss/total"], metrics["policy/grad_norm"], metrics["tokens/trained"]) == (0, 0, 0)
     assert metrics["waste/padding_fraction"] == 0
     assert all(torch.equal(w, before[n]) for n, w in roles.weights("policy").items())
@@ -229,7 +231,7 @@ def test_there_are_epochs_times_minibatches_updates_each_at_its_rate(
     keys = {"epochs": epochs, "minibatches": num_minibatches, "trainer": trainer, "steps": 10}
     run = session(roles, algorithm, **keys)
     batch = algorithm.credit(batch)
-    metrics = run.update(batch, NOBODY, 4)
+    metrics = run.learn(batch, NOBODY, 4)
     updates = epochs * num_minibatches
     # Linear down to 0 over 10 steps: the updates of the turn that begins after 4 are 4 * updates, + 1, ..
     expected = [0.01 * (1 - (4 * updates + i) / (10 * updates)) for i in range(updates)]
@@ -273,7 +275,7 @@ def test_each_update_is_divided_by_the_sizes_of_its_own_minibatch(session, make_
         return loss(self, outputs, part, scale)
 
     monkeypatch.setattr(type(algorithm), "loss", spy)
-    session(roles, algorithm, minibatches=3).update(batch, NOBODY, 0)
+    session(roles, algorithm, minibatches=3).learn(batch, NOBODY, 0)
     tokens = {0: 3 + 3 + 2, 1: 2 + 4 + 1, 2: 7 + 2 + 0}
     assert sorted(groups for groups, _ in scales) == [[0], [1], [2]]
     for (group,), scale in scales:
@@ -295,7 +297,7 @@ def test_an_update_moves_the_policy_and_nothing_else(session, make_roles, batch,
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
     run = session(roles, algorithm, Optimizer)
     before = {name: p.clone() for name, p in roles.model.named_parameters()}
-    metrics = run.update(batch, NOBODY, 0)
+    metrics = run.learn(batch, NOBODY, 0)
     mine = {name for name, _ in roles.named_parameters()}
     for name, parameter in roles.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in mine)
@@ -308,12 +310,12 @@ def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_weights_or_mome
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
     batch = algorithm.credit(batch)
     run = session(roles, algorithm, Optimizer)
-    run.update(batch, NOBODY, 0)
+    run.learn(batch, NOBODY, 0)
     weights, moments = roles.weights("policy"), run.optimizer.state()
     poisoned = batch.advantages.clone()
     poisoned[0, 4] = math.nan
     with pytest.raises(NonFiniteGradientError, match="policy/grad_norm is nan"):
-        run.update(replace(batch, advantages=poisoned), NOBODY, 1)
+        run.learn(replace(batch, advantages=poisoned), NOBODY, 1)
     assert all(torch.equal(w, weights[n]) for n, w in roles.weights("policy").items())
     assert all(torch.equal(m, moments[n]) for n, m in run.optimizer.state().items())
 
@@ -323,7 +325,7 @@ def test_gradients_are_looked_after_in_every_micro_batch(session, make_roles, ba
     calls = []
     check = roles.check_gradients
     monkeypatch.setattr(roles, "check_gradients", lambda: calls.append(check()))
-    session(roles, algorithm, token_budget=1).update(algorithm.credit(batch), NOBODY, 0)
+    session(roles, algorithm, token_budget=1).learn(algorithm.credit(batch), NOBODY, 0)
     assert len(calls) == 9
 
 
@@ -338,7 +340,7 @@ def test_a_forward_that_lost_the_policy_is_noticed(session, make_roles, batch, m
 
     monkeypatch.setattr(roles, "outputs", with_the_wrong_adapter)
     with pytest.raises(AssertionError, match="no gradient reached"):
-        session(roles, algorithm).update(batch, NOBODY, 0)
+        session(roles, algorithm).learn(batch, NOBODY, 0)
 
 
 def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, batch):
@@ -348,7 +350,7 @@ def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, b
     def gradients(step, seed=0, num_minibatches=3):
         torch.manual_seed(torch.seed())
         run = session(roles, algorithm, minibatches=num_minibatches, seed=seed)
-        run.update(batch, NOBODY, step)
+        run.learn(batch, NOBODY, step)
         return run.optimizer.gradients
 
     def equal(a, b):
@@ -421,7 +423,7 @@ def test_policy_and_critic_get_the_gradients_that_each_has_alone_on_a_base_of_it
     for budget in BUDGETS:
         roles = with_critic(make_roles, backbone=make_double(), **keys)
         run = session(roles, algorithm, token_budget=budget)
-        metrics = run.update(batch, NOBODY, 0)
+        metrics = run.learn(batch, NOBODY, 0)
         for role in (POLICY, CRITIC):
             (gradients,) = run.optimizers[role].gradients
             close(gradients, expected[role], 1e-9)
@@ -451,7 +453,7 @@ def test_a_shared_critics_value_gradient_is_part_of_the_policys(normalize, sessi
     for budget in BUDGETS:
         roles = with_critic(make_roles, backbone=make_double(), **keys)
         run = session(roles, algorithm, token_budget=budget)
-        run.update(batch, NOBODY, 0)
+        run.learn(batch, NOBODY, 0)
         for role in (POLICY, CRITIC):
             (gradients,) = run.optimizers[role].gradients
             close(gradients, expected[role], 1e-9)
@@ -479,7 +481,7 @@ def test_in_the_first_steps_only_the_critic_learns(kind, session, make_roles, ba
     others = {n: p.clone() for n, p in roles.model.named_parameters() if ".policy." not in n and ".critic." not in n}
     for step in range(4):
         before = weights_of(roles)
-        metrics = run.update(batch, NOBODY, step)
+        metrics = run.learn(batch, NOBODY, step)
         after, learns = weights_of(roles), step >= 2
         assert all(torch.equal(w, before[POLICY][n]) != learns for n, w in after[POLICY].items())
         assert not any(torch.equal(w, before[CRITIC][n]) for n, w in after[CRITIC].items())
@@ -504,7 +506,7 @@ def test_a_resting_policy_is_forwarded_without_a_graph_and_its_loss_is_still_tol
 
     roles.outputs = spy
     for step in (0, 1):
-        metrics = session(roles, algorithm, critic=critic).update(batch, NOBODY, step)
+        metrics = session(roles, algorithm, critic=critic).learn(batch, NOBODY, step)
         told.append((metrics["loss/policy"], metrics["loss/value"], metrics["loss/total"]))
     assert graphs == [False, True]
     assert told[0] == pytest.approx(told[1], rel=1e-6)
@@ -517,9 +519,9 @@ def test_a_resting_policy_reads_no_pretraining_text(session, make_roles, batch, 
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
     text, critic = Text(batch), replace(config.critic, kind=CriticKind.adapter, warmup_steps=1)
     run = session(roles, algorithm, text=text, critic=critic, epochs=2, seed=7)
-    run.update(batch, NOBODY, 0)
+    run.learn(batch, NOBODY, 0)
     assert text.asked == []
-    run.update(batch, NOBODY, 1)
+    run.learn(batch, NOBODY, 1)
     assert text.asked == [(7, 1, 0), (7, 1, 1)]
 
 
@@ -542,7 +544,7 @@ def test_pretraining_text_adds_its_gradient_to_the_policys_whatever_the_token_bu
             roles = with_critic(make_roles, backbone=make_double(), **keys)
             subject = algorithm if name == "ppo_ptx" else replace(algorithm, ptx_coef=0.0)
             run = session(roles, subject, text=Text(text), token_budget=budget)
-            run.update(step, NOBODY, 0)
+            run.learn(step, NOBODY, 0)
             gradients.append(run.optimizer.gradients[0])
         without, with_text = gradients
         close({n: g - without[n] for n, g in with_text.items()}, by_name(roles, POLICY, added), 1e-9)
@@ -557,7 +559,7 @@ def test_moments_are_forgotten_before_the_first_update_of_every_so_many_steps(se
         trainer = replace(config.trainer, reset_every=every)
         run = session(roles, algorithm, Optimizer, trainer=trainer, epochs=2, token_budget=10**6)
         for step, count in enumerate(counts):
-            run.update(credited, NOBODY, step)
+            run.learn(credited, NOBODY, step)
             for optimizer in run.optimizers.values():
                 assert {int(t) for name, t in optimizer.state().items() if name.startswith("step/")} == {count}
 
@@ -623,10 +625,10 @@ def test_values_are_normalised_by_the_steps_returns_before_its_first_update_and_
 
     monkeypatch.setattr(type(algorithm), "loss", spy)
     run = session(roles, algorithm, Optimizer, epochs=2)
-    run.update(batch, NOBODY, 0)
+    run.learn(batch, NOBODY, 0)
     assert scales == pytest.approx([math.sqrt(3 / 4)] * 2, rel=1e-6)
     assert (roles.critic.statistics.mean, roles.critic.statistics.num_steps) == (pytest.approx(3 / 4, rel=1e-6), 1)
-    run.update(batch, NOBODY, 1)
+    run.learn(batch, NOBODY, 1)
     assert roles.critic.statistics.num_steps == 2
 
 
@@ -635,7 +637,7 @@ def test_without_normalisation_errors_of_values_are_in_units_of_reward(session, 
     for roles in (make_roles(), make_roles(kind=CriticKind.adapter), make_roles(kind=CriticKind.shared)):
         assert loss_scale(batch, 9, roles).value_scale == 1.0
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    session(roles, algorithm).update(batch, NOBODY, 0)
+    session(roles, algorithm).learn(batch, NOBODY, 0)
     assert (roles.critic.statistics.num_steps, roles.critic.value_scale) == (0, 1.0)
 
 
@@ -644,7 +646,7 @@ def test_each_role_has_its_own_rate_on_one_schedule(session, make_roles, batch, 
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
     trainer = replace(config.trainer, schedule=type(config.trainer.schedule)("linear"))
     run = session(roles, algorithm, trainer=trainer, critic=replace(config.critic, lr=0.5), steps=10, epochs=2)
-    run.update(batch, NOBODY, 4)
+    run.learn(batch, NOBODY, 4)
     # Updates 8 and 9 of 20: 1 - 8/20 and 1 - 9/20 of 0.01 and of 0.5.
     assert run.optimizers[POLICY].rates == pytest.approx([0.006, 0.0055])
     assert run.optimizers[CRITIC].rates == pytest.approx([0.3, 0.275])
@@ -661,7 +663,7 @@ def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, 
 
     monkeypatch.setattr(roles, "values", by_the_policy)
     with pytest.raises(AssertionError, match="no gradient reached 56 parameters of critic"):
-        session(roles, algorithm).update(batch, NOBODY, 0)
+        session(roles, algorithm).learn(batch, NOBODY, 0)
 
 
 def test_a_critics_gradient_that_is_not_a_number_stops_before_it_reaches_its_weights(session, make_roles, batch):
@@ -671,14 +673,83 @@ def test_a_critics_gradient_that_is_not_a_number_stops_before_it_reaches_its_wei
     poisoned[0, 4] = math.nan
     run, before = session(roles, algorithm, Optimizer), weights_of(roles)[CRITIC]
     with pytest.raises(NonFiniteGradientError, match="critic/grad_norm is nan"):
-        run.update(replace(batch, returns=poisoned), NOBODY, 0)
+        run.learn(replace(batch, returns=poisoned), NOBODY, 0)
     assert equal(before, weights_of(roles)[CRITIC])
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("num_lanes", [2, 3, 16])
+@pytest.mark.parametrize("kind", [CriticKind.none, *KINDS])
+def test_lanes_give_the_gradients_and_metrics_of_the_whole_batch(
+    kind, num_lanes, session, make_roles, make_double, batch
+):
+    algorithm = rlft.load_algorithm("grpo" if kind is CriticKind.none else "ppo")
+    roles = make_roles(noise=0.05, backbone=make_double(), reference="base", kind=kind)
+    batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
+    whole = session(roles, algorithm, token_budget=64)
+    apart = session(roles, algorithm, token_budget=64, share=LaneShare(lanes=num_lanes))
+    expected, found = whole.learn(batch, NOBODY, 0), apart.learn(batch, NOBODY, 0)
+    for role, recorder in whole.optimizers.items():
+        close(apart.optimizers[role].gradients[0], recorder.gradients[0], 1e-12)
+    # A prompt whose rows are in several lanes is trained tokens of each.
+    fields = expected.keys() - {"tokens/trained"}
+    assert {k: found[k] for k in fields} == pytest.approx({k: expected[k] for k in fields}, rel=1e-6, abs=1e-9)
+    assert found.keys() - expected.keys() == {"lanes/balance"}
+    assert found["tokens/trained"] >= expected["tokens/trained"]
+
+
+def test_dropout_of_rows_is_the_same_wherever_they_are_computed(session, make_roles, batch):
+    """Rank 1 of two, by itself, has the passes that one process has in the same lanes."""
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.05, dropout=0.5)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+
+    def passes(seed, step=3, **share):
+        torch.manual_seed(seed)
+        [record] = session(roles, algorithm, share=LaneShare(lanes=4, **share)).update_lanes(
+            algorithm, batch, NOBODY, step
+        )
+        return dict(record.passes)
+
+    whole = passes(1)
+    assert passes(2, rank=1, ranks=2) == {lane: whole[lane] for lane in (2, 3)}
+    assert passes(1, step=4) != whole
+
+
+def test_nothing_is_left_of_an_update_that_is_broken_off(session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.05)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+
+    def fail(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(LaneShare, "sent", fail)
+    run = session(roles, algorithm, Optimizer, share=LaneShare(lanes=2))
+    with pytest.raises(ConnectionError):
+        run.learn(batch, NOBODY, 0)
+    assert all(p.grad is None for _, p in roles.named_parameters())
+    assert not roles.model.training
+
+
+def test_gradients_of_lanes_are_added_and_a_lane_without_one_adds_nothing(make_roles):
+    roles = make_roles(kind=CriticKind.shared)
+    parameters = [p for role in (POLICY, CRITIC) for _, p in roles.named_parameters(role)]
+    gradients = LaneGradients(parameters, LaneShare(lanes=3))
+    for lane, value in ((0, 2.0), (2, 4.0)):
+        parameters[3].grad = torch.full_like(parameters[3], value)
+        gradients.set_aside(lane)
+        assert all(p.grad is None for p in parameters)
+    gradients.add_up([0, 1, 2])
+    assert torch.equal(parameters[3].grad, torch.full_like(parameters[3], 6.0))
+    assert not any(p.grad.any() for i, p in enumerate(parameters) if i != 3)
+    gradients.clear()
+    assert all(p.grad is None for p in parameters)
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------
 def test_packed_rows_waste_nothing_and_train_each_prompt_once(session, make_roles, batch):
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
-    metrics = session(roles, algorithm).update(algorithm.credit(batch), algorithm.inert(batch), 0)
+    metrics = session(roles, algorithm).learn(algorithm.credit(batch), algorithm.zero_gradient_rows(batch), 0)
     # Groups 0 and 2: prompts 4 + 3, completions 3 + 4 + 2 and 7 + 2 + 0. (A masked token is in the network too.)
     assert metrics["tokens/trained"] == 7 + 9 + 9
     assert metrics["waste/padding_fraction"] == 0
@@ -694,7 +765,7 @@ def test_padded_rows_own_up_to_their_padding(session, make_roles, batch, backbon
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(backbone=windowed)
     assert not roles.forward.packed
     batch = algorithm.credit(batch)
-    metrics = session(roles, algorithm).update(batch, NOBODY, 0)
+    metrics = session(roles, algorithm).learn(batch, NOBODY, 0)
     # Rows of 7, 8, 6, 4, 6, 3, 10, 5 and 3 tokens, 52 in all, in one rectangle of 9 x 10.
     assert metrics["tokens/trained"] == 52
     assert metrics["waste/padding_fraction"] == pytest.approx(1 - 52 / 90)

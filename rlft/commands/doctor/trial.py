@@ -227,9 +227,9 @@ class Trial:
     def _learn(self, step: int, groups: Sequence[Group]) -> None:
         algorithm, trainer = self.plan.algorithm, self.session.trainer
         batch = self.collated(groups)
-        inert_B = algorithm.inert(batch)
-        batch = algorithm.credit(trainer.annotate(batch, inert_B))
-        trainer.update(algorithm, batch, inert_B, step)
+        zero_gradient_B = algorithm.zero_gradient_rows(batch)
+        batch = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
+        trainer.update(algorithm, batch, zero_gradient_B, step)
 
     def collated(self, groups: Sequence[Group]) -> Batch:
         """The batch of these groups, in which every second completion has reward 1."""

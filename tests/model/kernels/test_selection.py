@@ -222,7 +222,7 @@ def test_plain_is_transformers_and_peft_as_they_come(model_config, make_roles) -
     assert {type(layer) for layer in layers} == {peft.tuners.lora.Linear}
     assert roles.forward.reason == "padded rows: kernels are plain (transformers and PEFT as they come)"
     roles.load_sampler(roles.publish(0), weights="merged")
-    roles.lend_sums()
+    roles.share_merged_weights()
     assert roles.prefix_cache([(1, 2)], 4) is None
 
 
