@@ -41,7 +41,7 @@ MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 10, 150
 # {library: where it may be imported}; what is imported by name (trackers, see logger/scalars.py) has no place.
 PLACES = {
     "vllm": {"generation/vllm/generator", "generation/vllm/guest", "generation/vllm/teacher"},
-    "hydra": {"config/compose", "commands/sweep/plain"},
+    "hydra": {"config/compose", "commands/ask"},
     "omegaconf": {"config/compose"},
     "wandb": set(),
     "tensorboard": set(),
@@ -60,7 +60,7 @@ LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logg
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts", "data/teacher_prompts"}
 LIGHT_COMMANDS = (
     "algorithms", "arguments", "begin", "chat", "doctor/command", "eval", "export/command", "launch", "own",
-    "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
+    "ask", "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rlft.commands.sweep.plain import ask
+from rlft.commands.ask import ask
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import build, compose, named_choices

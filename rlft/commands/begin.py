@@ -8,7 +8,6 @@ from typing import Any
 
 from rlft.commands.arguments import check_resume, make_importable
 from rlft.commands.launch import launch
-from rlft.commands.sweep.config import is_own
 from rlft.config.command import Verb
 from rlft.config.compose import compose_run
 from rlft.config.overrides import parse
@@ -23,15 +22,15 @@ def command(verb: Verb, arguments: list[str]) -> None:
     make_importable(parsed.config_dir)
     parsed = check_resume(parsed)
     run = None if verb.compose is None else verb.compose(parsed)
-    if run is None and parsed.sweep and not parsed.asks and any(map(is_own, parsed.overrides)):
-        from rlft.commands.sweep import command as study
+    if run is None and parsed.asks:
+        from rlft.commands.ask import ask
 
-        study.search(verb.name, parsed)
+        ask(verb.name, parsed)
         return
-    if run is None and (parsed.asks or parsed.sweep):
-        from rlft.commands.sweep import plain as sweep
+    if run is None and parsed.sweep:
+        from rlft.commands.sweep.command import sweep
 
-        sweep.ask(verb.name, parsed) if parsed.asks else sweep.sweep(verb.name, parsed)
+        sweep(verb.name, parsed)
         return
     run = run or compose_run(parsed.overrides, parsed.config_dir, verb.name)
     begin(run.plain, run.folder)

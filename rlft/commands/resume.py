@@ -36,9 +36,9 @@ def command(arguments: list[str]) -> None:
     if not arguments or not arguments[0].removeprefix("run="):
         raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
     if is_study(study_folder := Path(arguments[0].removeprefix("run="))):
-        from rlft.commands.sweep import command as study
+        from rlft.commands.sweep.command import resume
 
-        study.resume(study_folder, arguments[1:])
+        resume(study_folder, arguments[1:])
         return
     folder = one_run(arguments[0].removeprefix("run="), "resume", say)
     if (folder / checkpoint.STATE).is_file():

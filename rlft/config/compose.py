@@ -1,7 +1,7 @@
 """Composes YAML into a plain config, and types that into frozen dataclasses; refuses what is wrong in between.
 
 `build` turns a composed config into its verb's root (rlft/config/schema.py): every key exists, has its type and is
-within its bounds. `rlft/plan/rules.py` has the rules between parts. Only this file and sweep/plain.py import Hydra,
+within its bounds. `rlft/plan/rules.py` has the rules between parts. Only this file and commands/ask.py import Hydra,
 and this one alone OmegaConf.
 """
 

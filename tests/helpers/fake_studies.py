@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from rlft.commands.sweep.config import StudyConfig
-from rlft.commands.sweep.runs import PrunedError, Run, Study
-from rlft.commands.sweep.space import Choice, Interval, Space
+from rlft.commands.sweep.checks import Checked
+from rlft.commands.sweep.driver import Driver, InThisProcess, PrunedError, Run
+from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
+from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Trials
+from rlft.config.overrides import parse
+from rlft.logger.jsonl import silent
 
 STEPS, EVERY = 9, 1
 RATE = Interval(key="trainer.lr", low=1e-5, high=1e-2, whole=False, log=True)
@@ -38,13 +43,13 @@ class FakeRuns:
     def __init__(
         self,
         value: Callable[[Mapping[str, Any], int, int], float] = accuracy,
-        before: Callable[[Run, int], None] = lambda run, step: None,
+        before: Callable[[TrialRun, int], None] = lambda run, step: None,
         steps: int = STEPS,
     ) -> None:
         self.value, self.before, self.steps = value, before, steps
         self.ran: list[tuple[int, int]] = []
 
-    def __call__(self, run: Run, report_new: Callable[[], bool]) -> None:
+    def __call__(self, run: TrialRun, is_pruned: Callable[[], bool]) -> None:
         self.ran.append((run.trial.number, run.seed))
         write(run.folder, [])
         lines = [line(0, 0.05)]
@@ -52,8 +57,28 @@ class FakeRuns:
             self.before(run, step)
             lines.append(line(step, self.value(run.trial.params, step, run.seed)))
             write(run.folder, lines)
-            if report_new():
+            if is_pruned():
                 raise PrunedError
+
+
+DoRun = Callable[[TrialRun, Callable[[], bool]], None]
+"""Does a run to its end, or raises PrunedError or what stops it."""
+
+
+class Here(InThisProcess):
+    """Does made-up runs in this process."""
+
+    def __init__(self, do: DoRun) -> None:
+        super().__init__("train", None, None, silent, prunes=True)
+        self._made_up: Any = do
+
+    def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
+        self._made_up(run, is_pruned)
+
+
+def do_all(study: Study, do: DoRun, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Does all trials of a study, one run after the other."""
+    Driver(study, Here(do), 1, interrupted).run()
 
 
 def line(step: int, value: float) -> dict[str, Any]:
@@ -76,19 +101,19 @@ def make_study(
     folder: Path,
     config: StudyConfig,
     *varied: Choice | Interval,
-    said: list[str] | None = None,
     lower: bool = False,
     steps: int = STEPS,
 ) -> Study:
     space = Space(fixed=(), varied=varied or (RATE, RANK, ALGORITHM))
-    trials = make_trials(folder, config, space, lower=lower, steps=steps)
-    return Study(
-        trials,
-        folder,
-        seeds=range(config.seeds),
-        steps=steps,
-        metric="eval/loss" if lower else config.metric,
-        total=config.trials if isinstance(config.trials, int) else space.size or 0,
-        name=lambda trial: " ".join(space.chosen(trial.params)),
-        say=(said if said is not None else []).append,
+    plan: Any = SimpleNamespace(num_steps=steps)
+    checked = Checked(
+        verb="train",
+        parsed=parse(["-m"]),
+        space=space,
+        plains=[{"seed": 0}],
+        cluster=None,
+        on_gpus=False,
+        plans=[plan],
     )
+    config = replace(config, metric="eval/loss" if lower else config.metric)
+    return Study(make_trials(folder, config, space, lower=lower, steps=steps), folder, checked, config)

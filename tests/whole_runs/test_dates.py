@@ -14,7 +14,7 @@ from run_folders import checkpoints, files_of, metrics, rollouts
 import rlft
 from rlft.commands import begin, resume
 from rlft.commands import eval as evaluation
-from rlft.commands.sweep import plain as sweep
+from rlft.commands.sweep import checks as sweep
 from rlft.config import command as verbs
 from rlft.config import compose as configs
 from rlft.config.token_budget import resolved

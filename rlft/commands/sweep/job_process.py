@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 
+from rlft.system.process.child import start_python
+
 FACTORY = "rlft.commands.sweep.job_process:JobProcess"
-BOOT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # the job ends with its member
-if os.getppid() != int(sys.argv.pop(1)):
-    os._exit(1)
-sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
-from rlft import main
-main()
-"""
 
 
 class JobProcess:
@@ -28,11 +18,7 @@ class JobProcess:
     """
 
     def __init__(self, words: Sequence[str], cwd: str) -> None:
-        import os
-
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        command = [sys.executable, "-c", BOOT, str(os.getpid()), path, *words]
-        self._process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL)
+        self._process = start_python("rlft:main", words, cwd=cwd)
 
     def exit_code(self) -> int | None:
         """The exit code of the job; None while it runs."""

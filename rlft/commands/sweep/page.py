@@ -1,24 +1,26 @@
-"""What came of a study: the table, sweep.csv, the importance of each key, and sweep.png."""
+"""What came of a sweep: the table and sweep.csv; of a study also the importance of each key, and sweep.png."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.commands.sweep.space import Interval, Space
-from rlft.commands.sweep.table import TABLE
-from rlft.commands.sweep.trials import Row, Trials
+from rlft.commands.watch.report_data import SWEEP as TABLE
 from rlft.system.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from rlft.commands.sweep.trials import Trial, Trials
+
 PICTURE = "sweep.png"
+KEYS, STATE, PLUS_MINUS = "keys", "state", "±"
 COLUMNS = 3
 """Panels of the picture beside each other."""
 MOST_KEYS = 7
@@ -35,17 +37,22 @@ class Page:
         trials: its trials.
         space: the keys and their values.
         metric: what is compared.
-        name: (values of a trial) -> what it is called.
     """
 
-    def __init__(
-        self, folder: Path, trials: Trials, space: Space, metric: str, name: Callable[[Mapping[str, Any]], str]
-    ) -> None:
-        self._folder, self._trials, self._space, self._metric, self._name = folder, trials, space, metric, name
+    def __init__(self, folder: Path, trials: Trials, space: Space, metric: str) -> None:
+        self._folder, self._trials, self._space, self._metric = folder, trials, space, metric
 
     def write_table(self) -> None:
-        """Writes sweep.csv with the trials so far."""
-        write_csv(self._folder, self._trials.rows(), [one.key for one in self._space.varied], self._metric)
+        """Writes sweep.csv with a line a trial, the best first: its values, its metric, and where its runs are."""
+        keys = [one.key for one in self._space.varied]
+        columns = ["trial", "state", *keys, self._metric, "standard_error", "by_seed", "same_as", "why", "folder"]
+        rows: list[list[Any]] = []
+        for row in self._trials.rows():
+            folder = self._folder / str(row.number if row.same_as is None else row.same_as)
+            by_seed = " ".join(map(repr, row.values))
+            results = [row.value, standard_error(row.values), by_seed, row.same_as, row.why, str(folder)]
+            rows.append([row.number, row.state, *(row.params[key] for key in keys), *results])
+        write_csv(self._folder, columns, rows)
 
     def show(self) -> None:
         """Writes sweep.csv and sweep.png, and prints the table; does nothing without trials."""
@@ -53,12 +60,26 @@ class Page:
         if not rows:
             return
         self.write_table()
-        print_table(rows, self._metric, lambda row: self._name(row.params), importance)
+        states = [state_of(row) for row in rows]
+        columns = ["trial", KEYS, self._metric, *([STATE] if any(states) else [])]
+        lines = [[str(row.number), self._space.name(row.params), value_of(row)] for row in rows]
+        if any(states):
+            lines = [[*line, state] for line, state in zip(lines, states, strict=True)]
+        print_table(f"sweep of {len(rows)} trials, best {self._metric} first", columns, lines)
+        for key, share in importance.items():
+            print(f"importance of {key}: {share:.2f}")
         lower, picture = self._trials.lower_is_better, io.BytesIO()
         drawn = figure(rows, self._space, self._metric, importance, lower=lower)
         drawn.savefig(picture, dpi=120, metadata={"Software": None})
         write_atomically(self._folder / PICTURE, picture.getvalue())
         print(f"written to {self._folder / TABLE} and {self._folder / PICTURE}")
+
+
+def value_of(row: Trial) -> str:
+    """What the table says of a trial's metric, with the standard error over its seeds."""
+    value = "-" if row.value is None else f"{row.value:.4g}"
+    error = standard_error(row.values)
+    return value if error is None else f"{value} {PLUS_MINUS} {error:.2g}"
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -74,54 +95,41 @@ def standard_error(values: Sequence[float]) -> float | None:
     return round(math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n), 12)
 
 
-def write_csv(folder: Path, rows: Sequence[Row], keys: Sequence[str], metric: str) -> None:
-    """Writes a line a trial, the best first: its values, its metric, the metric by seed, and where its runs are."""
+def write_csv(folder: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Writes sweep.csv in the sweep's folder; returns the file."""
     stream = io.StringIO(newline="")
-    names = ["trial", "state", *keys, metric, "standard_error", "by_seed", "same_as", "why", "folder"]
-    writer = csv.writer(stream)
-    writer.writerow(names)
-    for row in rows:
-        of = row.number if row.same_as is None else row.same_as
-        by_seed = " ".join(map(repr, row.values))
-        results = [row.value, standard_error(row.values), by_seed, row.same_as, row.why, str(folder / str(of))]
-        writer.writerow([row.number, row.state, *(row.params[key] for key in keys), *results])
+    csv.writer(stream).writerows([columns, *rows])
     write_atomically(folder / TABLE, stream.getvalue())
+    return folder / TABLE
 
 
-def print_table(rows: Sequence[Row], metric: str, name: Callable[[Row], str], importance: Mapping[str, float]) -> None:
-    """Prints a line a trial, the best first, then the importance of the keys."""
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table. Headers and numbers are never cut; keys and states take as many lines as they need."""
     from rich.table import Table
 
     from rlft.logger.console import open_terminal
     from rlft.logger.text import glyphs_for
 
     terminal = open_terminal()
-    plus_minus = glyphs_for(terminal.encoding).plus_minus
-    terminal.print(f"sweep of {len(rows)} trials, best {metric} first", soft_wrap=True, highlight=False)
+    terminal.print(title, soft_wrap=True, highlight=False)
     printed = Table()
-    printed.add_column("trial", justify="right", no_wrap=True)
-    printed.add_column("keys", overflow="fold")
-    printed.add_column(metric, justify="right", no_wrap=True)
-    states = {row.number: state_of(row) for row in rows}
-    if any(states.values()):
-        printed.add_column("state", overflow="fold")
+    for name in columns:
+        if name in (KEYS, STATE):
+            printed.add_column(name, overflow="fold")
+        else:
+            printed.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        value = "-" if row.value is None else f"{row.value:.4g}"
-        error = standard_error(row.values)
-        shown = value if error is None else f"{value} {plus_minus} {error:.2g}"
-        printed.add_row(str(row.number), name(row), shown, *([states[row.number]] if any(states.values()) else []))
+        printed.add_row(*(cell.replace(PLUS_MINUS, glyphs_for(terminal.encoding).plus_minus) for cell in row))
     terminal.print(printed)
-    for key, share in importance.items():
-        terminal.print(f"importance of {key}: {share:.2f}", soft_wrap=True, highlight=False)
 
 
-def state_of(row: Row) -> str:
+def state_of(row: Trial) -> str:
     """What the table says of a trial beside its value."""
     said = "" if row.state == "complete" else f"{row.state}: {row.why}" if row.why else row.state
     return said if row.same_as is None else f"as {row.same_as}" + (f", {said}" if said else "")
 
 
-def figure(rows: Sequence[Row], space: Space, metric: str, importance: Mapping[str, float], *, lower: bool) -> Figure:
+def figure(rows: Sequence[Trial], space: Space, metric: str, importance: Mapping[str, float], *, lower: bool) -> Figure:
     """The metric by trial with the best so far, by each key, and the importance of the keys."""
     from matplotlib.figure import Figure
 
@@ -141,7 +149,7 @@ def figure(rows: Sequence[Row], space: Space, metric: str, importance: Mapping[s
     return drawn
 
 
-def _by_trial(panel: Axes, rows: Sequence[Row], metric: str, *, lower: bool) -> None:
+def _by_trial(panel: Axes, rows: Sequence[Trial], metric: str, *, lower: bool) -> None:
     for state, colour in COLOURS.items():
         of = [row for row in rows if row.state == state]
         if of:
@@ -156,7 +164,7 @@ def _by_trial(panel: Axes, rows: Sequence[Row], metric: str, *, lower: bool) -> 
     panel.legend(fontsize="small")
 
 
-def _by_key(panel: Axes, rows: Sequence[Row], one: Any, metric: str) -> None:
+def _by_key(panel: Axes, rows: Sequence[Trial], one: Any, metric: str) -> None:
     values: list[Any] = [row.params[one.key] for row in rows]
     if not isinstance(one, Interval):
         places = {value: i for i, value in enumerate(one.values)}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlft.commands.sweep.config import key_of
-from rlft.commands.sweep.space import changes_no_number
+from rlft.commands.sweep.space import changes_no_number, key_of
 from rlft.config.flat import flatten
 from rlft.config.overrides import CONFIG_DIR, Arguments
 from rlft.runs import paths, run_folder
@@ -31,7 +30,7 @@ a YAML; what else than these keys it changes, such as cluster.lanes, is seen in 
 class StudyRecord:
     """How a study was begun.
 
-    Args:
+    Attributes:
         verb: of its runs.
         options: words such as -m and --config-dir.
         words: the overrides.
@@ -44,8 +43,8 @@ class StudyRecord:
     options: Sequence[str]
     words: Sequence[str]
     start: str
-    configs: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    fingerprints: Sequence[Mapping[str, str]] = field(default_factory=tuple)
+    configs: Sequence[Mapping[str, Any]]
+    fingerprints: Sequence[Mapping[str, str]]
 
     @property
     def config_dir(self) -> str | None:
@@ -75,11 +74,6 @@ def is_study(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def may_change(word: str) -> bool:
-    """Whether an override may differ from the one that a study was begun by."""
-    return key_of(word) in MAY_CHANGE
-
-
 def read(folder: Path) -> StudyRecord:
     """The record of the study in this folder.
 
@@ -88,15 +82,8 @@ def read(folder: Path) -> StudyRecord:
     """
     try:
         content = yaml.safe_load((folder / FILE).read_text(encoding="utf-8"))
-        return StudyRecord(
-            verb=str(content["verb"]),
-            options=list(content["options"]),
-            words=list(content["words"]),
-            start=content["start"],
-            configs=[dict(config) for config in content.get("configs", ())],
-            fingerprints=[dict(of_corner) for of_corner in content.get("fingerprints", ())],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return StudyRecord(**content)
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         problem = f"{FILE} in that folder cannot be read ({type(error).__name__})"
         raise UserError("resume", problem, got=folder, remedy="restore it from a copy, or begin another") from None
 
@@ -122,8 +109,8 @@ def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> No
     remedy = f"resume that one with {resuming(folder)}, or name another hydra.sweep.dir"
     if before.verb != now.verb:
         raise UserError("hydra.sweep.dir", f"there is a sweep of rlft {before.verb}", got=folder, remedy=remedy)
-    old, new = ({key_of(w): w.partition("=")[2] for w in of.words if not may_change(w)} for of in (before, now))
-    old, new = {**old, CONFIG_DIR[0]: before.config_dir}, {**new, CONFIG_DIR[0]: now.config_dir}
+    both = ({key_of(w): w.partition("=")[2] for w in of.words} | {CONFIG_DIR[0]: of.config_dir} for of in (before, now))
+    old, new = ({key: value for key, value in of.items() if key not in MAY_CHANGE} for of in both)
     for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
         if not (key == CONFIG_DIR[0] and paths.same_path(old[key], new[key])):
             problem = f"differs from that of the sweep in {folder}, {old.get(key) or 'left out'}"
@@ -144,9 +131,8 @@ def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
     """The keys that differ and matter to a trial."""
     for key in {**old, **new}:
-        before, after = (config.get(key) for config in (old, new))
         free = key in MAY_CHANGE or (changes_no_number(key, verb) and key.partition(".")[0] != "cluster")
-        if before != after and not free and not paths.same_path(before, after):
+        if not free and old.get(key) != new.get(key) and not paths.same_path(old.get(key), new.get(key)):
             yield key
 
 

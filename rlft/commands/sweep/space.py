@@ -1,22 +1,109 @@
-"""What a study chooses among: keys with several values, as in a plain sweep, and keys with an interval of numbers."""
+"""What the words of a sweep say: the keys `sweep.*`, and the keys of its runs with several values or an interval."""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from rlft.commands.sweep.config import key_of
+import yaml
+
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config import compose as configs
 from rlft.config import generation as engines
+from rlft.config.bounds import PositiveInt, Seed
+from rlft.config.instantiate import from_mapping
+from rlft.config.overrides import OVERRIDE
 from rlft.runs import run_folder
+from rlft.runs.naming import short_names
 from rlft.runs.paths import is_path_key
 from rlft.types import UserError
+
+SECTION, SWEEPER = "sweep", "optuna"
+NEEDED = ("optuna", "matplotlib")
+USUAL_TRIALS = 20
+DATE = "model.date"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyConfig:
+    """The keys of configs/base/sweep.yaml, which has their meanings and defaults."""
+
+    trials: PositiveInt | Literal["auto"]
+    sampler: Literal["tpe", "random", "grid"]
+    seeds: PositiveInt
+    metric: str
+    direction: Literal["auto", "max", "min"]
+    pruner: Literal["none", "median", "hyperband"]
+    startup: PositiveInt
+    seed: Seed
+
+
+def key_of(word: str) -> str:
+    """The key of an override, without signs.
+
+    >>> key_of("+recipe=a"), key_of("sweep.trials=3")
+    ('recipe', 'sweep.trials')
+    """
+    match = OVERRIDE.fullmatch(word)
+    return match["key"] if match else word
+
+
+def is_own(word: str) -> bool:
+    """Whether an override is of the sweep itself, not of its runs."""
+    return key_of(word).partition(".")[0] == SECTION
+
+
+def read_config(words: Sequence[str], verb: str) -> StudyConfig:
+    """The keys from words such as sweep.trials=20, and else from configs/base/sweep.yaml.
+
+    Raises:
+        UserError: there is no such sweeper or key, or a value is wrong.
+    """
+    file = catalog.config_folder() / "base" / f"{SECTION}.yaml"
+    values = yaml.safe_load(file.read_text())[SECTION]
+    sweeper = None
+    for parsed in configs.parse_overrides(words, verb):
+        key = parsed.key_or_group
+        if parsed.input_line.startswith(("+", "~")):
+            line = parsed.input_line
+            raise UserError(key, "takes no sign", got=line, remedy=f"write {line.lstrip('+~')}, or leave it out")
+        if parsed.is_sweep_override():
+            raise UserError(key, "is one for the whole sweep", got=parsed.input_line, remedy="give one value")
+        if key == SECTION:
+            sweeper = parsed.value()
+        else:
+            values[key.partition(".")[2]] = parsed.value()
+    if sweeper is None:
+        remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
+        raise UserError(SECTION, "no sampler is chosen", got="nothing", remedy=remedy)
+    if sweeper != SWEEPER:
+        problem = "names who chooses the values, and this is not one of its choices"
+        remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
+        raise UserError(SECTION, problem, got=sweeper, remedy=remedy)
+    try:
+        return from_mapping(StudyConfig, values, SECTION, verb)
+    except UserError as error:
+        entry = catalog.entries(file).get(error.key)
+        if entry is None or error.remedy.startswith("use "):
+            raise
+        remedy = f"for instance {entry.default} ({entry.comment})"
+        raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
+
+
+def check_installed() -> None:
+    """Refuses a study without the libraries that it needs."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UserError(SECTION, problem, got=SWEEPER, remedy="pip install 'rlft[sweep]'")
+
 
 WIDE = 10.0
 """An interval of positive numbers whose end is at least so many times its start is sampled on a log scale."""
@@ -65,7 +152,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The words of a study's runs: `fixed` ones as they are typed, and the keys whose values are chosen."""
+    """The words of a sweep's runs: `fixed` ones as they are typed, and the keys whose values are chosen."""
 
     fixed: tuple[str, ...]
     varied: tuple[Choice | Interval, ...]
@@ -76,12 +163,31 @@ class Space:
         counts = [len(one.values) for one in self.varied if isinstance(one, Choice)]
         return math.prod(counts) if len(counts) == len(self.varied) else None
 
+    def combinations(self) -> Iterator[dict[str, str]]:
+        """{key: value} of each combination; the last key's values change first."""
+        choices = [one for one in self.varied if isinstance(one, Choice)]
+        for values in itertools.product(*(one.values for one in choices)):
+            yield {one.key: value for one, value in zip(choices, values, strict=True)}
+
     def words(self, params: Mapping[str, Any]) -> list[str]:
         """The overrides of a run with these values, {key: value}."""
         return [*self.fixed, *self.chosen(params)]
 
     def chosen(self, params: Mapping[str, Any]) -> list[str]:
         return [one.word(params[one.key]) for one in self.varied]
+
+    def named(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """{key without its sign: value} by which a run is told from the others; all its words if it is the only one."""
+        if not self.varied:
+            typed = [word for word in self.fixed if key_of(word) != DATE]  # which the sweep adds
+            return {word.lstrip("+~").partition("=")[0]: word.partition("=")[2] for word in typed}
+        return {one.key.lstrip("+~"): params[one.key] for one in self.varied}
+
+    def name(self, params: Mapping[str, Any]) -> str:
+        """What a run with these values is called: its keys, short, and numbers with four digits."""
+        values = self.named(params)
+        shown = [f"{value:.4g}" if isinstance(value, float) else value for value in values.values()]
+        return ", ".join(f"{key}={value}" for key, value in zip(short_names(list(values)), shown, strict=True))
 
     def corners(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(the word that is tried, {key: value}): each value and end of an interval once, the others at their first.
@@ -102,57 +208,98 @@ def read_space(words: Sequence[str], verb: str) -> Space:
         UserError: nothing is chosen, an interval is wrong, or a key cannot be swept.
     """
     fixed, varied = [], []
-    for word, parsed in zip(words, configs.parse_overrides(words, verb), strict=True):
+    for word, key, got, parsed in _read(words, verb, "resume a sweep with rlft resume <its folder>"):
         if not parsed.is_sweep_override():
             fixed.append(word)
             continue
-        key, full = parsed.get_key_element(), key_of(word)
-        _check_is_a_setting(full, word.partition("=")[2])
-        _check_named_in_order(word, parsed, verb)
+        _check_is_a_setting(key, got)
         if parsed.is_interval_sweep():
-            varied.append(_interval(key, parsed.value(), word.partition("=")[2]))
+            varied.append(_interval(parsed.get_key_element(), parsed.value(), got))
         else:
-            varied.append(
-                Choice(key=key, values=_values(full, list(parsed.sweep_string_iterator()), word.partition("=")[2]))
-            )
+            varied.append(Choice(key=parsed.get_key_element(), values=_values(key, parsed, got)))
     if not varied:
         problem = "has nothing to choose: no key has an interval or several values"
         remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
         raise UserError("sweep", problem, got="optuna", remedy=remedy)
-    for word in (word for word in fixed if key_of(word) == "resume" and word.partition("=")[2] != "null"):
-        remedy = "resume a sweep with rlft resume <its folder>"
-        raise UserError("resume", "cannot be used in a sweep", got=word.partition("=")[2], remedy=remedy)
-    return Space(fixed=tuple(fixed), varied=tuple(varied))
+    return _without_place(fixed, varied)
 
 
-def check_one_by_one(words: Sequence[str], verb: str) -> None:
-    """Refuses what a plain sweep cannot go through one by one, in the same order each time."""
-    for word, parsed in zip(words, configs.parse_overrides(words, verb), strict=True):
-        _check_named_in_order(word, parsed, verb)
+def read_grid(words: Sequence[str], verb: str) -> Space:
+    """The space whose combinations a plain sweep goes through one by one, in the same order each time.
+
+    Raises:
+        UserError: a key cannot be swept, or two jobs would be the same.
+    """
+    fixed, varied = [], []
+    again = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
+    for word, key, got, parsed in _read(words, verb, again):
+        if not parsed.is_sweep_override():
+            fixed.append(word)
+            continue
         if parsed.is_interval_sweep():
             problem = "an interval has no values to go through one by one"
             remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
-            raise UserError(key_of(word), problem, got=word.partition("=")[2], remedy=remedy)
+            raise UserError(key, problem, got=got, remedy=remedy)
+        one = Choice(key=parsed.get_key_element(), values=tuple(parsed.sweep_string_iterator()))
+        if key in OF_THE_PLACE:
+            problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
+            raise UserError(key, problem, got=sorted(one.values), remedy=remedy)
+        varied += [one] if len(one.values) > 1 else []
+        fixed += [one.word(one.values[0])] if len(one.values) == 1 else []
+    space = _without_place(fixed, varied)
+    seen: dict[tuple[str, ...], int] = {}
+    for number, params in enumerate(space.combinations()):
+        if (first := seen.setdefault(tuple(params.values()), number)) != number:
+            got, problem = " ".join(space.words(params)), f"jobs {first} and {number} are the same"
+            raise UserError("-m", problem, got=got, remedy="give every value once")
+    return space
 
 
-def _check_named_in_order(word: str, parsed: Any, verb: str) -> None:
-    """Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
+OF_THE_PLACE = ("resume", "hydra.sweep.dir")
+"""Keys that say where runs are, which are those of a sweep and not of its runs."""
 
-    Args:
-        word: an override.
-        parsed: what Hydra has read from it.
-        verb: of the runs.
+
+def _without_place(fixed: Sequence[str], varied: Sequence[Choice | Interval]) -> Space:
+    return Space(fixed=tuple(word for word in fixed if key_of(word) not in OF_THE_PLACE), varied=tuple(varied))
+
+
+def number_of_trials(keys: StudyConfig, space: Space) -> int:
+    """How many trials there are to be.
+
+    Raises:
+        UserError: a grid has an interval, or another number of combinations.
     """
-    if not parsed.is_sweep_override():
-        return
-    key, value, got = key_of(word), parsed.value(), word.partition("=")[2]
-    if parsed.value_type.name == "GLOB_CHOICE_SWEEP":
-        choices = value.filter(catalog.choices(key, verb))
-        remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
-        raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
-    if getattr(value, "shuffle", False):
-        problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
-        raise UserError(key, problem, got=got, remedy="leave shuffle(..) out")
+    if keys.sampler != "grid":
+        return USUAL_TRIALS if keys.trials == "auto" else keys.trials
+    if space.size is None:
+        intervals = [one.key for one in space.varied if isinstance(one, Interval)]
+        problem = f"a grid goes through values one by one, and {intervals[0]} has an interval"
+        remedy = f"give {intervals[0]} values with commas between them, or use sweep.sampler=tpe"
+        raise UserError("sweep.sampler", problem, got="grid", remedy=remedy)
+    if keys.trials not in ("auto", space.size):
+        problem = f"a grid tries each of its {space.size} combinations once"
+        remedy = "leave it out, or use sweep.sampler=tpe or random"
+        raise UserError("sweep.trials", problem, got=keys.trials, remedy=remedy)
+    return space.size
+
+
+def _read(words: Sequence[str], verb: str, again: str) -> Iterator[tuple[str, str, str, Any]]:
+    """(an override, its key, its value as it is typed, what Hydra reads from it) for each; again: how to resume.
+
+    Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
+    """
+    for word, parsed in zip(words, configs.parse_overrides(words, verb), strict=True):
+        key, got, value = key_of(word), word.partition("=")[2], parsed.value()
+        if key == "resume" and got != "null":
+            raise UserError(key, "cannot be used in a sweep", got=got, remedy=again)
+        if parsed.is_sweep_override() and parsed.value_type.name == "GLOB_CHOICE_SWEEP":
+            choices = value.filter(catalog.choices(key, verb))
+            remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
+            raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
+        if parsed.is_sweep_override() and getattr(value, "shuffle", False):
+            problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
+            raise UserError(key, problem, got=got, remedy="leave shuffle(..) out")
+        yield word, key, got, parsed
 
 
 def changes_no_number(key: str, verb: str, generation: Mapping[str, Any] = MappingProxyType({})) -> bool:
@@ -221,9 +368,10 @@ def _interval(key: str, value: Any, got: str) -> Interval:
     return Interval(key=key, low=low, high=high, whole=whole, log=log)
 
 
-def _values(key: str, values: Sequence[str], got: str) -> tuple[str, ...]:
+def _values(key: str, parsed: Any, got: str) -> tuple[str, ...]:
+    values = list(parsed.sweep_string_iterator())
     if len(values) == 1:
         raise UserError(key, "is a choice of one value", got=got, remedy=f"give several, or {key}={values[0]}")
-    for value in (value for value in values if list(values).count(value) > 1):
+    for value in (value for value in values if values.count(value) > 1):
         raise UserError(key, "has a value twice", got=value, remedy="give every value once")
     return tuple(values)

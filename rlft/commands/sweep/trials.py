@@ -20,6 +20,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
@@ -27,8 +28,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from rlft.commands.sweep.config import StudyConfig
-from rlft.commands.sweep.space import Choice, Interval, Space
+from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
 from rlft.system.files import write_atomically
 from rlft.system.interrupt import Deferred
 from rlft.system.seeds import derive
@@ -92,18 +92,9 @@ class Journal(BaseJournalBackend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A trial that is begun. params: {key: value}; same_as: the ended trial with the same values, or None."""
+    """A trial, and what has become of it.
 
-    number: int
-    params: Mapping[str, Any]
-    same_as: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What became of a trial.
-
-    Args:
+    Attributes:
         number: counts from 0 in the order in which trials were drawn.
         params: {key: value}.
         state: complete, pruned, failed or unfinished.
@@ -115,8 +106,8 @@ class Row:
 
     number: int
     params: Mapping[str, Any]
-    state: str
-    value: float | None
+    state: str = "unfinished"
+    value: float | None = None
     values: Sequence[float] = field(default_factory=tuple)
     same_as: int | None = None
     why: str = ""
@@ -128,21 +119,6 @@ STATES = {
     TrialState.FAIL: "failed",
     TrialState.RUNNING: "unfinished",
 }
-
-
-def opened(folder: Path) -> tuple[Journal, JournalStorage]:
-    """The records in a sweep's folder, which are empty at first, and Optuna's view of them.
-
-    Raises:
-        UserError: they are damaged.
-    """
-    try:
-        journal = Journal(folder / JOURNAL)
-        return journal, JournalStorage(journal)
-    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, optuna.exceptions.OptunaError) as error:
-        problem = f"{JOURNAL} in that folder is damaged ({type(error).__name__})"
-        remedy = "restore it from a copy, or begin another sweep"
-        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from None
 
 
 class Trials:
@@ -175,7 +151,13 @@ class Trials:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._config, self._space, self._parallel, self._steps = config, space, parallel, steps
         self._distributions = {one.key: distribution(one) for one in space.varied}
-        self._journal, storage = opened(folder)
+        try:
+            self._journal = Journal(folder / JOURNAL)
+            storage = JournalStorage(self._journal)
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, OptunaError) as error:
+            problem = f"{JOURNAL} in that folder is damaged ({type(error).__name__})"
+            remedy = "restore it from a copy, or begin another sweep"
+            raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from None
         with self._changing():
             self._study = optuna.create_study(
                 storage=storage,
@@ -195,7 +177,7 @@ class Trials:
 
     def unfinished(self) -> list[Trial]:
         """The trials that have begun and not ended, in their order."""
-        return [Trial(number=t.number, params=t.params) for t in self._all((TrialState.RUNNING,))]
+        return [trial_of(trial) for trial in self._all((TrialState.RUNNING,))]
 
     def draw(self) -> Trial:
         """Begins another trial; one with the values of a trial that has ended gets its result at once."""
@@ -203,13 +185,13 @@ class Trials:
         self._study.sampler = sampler(self._config, number, parallel=self._parallel)
         with self._changing():
             if self._config.sampler == "grid":
-                self._study.enqueue_trial(self._combination(number))
+                self._study.enqueue_trial(next(itertools.islice(self._space.combinations(), number, None)))
             drawn = self._study.ask(self._distributions)
             ended = self._all((TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
             same = next((t for t in ended if t.params == drawn.params), None)
             if same is not None:
                 self._end_like(drawn, same)
-        return Trial(number=number, params=drawn.params, same_as=None if same is None else same.number)
+        return trial_of(self._all()[number])
 
     def attempt(self, number: int, progress: Sequence[int]) -> int:
         """Records that the runs of a trial are begun or resumed; returns how often they were since the last progress.
@@ -272,10 +254,10 @@ class Trials:
             self._handle(number).set_user_attr(WHY, why)
             self._study.tell(number, state=TrialState.FAIL)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Trial]:
         """What became of the trials, the best first; then those that were pruned, failed, and are unfinished."""
         order, sign = list(STATES.values()), 1.0 if self.lower_is_better else -1.0
-        rows = [row_of(trial) for trial in self._all()]
+        rows = [trial_of(trial) for trial in self._all()]
         return sorted(rows, key=lambda row: (order.index(row.state), sign * (row.value or 0.0), row.number))
 
     def importance(self) -> dict[str, float]:
@@ -298,12 +280,6 @@ class Trials:
     def _handle(self, number: int) -> optuna.Trial:
         return optuna.Trial(self._study, self._all()[number]._trial_id)
 
-    def _combination(self, number: int) -> dict[str, str]:
-        """Of a grid, in the order of a plain sweep: the last key's values change first."""
-        values = [one.values for one in self._space.varied if isinstance(one, Choice)]
-        chosen = next(itertools.islice(itertools.product(*values), number, None))
-        return {one.key: value for one, value in zip(self._space.varied, chosen, strict=True)}
-
     def _end_like(self, drawn: optuna.Trial, same: FrozenTrial) -> None:
         for point, value in same.intermediate_values.items():
             drawn.report(value, point)
@@ -316,12 +292,12 @@ class Trials:
     def _changing(self) -> Iterator[None]:
         """A change, which a signal does not interrupt: it is kept whole, and the signal is delivered behind it."""
         with Deferred(), warnings.catch_warnings(), self._journal.transaction():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            warnings.simplefilter("ignore", ExperimentalWarning)
             yield
 
 
-def row_of(trial: FrozenTrial) -> Row:
-    return Row(
+def trial_of(trial: FrozenTrial) -> Trial:
+    return Trial(
         number=trial.number,
         params=trial.params,
         state=STATES[trial.state],
@@ -347,7 +323,7 @@ def sampler(config: StudyConfig, number: int, *, parallel: bool) -> BaseSampler:
     if config.sampler == "random":
         return RandomSampler(seed=seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.simplefilter("ignore", ExperimentalWarning)
         return TPESampler(seed=seed, n_startup_trials=config.startup, constant_liar=parallel)
 
 

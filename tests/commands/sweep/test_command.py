@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import STEPS, FakeRuns, accuracy
+from fake_studies import STEPS, FakeRuns, accuracy, do_all
 from matplotlib.figure import Figure
 
-from rlft.commands.sweep import command, in_process, page, record
-from rlft.commands.sweep.runs import Run, Study, one_after_the_other
+from rlft.commands.sweep import checks, command, page, record
+from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.watch.report_data import sweep_of
 from rlft.config.overrides import parse
 from rlft.types import UserError
@@ -42,7 +42,7 @@ class Begin:
             words = [word for word in SMALL if word.partition("=")[0] not in own]
             later = {word.partition("=")[0]: word for word in more}
             words += [word for word in more if later[word.partition("=")[0]] == word]
-            command.search("train", parse(["-m", *words], "train"))
+            command.sweep("train", parse(["-m", *words], "train"))
         else:
             command.resume(Path(again), more)
         return self.runs
@@ -53,9 +53,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     runs = FakeRuns()
 
     def made_up(study: Study, *others: Any) -> None:
-        one_after_the_other(study, runs)
+        do_all(study, runs)
 
-    monkeypatch.setattr(in_process, "run_in_process", made_up)
+    monkeypatch.setattr(command, "drive", made_up)
     monkeypatch.setattr(page, "figure", lambda *_, **__: Figure())
     (tmp_path / "place").mkdir()
     monkeypatch.chdir(tmp_path / "place")
@@ -109,7 +109,7 @@ class Killed(BaseException):
 
 
 def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    def before(run: Run, step: int) -> None:
+    def before(run: TrialRun, step: int) -> None:
         if (run.trial.number, step) == (2, 5):
             raise Killed
 
@@ -129,7 +129,7 @@ def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no font")
 
-    def before(run: Run, step: int) -> None:
+    def before(run: TrialRun, step: int) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr(page, "figure", broken)
@@ -253,7 +253,8 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
 
 
 def begun(**config: Any) -> record.StudyRecord:
-    return record.StudyRecord(verb="train", options=(), words=(), start=".", configs=[{"trainer.lr": 1e-4, **config}])
+    configs = [{"trainer.lr": 1e-4, **config}]
+    return record.StudyRecord(verb="train", options=(), words=(), start=".", configs=configs, fingerprints=())
 
 
 def keep(folder: Path, now: record.StudyRecord) -> None:
@@ -261,31 +262,24 @@ def keep(folder: Path, now: record.StudyRecord) -> None:
     record.write(folder, now)
 
 
-def test_what_a_newer_version_adds_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
+def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
     old = {"lora.path": "runs/sft/checkpoints/step_4/policy", "checkpoint.every": 1}
     keep(tmp_path, begun(**old))
-    keep(tmp_path, begun(**{**old, "lora.use_dora": False, "checkpoint.every": 2}))
-    said = refusal(lambda: keep(tmp_path, begun(**{**old, "lora.use_dora": True})))
-    assert said.startswith("lora.use_dora: was False when the sweep")
+    keep(tmp_path, begun(**{**old, "checkpoint.every": 2}))
     later = {**old, "lora.path": "runs/sft/checkpoints/step_8/policy"}
     said = refusal(lambda: keep(tmp_path, begun(**later)))
     assert said.startswith(f"lora.path: was {old['lora.path']} when the sweep")
     assert "name a checkpoint's folder in it" in said
 
 
-def test_a_study_of_an_older_version_goes_on_and_one_whose_record_is_damaged_does_not(begin: Begin) -> None:
+def test_a_study_whose_record_is_damaged_does_not_go_on(begin: Begin) -> None:
     begin(*RATES)
-    begun = record.read(Path("sweep"))
-    old = {"verb": begun.verb, "options": begun.options, "words": begun.words}
-    Path("sweep", record.FILE).write_text(json.dumps(old))
-    assert len(begin("sweep.trials=3", again="sweep").ran) == 1
-    assert len(record.read(Path("sweep")).configs) == 2, "from now on it has what is compared"
     Path("sweep", record.FILE).write_text("[torn")
     assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")
 
 
 def test_too_few_gpus_are_refused_before_the_sweep_has_a_folder(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "are_on_gpus", lambda plains: True)
+    monkeypatch.setattr(checks, "are_on_gpus", lambda plains: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     said = refusal(lambda: begin(*RATES, "cluster.jobs=2"))
     assert said.startswith(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -19,12 +18,13 @@ from run_processes import Nursery, happens
 
 import rlft
 from rlft.commands.sweep import jobs as sweep_jobs
-from rlft.commands.sweep import plain as sweep
-from rlft.commands.sweep.jobs import JobsFailedError, SideBySide, cluster_of, gpus_of, threads_of_a_job
+from rlft.commands.sweep.checks import cluster_of, gpus_of, is_finished
+from rlft.commands.sweep.driver import Driver, Ending, Run
+from rlft.commands.sweep.jobs import JobsFailedError, SideBySide, threads_of_a_job
+from rlft.commands.sweep.plain import Grid
 from rlft.config.cluster import ClusterConfig
 from rlft.config.compose import compose
-from rlft.config.overrides import parse
-from rlft.runs import run_folder
+from rlft.runs import run_folder, run_status
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.member import MemberError, MemberSpec
@@ -87,19 +87,40 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def side_by_side(launcher: Any, said: list[str], **keys: Any) -> SideBySide:
     gpus = keys.pop("gpus", ())
     config = ClusterConfig(**{"jobs": 2, "timeout": 5.0, **keys})
-    return SideBySide(launcher, config, Interrupt(said.append), said.append, on_gpus=bool(gpus), gpus=gpus)
+    interrupt = Interrupt(said.append)
+    return SideBySide(launcher, words, config, interrupt, said.append, on_gpus=bool(gpus), gpus=gpus)
 
 
-def start_all(jobs: SideBySide, number: int, folder: Path) -> None:
-    for i in range(number):
-        jobs.start(i, f"seed={i}", ["train", f"seed={i}"], folder / str(i))
+def words(run: Run) -> list[str]:
+    return ["train", *run.words]
+
+
+class Jobs:
+    """So many jobs of a plain sweep, see `plain.Grid`."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.runs = [
+            Run(number=i, name=f"seed={i}", words=[f"seed={i}"], folder=folder / str(i)) for i in range(number)
+        ]
+        self.grid = Grid.__new__(Grid)
+        self.grid._waiting, self.grid._failed = list(self.runs), []
+
+    def do(self, place: SideBySide) -> None:
+        Driver(self.grid, place, 2, lambda: place._interrupt.requested).run()
+        self.grid.conclude()
+
+    def start(self, place: SideBySide) -> None:
+        for run in self.runs:
+            place.start(run, lambda: False)
+
+    def is_over(self, place: SideBySide, number: int) -> bool:
+        place.wait()
+        return place.ending(self.runs[number]) is not None
 
 
 def test_so_many_jobs_run_at_a_time_and_each_has_its_words(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path)
-    jobs = side_by_side(launcher, said)
-    start_all(jobs, 5, tmp_path)
-    jobs.finish()
+    Jobs(5, tmp_path).do(side_by_side(launcher, said))
     assert launcher.most_alive == 2
     assert [m.spec.arguments["words"] for m in launcher.members] == [["train", f"seed={i}"] for i in range(5)]
     assert not any(member.is_alive for member in launcher.members)
@@ -109,9 +130,7 @@ def test_so_many_jobs_run_at_a_time_and_each_has_its_words(tmp_path: Path, said:
 
 def test_each_running_job_has_a_gpu_of_its_own(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path)
-    jobs = side_by_side(launcher, said, gpus=("4", "6"))
-    start_all(jobs, 4, tmp_path)
-    jobs.finish()
+    Jobs(4, tmp_path).do(side_by_side(launcher, said, gpus=("4", "6")))
     gpus = [member.spec.environment["CUDA_VISIBLE_DEVICES"] for member in launcher.members]
     assert gpus[:2] == ["4", "6"]
     assert sorted(gpus) == ["4", "4", "6", "6"]
@@ -119,62 +138,86 @@ def test_each_running_job_has_a_gpu_of_its_own(tmp_path: Path, said: list[str]) 
 
 
 def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path: Path, said: list[str]) -> None:
-    launcher = FakeLauncher(tmp_path)
+    launcher: Any = FakeLauncher(tmp_path)
     config = ClusterConfig(kind="ray", address="auto", jobs=2)
-    jobs = SideBySide(launcher, config, Interrupt(said.append), said.append, on_gpus=True)
-    start_all(jobs, 2, tmp_path)
-    jobs.finish()
+    Jobs(2, tmp_path).do(SideBySide(launcher, words, config, Interrupt(said.append), said.append, on_gpus=True))
     assert [(member.spec.gpus, dict(member.spec.environment)) for member in launcher.members] == [(1.0, {})] * 2
 
 
 def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path, [0, 1, MemberError("job-2 was killed by SIGKILL"), 0])
     (tmp_path / "job-1.log").write_text("step 1\nrlft: stopped: the disk is full\n")
-    jobs = side_by_side(launcher, said)
-    start_all(jobs, 4, tmp_path)
+    jobs, place = Jobs(4, tmp_path), side_by_side(launcher, said)
     with pytest.raises(
         JobsFailedError, match=r"2 jobs failed, the first of them job 1: the disk is full; its output is"
     ):
-        jobs.finish()
-    assert jobs.failed[2] == "job-2 was killed by SIGKILL"
+        jobs.do(place)
+    assert place.ending(jobs.runs[2]) == Ending(problem="job-2 was killed by SIGKILL")
     assert [f"job {i} is finished: {tmp_path / str(i)}" in said for i in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "key", "is_explained"),
+    [
+        (2, None, "trainer.lr", True),
+        (1, "DiskError", None, True),
+        (1, "UnforeseenError", None, False),
+        (1, None, None, False),
+        (-9, None, None, False),
+    ],
+)
+def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(
+    code: int, error: str | None, key: str | None, is_explained: bool, tmp_path: Path, said: list[str]
+) -> None:
+    jobs, place = Jobs(1, tmp_path), side_by_side(FakeLauncher(tmp_path, [code]), said)
+    (tmp_path / "job-0.log").write_text("rlft: trainer.lr: must be above 0\n")
+    (tmp_path / "0").mkdir()
+    if error is not None:
+        (tmp_path / "0" / "status.json").write_text(json.dumps({"status": "stopped", "error": error}))
+    jobs.start(place)
+    assert happens(lambda: jobs.is_over(place, 0), within_s=20.0)
+    problem = f"trainer.lr: must be above 0; its output is in {tmp_path / 'job-0.log'}"
+    expected = Ending(problem=problem, kind=error or "", key=key, is_explained=is_explained)
+    assert place.ending(jobs.runs[0]) == expected
 
 
 def test_a_job_whose_process_says_nothing_is_given_up(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path, ["silent", 0])
-    jobs = side_by_side(launcher, said, timeout=0.05)
-    start_all(jobs, 2, tmp_path)
     with pytest.raises(JobsFailedError, match=r"job 0: its process has not answered for 0\.05 s \(cluster\.timeout\)"):
-        jobs.finish()
+        Jobs(2, tmp_path).do(side_by_side(launcher, said, timeout=0.05))
     assert not launcher.members[0].is_alive
 
 
 def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path, ["stuck", 0])
-    jobs = side_by_side(launcher, said, timeout=0.05)
-    start_all(jobs, 2, tmp_path)
-    jobs.stop(0)
-    jobs.stop(0)
-    assert happens(lambda: jobs.poll() or not jobs.is_running(0), within_s=20.0)
+    jobs, place = Jobs(2, tmp_path), side_by_side(launcher, said, timeout=0.05)
+    jobs.start(place)
+    place.stop(jobs.runs[0])
+    place.stop(jobs.runs[0])
+    assert happens(lambda: jobs.is_over(place, 0), within_s=20.0)
     assert launcher.members[0].signals == [signal.SIGINT], "it is asked once, and its time counts from then"
     assert not launcher.members[0].is_alive
     late = "has not ended 0.05 s after it was asked to (cluster.timeout): its process is killed"
     assert [line for line in said if "job 0 has" in line] == [f"job 0 {late}, its checkpoints stay in {tmp_path / '0'}"]
-    jobs.finish()
-    assert (jobs.failed, jobs.codes) == ({}, {1: 0})
+    assert happens(lambda: jobs.is_over(place, 1), within_s=20.0)
+    endings = [place.ending(run) for run in jobs.runs]
+    assert endings == [Ending(is_interrupted=True, is_explained=True), Ending()]
 
 
 def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path, looks=10**9)
-    jobs = side_by_side(launcher, said)
-    start_all(jobs, 2, tmp_path)
-    jobs._interrupt.requested = True
-    start_all(jobs, 4, tmp_path)
+    place = side_by_side(launcher, said)
+    wait = place.wait
+
+    def interrupted() -> None:
+        place._interrupt.requested = len(launcher.members) == 2
+        wait()
+
+    place.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
-        jobs.finish()
+        Jobs(4, tmp_path).do(place)
     assert len(launcher.members) == 2
     assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
-    assert jobs.failed == {}
 
 
 @pytest.mark.parametrize("stopped_first", [True, False])
@@ -182,81 +225,48 @@ def test_a_job_is_signalled_once_since_a_second_signal_would_abandon_its_step(
     stopped_first: bool, tmp_path: Path, said: list[str]
 ) -> None:
     launcher = FakeLauncher(tmp_path, ["stuck", "stuck"])
-    jobs = side_by_side(launcher, said)
-    start_all(jobs, 2, tmp_path)
+    jobs, place = Jobs(2, tmp_path), side_by_side(launcher, said)
+    jobs.start(place)
     if stopped_first:
-        jobs.stop(0)
-    jobs._interrupt.requested = True
-    jobs.poll()
-    jobs.stop(0)
-    jobs.poll()
+        place.stop(jobs.runs[0])
+    place._interrupt.requested = True
+    place.wait()
+    place.stop(jobs.runs[0])
+    place.wait()
     assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
 
 
-def test_a_job_that_is_refused_does_not_end_those_that_run(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launcher = FakeLauncher(tmp_path)
-    failures: list[Exception] = []
-
-    def hydra(verb: str, parsed: Any, job: Any) -> None:
-        for number in range(3):
-            try:
-                job(number)
-            except UserError as error:
-                failures.append(error)
-        raise failures[0]
-
-    def is_finished(plain: Any, folder: Path) -> bool:
-        if folder.name == "1":
-            raise UserError("steps", "is fewer than the run has", got=10, remedy="raise it")
-        return False
-
-    numbers = iter(range(3))
-    monkeypatch.setattr(sweep, "_hydra", hydra)
-    monkeypatch.setattr(sweep, "_composed_job", lambda number: ({}, tmp_path / str(number)))
-    monkeypatch.setattr(sweep, "_is_finished", is_finished)
-    monkeypatch.setattr(sweep, "opened_for", lambda *_, **__: contextlib.nullcontext(launcher))
-    monkeypatch.setattr(sweep, "say", said.append)
-    config, jobs = ClusterConfig(jobs=2), [["seed=0"], ["seed=1"], ["seed=2"]]
-    words = parse(["-m", "seed=0,1,2"])
-    with pytest.raises(UserError, match=r"^steps: is fewer"):
-        sweep._side_by_side("train", words, jobs, ["a", "b", "c"], lambda: next(numbers), config, on_gpus=False)
-    assert [line for line in said if "job 1" in line] == [
-        "job 1 failed: steps: is fewer than the run has, got 10; raise it"
-    ]
-    assert [f"job {i} is finished: {tmp_path / str(i)}" in said for i in (0, 2)] == [True, True]
-
-
 def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder(tmp_path: Path) -> None:
-    plain = compose(["steps=4"])
-    folder = tmp_path / "my sweep"
-    (folder / "0").mkdir(parents=True)
-    run_folder.write_config(folder / "0", plain, {})
-    for changed, words in (({**plain, "seed": 1}, [f"hydra.sweep.dir='{folder}'"]), (plain, [])):
-        if words:
-            with pytest.raises(UserError, match="seed: 0 -> 1"):
-                sweep._check_repeated(0, words, changed)
-        else:
-            sweep._check_repeated(0, [f"hydra.sweep.dir='{folder}'"], changed)
+    plain = compose(["steps=4", "model.date=2026-11-25"])
+    folder = tmp_path / "my sweep" / "0"
+    folder.mkdir(parents=True)
+    run_folder.write_config(folder, plain, {})
+    run_status.write_interrupted(folder, 4)
+    assert not is_finished(plain, folder)
+    with pytest.raises(UserError, match="seed: 0 -> 1"):
+        is_finished({**plain, "seed": 1}, folder)
+    with run_status.kept(folder, 4):
+        pass
+    assert is_finished(plain, folder)
+    assert not is_finished({**plain, "name": "other"}, folder), "its plan says what it lacks"
 
 
 def test_real_processes_end_as_their_commands_do(tmp_path: Path, said: list[str]) -> None:
     launcher = LocalProcesses(tmp_path)
-    jobs = side_by_side(launcher, said, timeout=60.0)
+    config, interrupt = ClusterConfig(jobs=2, timeout=60.0), Interrupt(said.append)
+    place = SideBySide(launcher, lambda run: run.words, config, interrupt, said.append)
     try:
-        jobs.start(0, "a version", ["--version"], tmp_path / "0")
-        jobs.start(1, "a mistake", ["trian"], tmp_path / "1")
-        with pytest.raises(JobsFailedError, match=r"job 1: trian: there is no such verb; did you mean rlft train\?"):
-            jobs.finish()
+        for number, word in enumerate(("--version", "trian")):
+            run = Run(number=number, name=word, words=[word], folder=tmp_path / str(number))
+            place.start(run, lambda: False)
+        assert happens(lambda: place.wait() or not place._running, within_s=60.0)
     finally:
         launcher.close()
+    assert any("job 1 failed: trian: there is no such verb; did you mean rlft train?" in line for line in said)
     assert (tmp_path / "cluster" / "job-0.log").read_text() == f"rlft {rlft.__version__}\n"
 
 
 def plain(**cluster: Any) -> dict[str, Any]:
-    from rlft.config.compose import compose
-
     return compose([f"cluster.{key}={value}" for key, value in cluster.items()])
 
 

@@ -6,14 +6,12 @@ import csv
 from pathlib import Path
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, make_study
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_study
 from matplotlib.figure import Figure
 
 from rlft.commands.sweep import page
-from rlft.commands.sweep.command import namer
-from rlft.commands.sweep.runs import one_after_the_other
 from rlft.commands.sweep.space import Space
-from rlft.commands.sweep.trials import Row
+from rlft.commands.sweep.trials import Trial
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
 
@@ -23,9 +21,8 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     study = make_study(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
-    one_after_the_other(study, FakeRuns())
-    name = namer(SPACE)
-    page.Page(tmp_path, study.trials, SPACE, "accuracy", name).show()
+    do_all(study, FakeRuns())
+    study.show()
     rows = study.trials.rows()
     with (tmp_path / "sweep.csv").open(newline="") as stream:
         found = list(csv.DictReader(stream))
@@ -47,7 +44,7 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
 def test_the_picture_has_a_panel_a_key_and_the_best_so_far() -> None:
     values = [(0.2, "complete"), (0.5, "complete"), (0.1, "pruned"), (0.4, "complete")]
     rows = [
-        Row(number=i, params={"trainer.lr": 10.0 ** -(i + 2), "lora.rank": "4", "algorithm": "grpo"},
+        Trial(number=i, params={"trainer.lr": 10.0 ** -(i + 2), "lora.rank": "4", "algorithm": "grpo"},
             state=state, value=value)
         for i, (value, state) in enumerate(values)
     ]  # fmt: skip
@@ -64,9 +61,9 @@ def test_the_picture_has_a_panel_a_key_and_the_best_so_far() -> None:
 
 def test_a_study_of_a_loss_draws_its_lowest_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, lowest = make_study(tmp_path, keys(trials=3), lower=True), []
-    one_after_the_other(study, FakeRuns())
+    do_all(study, FakeRuns())
     monkeypatch.setattr(page, "figure", lambda *_, lower: lowest.append(lower) or Figure())
-    page.Page(tmp_path, study.trials, SPACE, "eval/loss", namer(SPACE)).show()
+    study.show()
     assert lowest == [True]
     values = [row.value for row in study.trials.rows()]
     assert values == sorted(value for value in values if value is not None)
@@ -76,16 +73,16 @@ def test_a_study_of_a_loss_draws_its_lowest_value(tmp_path: Path, monkeypatch: p
 
 def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=1))
-    page.Page(tmp_path, study.trials, SPACE, "accuracy", lambda params: "").show()
+    study.show()
     assert not (tmp_path / "sweep.csv").exists()
 
 
 def test_what_the_table_says_of_a_trial() -> None:
-    row = Row(number=3, params={}, state="pruned", value=0.2, why="median at step 4", same_as=1)
+    row = Trial(number=3, params={}, state="pruned", value=0.2, why="median at step 4", same_as=1)
     assert page.state_of(row) == "as 1, pruned: median at step 4"
-    assert page.state_of(Row(number=0, params={}, state="complete", value=0.5)) == ""
+    assert page.state_of(Trial(number=0, params={}, state="complete", value=0.5)) == ""
 
 
 def test_names_of_trials_have_short_keys_and_numbers_of_four_digits() -> None:
     params = {"trainer.lr": 0.000123456, "lora.rank": "4", "algorithm": "grpo"}
-    assert namer(SPACE)(params) == "lr=0.0001235, rank=4, algorithm=grpo"
+    assert SPACE.name(params) == "lr=0.0001235, rank=4, algorithm=grpo"

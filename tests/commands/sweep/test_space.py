@@ -9,7 +9,7 @@ from rlft.commands.sweep.space import (
     Interval,
     changes_no_number,
     check_changes_numbers,
-    check_one_by_one,
+    read_grid,
     read_space,
 )
 from rlft.config.compose import compose
@@ -143,9 +143,9 @@ def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are
 
 
 def test_a_plain_sweep_refuses_an_interval() -> None:
-    check_one_by_one(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train")
+    assert read_grid(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train").size == 6
     with pytest.raises(UserError, match=r"trainer.lr: an interval has no values .*; add sweep=optuna"):
-        check_one_by_one(["trainer.lr=interval(1e-5,1e-4)"], "train")
+        read_grid(["trainer.lr=interval(1e-5,1e-4)"], "train")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_plain_sweep_refuses_an_interval() -> None:
     ids=["values", "range", "choices", "no choices"],
 )
 def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word: str, refusal: str) -> None:
-    for check in (read_space, check_one_by_one):
+    for check in (read_space, read_grid):
         with pytest.raises(UserError) as refused:
             check([word], "train")
         assert str(refused.value).startswith(refusal)

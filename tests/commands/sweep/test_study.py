@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, line, make_study, write
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, line, make_study, write
 
-from rlft.commands.sweep import runs
-from rlft.commands.sweep.runs import FailedError, Run, Study, one_after_the_other
+from rlft.commands.sweep import study as studies
+from rlft.commands.sweep.checks import Values
 from rlft.commands.sweep.space import Choice
+from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Journal
+from rlft.loop.shell import BrokenRunError
 from rlft.runs import run_status
 from rlft.types import UserError
 
@@ -35,7 +37,7 @@ def outcome(study: Study) -> list[tuple[Any, ...]]:
 
 def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp_path: Path) -> None:
     study, runs = make_study(tmp_path, keys(trials=2, seeds=3)), FakeRuns()
-    one_after_the_other(study, runs)
+    do_all(study, runs)
     assert runs.ran == [(trial, seed) for trial in (0, 1) for seed in (0, 1, 2)]
     for row in study.trials.rows():
         values = [accuracy(row.params, STEPS, seed) for seed in (0, 1, 2)]
@@ -45,7 +47,7 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp
 
 def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean_at_their_ends(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=1, seeds=3))
-    one_after_the_other(study, FakeRuns(value=lambda params, step, seed: step + 10.0 * seed))
+    do_all(study, FakeRuns(value=lambda params, step, seed: step + 10.0 * seed))
     # 9 steps in each of 3 runs, which end at 9, 19 and 29
     assert study.trials.reported(0) == {
         **{step: step for step in range(1, 10)},
@@ -74,7 +76,7 @@ def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps
     curves["f"] = [0.5, 0.5, 0.5, 0.6, 0.9]  # ahead at 1 and 3, behind at 4, the best at the end
     config = keys(sampler="grid", trials=6, seeds=3, pruner="hyperband")
     study = make_study(tmp_path, config, ranks, steps=5)
-    one_after_the_other(study, scripted(curves))
+    do_all(study, scripted(curves))
     assert states_of(study)["f"] == "complete"
     assert study.trials.rows()[0].params == {"lora.rank": "f"}
     assert set(study.trials.reported(5)) == {1, 2, 3, 4, 5, 10, 15}
@@ -89,7 +91,7 @@ def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_fa
     curves["f"] = [0.3, 0.5, 0.7]
     config = keys(sampler="grid", trials=6, seeds=2, pruner="median", startup=2)
     study, runs = make_study(tmp_path, config, ranks, steps=3), scripted(curves)
-    one_after_the_other(study, runs)
+    do_all(study, runs)
     assert states_of(study) == {"a": "complete", "b": "complete", "c": "complete", "d": "pruned", "e": "pruned",
                                 "f": "complete"}  # fmt: skip
     why = {str(row.params["lora.rank"]): row.why for row in study.trials.rows()}
@@ -101,7 +103,7 @@ def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_fa
 def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path) -> None:
     """The first run of the last trial is as good as the others' and its second is worse: 0.5 against 0.4."""
     study = make_study(tmp_path, keys(sampler="grid", trials=4, seeds=3, pruner="median", startup=3), RANK, ALGORITHM)
-    one_after_the_other(study, FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5))
+    do_all(study, FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5))
     last = next(row for row in study.trials.rows() if row.params == LAST)
     assert (last.state, last.value, last.why) == ("pruned", (0.5 + 0.3) / 2, "median after 2 seeds")
 
@@ -109,10 +111,11 @@ def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path)
 LAST = {"lora.rank": "16", "algorithm": "gspo"}
 
 
-def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(tmp_path: Path) -> None:
-    said: list[str] = []
-    study, runs = make_study(tmp_path, keys(trials=12, seeds=2, pruner="median", startup=2), said=said), FakeRuns()
-    one_after_the_other(study, runs)
+def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, runs = make_study(tmp_path, keys(trials=12, seeds=2, pruner="median", startup=2)), FakeRuns()
+    do_all(study, runs)
     pruned = [row for row in study.trials.rows() if row.state == "pruned"]
     assert len(pruned) >= 3
     for row in pruned:
@@ -120,12 +123,12 @@ def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(tmp_path
         assert point < STEPS, "in these runs whoever lags behind does from the first step on"
         assert row.why == f"median at step {point}"
         assert [seed for trial, seed in runs.ran if trial == row.number] == [0]
-    assert any(line.startswith(f"trial {pruned[0].number} is pruned by median at step") for line in said)
+    assert f"trial {pruned[0].number} is pruned by median at step" in capsys.readouterr().err
 
 
 def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=20, pruner="hyperband"))
-    one_after_the_other(study, FakeRuns())
+    do_all(study, FakeRuns())
     pruned = [row for row in study.trials.rows() if row.state == "pruned"]
     assert len(pruned) >= 5
     # rungs at 1 and 3 steps; one at 9 is the end
@@ -133,13 +136,13 @@ def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) ->
 
 
 def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path: Path) -> None:
-    def cut(run: Run, report_new: Callable[[], bool]) -> None:
-        runs(run, report_new)
+    def cut(run: TrialRun, is_pruned: Callable[[], bool]) -> None:
+        runs(run, is_pruned)
         if run.trial.number == 1:
             write(run.folder, [line(0, 0.1), line(STEPS - 1, 0.9)])
 
     study, runs = make_study(tmp_path, keys(trials=3, seeds=2)), FakeRuns()
-    one_after_the_other(study, cut)
+    do_all(study, cut)
     row = next(row for row in study.trials.rows() if row.number == 1)
     file = tmp_path / "1" / "seed_0" / "eval.jsonl"
     assert (row.state, row.why) == ("failed", f"{file} has no evaluation after the last step, {STEPS}")
@@ -150,13 +153,13 @@ def crash(study: Study, **more: Any) -> FakeRuns:
     """Resumes a study whose trial 1 crashes before step 5, or before another with `at`."""
     at, error = more.get("at", 5), more.get("error", Killed())
 
-    def before(run: Run, step: int) -> None:
+    def before(run: TrialRun, step: int) -> None:
         if (run.trial.number, step) == (1, at):
             raise error
 
     runs = FakeRuns(before=before)
     with contextlib.suppress(type(error)):
-        one_after_the_other(study, runs)
+        do_all(study, runs)
     return runs
 
 
@@ -178,16 +181,19 @@ def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
     for at in (2, 3, 4, 5, 6, 7):
         crash(make_study(tmp_path, keys(trials=2)), at=at)
     study = make_study(tmp_path, keys(trials=2))
-    one_after_the_other(study, FakeRuns())
+    do_all(study, FakeRuns())
     assert {row.state for row in study.trials.rows()} == {"complete"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("reward.http.url", "does not answer", remedy="ask")])
-def test_an_attempt_that_ends_for_a_known_reason_is_no_crash(error: BaseException, tmp_path: Path) -> None:
+def test_an_attempt_that_ends_for_a_known_reason_is_no_crash(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Values, "are_refused", lambda self, words, key: False)
     for _ in range(5):
         crash(make_study(tmp_path, keys(trials=2)), error=error)
     study = make_study(tmp_path, keys(trials=2))
-    one_after_the_other(study, FakeRuns())
+    do_all(study, FakeRuns())
     assert {row.state for row in study.trials.rows()} == {"complete"}
 
 
@@ -207,13 +213,13 @@ def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None
     states: list[list[str]] = []
     config = keys(trials=6, startup=6)
     study = make_study(tmp_path, config, RANK, ALGORITHM)
-    study._changed = lambda: states.append([row.state for row in study.trials.rows()])
+    study._page.write_table = lambda: states.append([row.state for row in study.trials.rows()])
 
-    def before(run: Run, step: int) -> None:
+    def before(run: TrialRun, step: int) -> None:
         if run.trial.number == 1:
-            raise FailedError("the loss is not finite")
+            raise BrokenRunError("the loss is not finite")
 
-    one_after_the_other(study, FakeRuns(before=before))
+    do_all(study, FakeRuns(before=before))
     assert states[:4] == [["unfinished"], ["complete"], ["complete", "unfinished"], ["complete", "failed"]]
     repeated = sum(row.same_as is not None for row in study.trials.rows())
     assert repeated > 0
@@ -221,37 +227,39 @@ def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None
 
 
 def test_a_trial_that_cannot_be_done_fails_and_the_others_go_on(tmp_path: Path) -> None:
-    def before(run: Run, step: int) -> None:
+    def before(run: TrialRun, step: int) -> None:
         if run.trial.number == 1:
-            raise FailedError("the loss is not finite")
+            raise BrokenRunError("the loss is not finite")
 
     study = make_study(tmp_path, keys(trials=4))
-    one_after_the_other(study, FakeRuns(before=before))
+    do_all(study, FakeRuns(before=before))
     rows = {row.number: row for row in study.trials.rows()}
     assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
     assert rows[1].why == "the loss is not finite"
 
 
 def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
-    def before(run: Run, step: int) -> None:
+    def before(run: TrialRun, step: int) -> None:
         if (run.trial.number, step) == (1, 5):
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        one_after_the_other(make_study(tmp_path, keys(trials=3)), FakeRuns(before=before))
+        do_all(make_study(tmp_path, keys(trials=3)), FakeRuns(before=before))
     again = make_study(tmp_path, keys(trials=3))
     assert [trial.number for trial in again.trials.unfinished()] == [1]
-    one_after_the_other(again, FakeRuns())
+    do_all(again, FakeRuns())
     assert {row.state for row in again.trials.rows()} == {"complete"}
 
 
 def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:
     study, runs = make_study(tmp_path, keys(trials=4, seeds=2)), FakeRuns()
     with pytest.raises(KeyboardInterrupt):
-        one_after_the_other(study, runs, lambda: len(runs.ran) == 3)
+        do_all(study, runs, lambda: len(runs.ran) == 3)
     assert runs.ran == [(0, 0), (0, 1), (1, 0)]
     again = make_study(tmp_path, keys(trials=4, seeds=2))
     assert [row.state for row in again.trials.rows()] == ["complete", "unfinished"]
+    do_all(again, runs, lambda: len(runs.ran) == 9)
+    assert again.is_done(), "a signal in the last step of all is too late for the sweep, too"
 
 
 CASES = {
@@ -270,7 +278,7 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
     config, varied = CASES[case]
     (tmp_path / "whole").mkdir()
     whole = make_study(tmp_path / "whole", config, *varied)
-    one_after_the_other(whole, FakeRuns())
+    do_all(whole, FakeRuns())
 
     (tmp_path / "killed").mkdir()
     kept, kills, write = 0, 0, Journal._write
@@ -287,11 +295,11 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
             raise Killed
 
     monkeypatch.setattr(Journal, "_write", writing)
-    monkeypatch.setattr(runs, "MOST_CRASHES", 100)  # some of these come before a trial has done anything
+    monkeypatch.setattr(studies, "MOST_CRASHES", 100)  # some of these come before a trial has done anything
     while True:
         try:
             study = make_study(tmp_path / "killed", config, *varied)
-            one_after_the_other(study, FakeRuns())
+            do_all(study, FakeRuns())
             break
         except Killed:
             kept, kills, moment = 0, kills + 1, next(moments)
@@ -304,8 +312,8 @@ def test_more_trials_go_on_after_the_last(tmp_path: Path) -> None:
     (tmp_path / "at_once").mkdir()
     (tmp_path / "in_two").mkdir()
     at_once = make_study(tmp_path / "at_once", keys(trials=8))
-    one_after_the_other(at_once, FakeRuns())
+    do_all(at_once, FakeRuns())
     for number in (3, 8):
         study = make_study(tmp_path / "in_two", keys(trials=number))
-        one_after_the_other(study, FakeRuns())
+        do_all(study, FakeRuns())
     assert outcome(study) == outcome(at_once)

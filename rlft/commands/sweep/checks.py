@@ -1,0 +1,341 @@
+"""What is refused of a sweep before its first run: a job, or a study at any value and end of an interval."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlft.commands.launch import import_libraries
+from rlft.commands.sweep import record
+from rlft.commands.sweep.measure import (
+    check_evaluates,
+    check_loggers,
+    check_measured_alike,
+    check_metric,
+    check_same_questions,
+    check_same_steps,
+)
+from rlft.commands.sweep.space import (
+    DATE,
+    Interval,
+    Space,
+    StudyConfig,
+    check_changes_numbers,
+    check_installed,
+    is_own,
+    key_of,
+    number_of_trials,
+    read_config,
+    read_grid,
+    read_space,
+)
+from rlft.config import command as verbs
+from rlft.config import compose as configs
+from rlft.config.cluster import ClusterConfig
+from rlft.config.overrides import Arguments
+from rlft.plan.checks import check_early
+from rlft.plan.run_plan import Plan
+from rlft.runs import run_folder, run_status
+from rlft.runs.paths import is_path_key
+from rlft.runs.references import resolved
+from rlft.system.terminal import override
+from rlft.tokens.chat_template import AUTO_DATE, today
+from rlft.types import UserError
+
+NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "rollouts", "checkpoint")
+"""Keys that no file of data, model or adapters is read by: configs that differ only in these are planned once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A sweep of which every value has been checked as a run's.
+
+    Attributes:
+        verb: of its runs.
+        parsed: its words, with the date on which it was begun.
+        space: the keys and their values.
+        plains: the configs of its jobs; of a study those of its corners.
+        cluster: the section of its runs; None where their verb has none.
+        on_gpus: whether runs side by side have a GPU each.
+        keys: of a study, how its values are drawn and trials compared; None for a plain sweep.
+        plans: of a study, those of the first corner and of those that read other files.
+    """
+
+    verb: str
+    parsed: Arguments
+    space: Space
+    plains: Sequence[dict[str, Any]]
+    cluster: ClusterConfig | None
+    on_gpus: bool
+    keys: StudyConfig | None = None
+    plans: Sequence[Plan] = ()
+
+    @property
+    def in_parallel(self) -> bool:
+        return self.cluster is not None and self.cluster.jobs > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """Words of a run that are checked before the first one. label: for refusals; word: of a study, the one tried."""
+
+    words: Sequence[str]
+    label: str
+    word: str = ""
+
+
+def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
+    """Refuses a sweep for its words, or for what they mean in any of its runs; loads no weights.
+
+    Args:
+        verb: of its runs.
+        parsed: its words.
+        folder: of the sweep, if its words name it; there may be one that goes on.
+    """
+    keys = None
+    if own := [word for word in parsed.overrides if is_own(word)]:
+        keys = read_config(own, verb)
+        check_evaluates(verb)
+        check_installed()
+        space = read_space([word for word in parsed.overrides if not is_own(word)], verb)
+        number_of_trials(keys, space)
+    else:
+        space = read_grid(parsed.overrides, verb)
+    tried = corners_of(space) if keys is not None else jobs_of(space)
+    plains = composed(tried, space, parsed.config_dir, verb, None if keys is None else keys.metric)
+    if (word := date_word(plains, folder)) is not None:
+        space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
+        plains = [dated(plain, word) for plain in plains]
+    cluster = cluster_of(plains)
+    import_libraries()
+    on_gpus = cluster is not None and cluster.jobs > 1 and are_on_gpus(plains)
+    if cluster is not None and on_gpus:
+        gpus_of(cluster)  # refuses jobs for which there are too few
+    plans = planned(tried, plains, folder if keys is None else None)
+    if keys is not None:
+        check_prunes(keys, int(plains[0]["eval"]["every"]), plans[0].num_steps)
+    return Checked(
+        verb=verb,
+        parsed=parsed,
+        space=space,
+        plains=plains,
+        cluster=cluster,
+        on_gpus=on_gpus,
+        keys=keys,
+        plans=plans,
+    )
+
+
+def jobs_of(space: Space) -> list[Tried]:
+    """The words of every job of a plain sweep."""
+    jobs = [space.words(params) for params in space.combinations()]
+    return [Tried(words=words, label=f"job {number}: {' '.join(words)}") for number, words in enumerate(jobs)]
+
+
+def corners_of(space: Space) -> list[Tried]:
+    """The words with each value and each end of an interval of a study."""
+    corners = space.corners()
+    return [Tried(words=space.words(params), label=f"tried with {word}", word=word) for word, params in corners]
+
+
+def compose_checked(words: Sequence[str], config_dir: Path | None, verb: str) -> dict[str, Any]:
+    """The plain config of a run, once it has been checked by itself."""
+    plain = resolved(configs.compose(words, config_dir, verb))
+    check_early(plain, verb)
+    return plain
+
+
+def composed(
+    tried: Sequence[Tried], space: Space, config_dir: Path | None, verb: str, metric: str | None
+) -> list[dict[str, Any]]:
+    """The plain configs, once each has been checked; metric: by which they are to be comparable, if they are."""
+    plains: list[dict[str, Any]] = []
+    for one in tried:
+        with _blamed_on(one, space):
+            plains.append(compose_checked(one.words, config_dir, verb))
+            if metric is not None and len(plains) > 1:
+                check_measured_alike(plains[0], plains[-1], metric)
+                check_loggers(plains[-1])
+        if metric is not None and len(plains) == 1:
+            check_changes_numbers(space, plains[0])
+            check_metric(metric, plains[0])
+            check_loggers(plains[0])
+    return plains
+
+
+def planned(tried: Sequence[Tried], plains: Sequence[dict[str, Any]], folder: Path | None = None) -> list[Plan]:
+    """The plans of the first config and of those that read other files, which are read once.
+
+    Args:
+        tried: words that are tried; those of a study must hold out the same prompts for the same steps.
+        plains: their configs.
+        folder: of a plain sweep that is repeated, whose finished jobs are left out.
+    """
+    seen: list[Any] = []
+    plans: list[Plan] = []
+    for number, (one, plain) in enumerate(zip(tried, plains, strict=True)):
+        with _blamed_on(one):
+            is_done = folder is not None and is_finished(plain, folder / str(number))
+            if is_done or (files := of_the_files(plain)) in seen:
+                continue
+            plan = verbs.named(plain["verb"]).make_plan(plain)
+            seen.append(files)
+            if one.word:
+                plans.append(plan)
+                check_same_questions(key_of(one.word), plans[0], plan)
+                check_same_steps(key_of(one.word), plans[0].num_steps, plan.num_steps)
+    return plans
+
+
+def of_the_files(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config a plan depends on besides the config's own checks: configs that agree in it are planned once."""
+    of_a_teacher = plain.get("snapshot", {}).get("teacher", "none") != "none"  # whose tokens an algorithm asks for
+    left_out = [key for key in NOT_OF_THE_FILES if key != "algorithm" or not of_a_teacher]
+    return {key: value for key, value in plain.items() if key not in left_out}
+
+
+def is_finished(plain: Mapping[str, Any], folder: Path) -> bool:
+    """Whether the folder has a finished run of this very config; of one with more steps, its plan says what it lacks.
+
+    Raises:
+        UserError: it has a run of another config.
+    """
+    if not run_folder.config_file(folder).exists():
+        return False
+    now = run_folder.with_kept_values(plain, folder)
+    run_folder.check_same_config(folder, now)
+    ignored = dict.fromkeys((run_folder.ORIGIN, "resume"))
+    is_same = {**run_folder.read(folder), **ignored} == {**now, **ignored}
+    return is_same and run_status.read(folder)[0] is run_status.Status.finished
+
+
+def check_prunes(keys: StudyConfig, every: int, steps: int) -> None:
+    """Refuses a pruner that never gets an evaluation to prune at. every: steps between evaluations."""
+    if keys.pruner != "none" and keys.seeds == 1 and every >= steps:
+        problem = f"never prunes a trial: its run is not evaluated before the last step, {steps}"
+        remedy = f"set eval.every below {steps}, or leave sweep.pruner out"
+        raise UserError("sweep.pruner", problem, got=keys.pruner, remedy=remedy)
+
+
+def cluster_of(plains: Sequence[Mapping[str, Any]]) -> ClusterConfig | None:
+    """The `cluster` section of a sweep's jobs; None where its verb has none.
+
+    Raises:
+        UserError: jobs differ in how many run side by side and where, or would be spread themselves.
+    """
+    sections = [plain.get("cluster") for plain in plains]
+    if not isinstance(first := sections[0], Mapping):
+        return None
+    for key in ("kind", "address", "jobs", "timeout"):
+        values = {json.dumps(section[key]) for section in sections if isinstance(section, Mapping)}
+        if len(values) > 1:
+            got, problem = ", ".join(sorted(values)), "is one for all jobs of a sweep"
+            raise UserError(f"cluster.{key}", problem, got=got, remedy="give one value")
+    config = ClusterConfig(**first)
+    several = {"engines": config.engines > 0, "ranks": config.ranks > 1, "scoring": config.scoring}
+    if config.jobs > 1 and any(several.values()):
+        name = next(name for name, is_so in several.items() if is_so)
+        value = getattr(config, name)
+        problem = f"a job that runs beside others (cluster.jobs={config.jobs}) is one process"
+        raise UserError(f"cluster.{name}", problem, got=value, remedy="leave it out, or set cluster.jobs=1")
+    return config
+
+
+def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether jobs with these plain configs compute on GPUs here."""
+    from rlft.model.backbone import resolve_device
+
+    return any(resolve_device(plain["model"]["device"]).type == "cuda" for plain in plains)
+
+
+def gpus_of(config: ClusterConfig) -> list[str]:
+    """The GPUs of this machine for jobs, as CUDA_VISIBLE_DEVICES names them; none where a cluster has its own.
+
+    Raises:
+        UserError: there are fewer than jobs at a time.
+    """
+    import torch
+
+    if config.address is not None:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if len(gpus) < config.jobs:
+        problem = f"each job that runs at a time has a GPU of its own, and there are {len(gpus)} here"
+        raise UserError("cluster.jobs", problem, got=config.jobs, remedy=f"use cluster.jobs={max(1, len(gpus))}")
+    return gpus
+
+
+def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str | None:
+    """The override by which all runs have the date on which the sweep was begun; None if their configs name dates.
+
+    Args:
+        plains: configs of runs.
+        folder: of a sweep that goes on, whose record or first job with a date says which; None for a new one.
+    """
+    if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
+        return None
+    dates: list[str] = []
+    if folder is not None and record.is_study(folder):
+        dates = [word.partition("=")[2] for word in record.read(folder).words if key_of(word) == DATE]
+    elif folder is not None:
+        runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
+        dates = [run_folder.read(run)["model"].get("date", AUTO_DATE) for run in runs]
+    return override(DATE, dates[0] if dates else today())
+
+
+def dated(plain: dict[str, Any], word: str) -> dict[str, Any]:
+    """The config with the date of a `date_word`."""
+    return {**plain, "model": {**plain["model"], "date": word.partition("=")[2]}}
+
+
+class Values:
+    """Tells whether a run was refused for what its study has chosen; any other refusal ends the study.
+
+    A reward's server that does not answer, a base that has been moved away, or a GPU that another process has taken
+    refuse every trial alike: none of them is a failure of a trial's values.
+    """
+
+    def __init__(self, space: Space, config_dir: Path | None, verb: str) -> None:
+        self._space, self._config_dir, self._verb = space, config_dir, verb
+
+    def are_refused(self, words: Sequence[str], key: str) -> bool:
+        """Whether the values of a run are to blame for a refusal that ended it.
+
+        The run is planned again. Refused again, it is for its values if the first corner, which was accepted when
+        the study began, still is. Accepted, it was refused later (by its engine, by what is in its folder): for its
+        values only if the refusal names a key that is chosen, and that is no file, which may have changed.
+
+        Args:
+            words: the overrides of the run.
+            key: what the refusal names.
+        """
+        if self._is_refused(words):
+            _, corner = next(self._space.corners())
+            return not self._is_refused(self._space.words(corner))
+        return key in {key_of(one.key) for one in self._space.varied} and not is_path_key(key)
+
+    def _is_refused(self, words: Sequence[str]) -> bool:
+        try:
+            verbs.named(self._verb).make_plan(compose_checked(words, self._config_dir, self._verb))
+        except UserError:
+            return True
+        return False
+
+
+@contextmanager
+def _blamed_on(tried: Tried, space: Space | None = None) -> Iterator[None]:
+    """Adds what was tried to a refusal inside. space: where a number may be drawn that is not whole."""
+    try:
+        yield
+    except UserError as error:
+        problem, remedy = f"{error.problem} ({tried.label})", error.remedy
+        drawn = [key_of(one.key) for one in space.varied if isinstance(one, Interval)] if space is not None else []
+        if error.problem.startswith("must be a whole number") and error.key in drawn:
+            remedy = f"write {error.key}=int(interval(..)) to draw whole numbers"
+        raise UserError(error.key, problem, got=error.got, remedy=remedy) from None

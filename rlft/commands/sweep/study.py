@@ -1,0 +1,248 @@
+"""A study: which trials are begun and resumed, and what the evaluations of their runs mean for them.
+
+A trial has a run for each seed, in <sweep>/<trial>/seed_<seed>. These are ordinary runs, whose evaluations are read
+from eval.jsonl alone, so that it makes no difference in which process they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlft.commands.sweep import record
+from rlft.commands.sweep.checks import Checked, Values
+from rlft.commands.sweep.driver import Ending, PrunedError, Run, why_pruned
+from rlft.commands.sweep.jobs import JobsFailedError
+from rlft.commands.sweep.measure import curve, lower_is_better
+from rlft.commands.sweep.page import Page
+from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
+from rlft.commands.sweep.trials import Trial, Trials
+from rlft.logger.jsonl import EVALUATIONS
+from rlft.loop.shell import BrokenRunError
+from rlft.runs import checkpoint, run_folder, run_status
+from rlft.system.out_of_memory import OutOfMemoryError
+from rlft.system.terminal import resuming, say
+from rlft.types import UserError
+
+OF_THE_VALUES = (BrokenRunError.__name__, OutOfMemoryError.__name__)
+"""Errors that end a run because of the values of its trial: numbers that are not finite, too much memory.
+
+Which refusals do, `checks.Values` says."""
+MOST_CRASHES = 2
+"""After so many attempts in a row that ended without an explanation and without progress, a trial fails."""
+
+
+class AllFailedError(RuntimeError):
+    """None of the trials could be done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrialRun(Run):
+    """One run of a trial. index: of its seed among the trial's seeds."""
+
+    trial: Trial
+    index: int
+    seed: int
+
+
+class Study:
+    """The course of a study, see `driver.Source`.
+
+    Args:
+        trials: what is known of its trials.
+        folder: the sweep's folder.
+        checked: the sweep.
+        keys: how its values are drawn and trials compared.
+    """
+
+    def __init__(self, trials: Trials, folder: Path, checked: Checked, keys: StudyConfig) -> None:
+        self.trials, self.folder, self.total = trials, folder, number_of_trials(keys, checked.space)
+        self.seeds = [int(checked.plains[0]["seed"]) + i for i in range(keys.seeds)]
+        self._space, self._steps, self._metric = checked.space, checked.plans[0].num_steps, keys.metric
+        self._values = Values(checked.space, checked.parsed.config_dir, checked.verb)
+        self._page = Page(folder, trials, checked.space, keys.metric)
+        self._unfinished = trials.unfinished()
+        done = trials.number_drawn - len(self._unfinished)
+        first = f"sweep of {self.total} trials, {done} done; if it is stopped, resume it with: {resuming(folder)}"
+        self.beginning: Sequence[str] = [first, *notes(keys, checked.space)]
+        self.again = f"resume the sweep with: {resuming(folder)}"
+
+    def next(self) -> TrialRun | None:
+        """The first run of the next trial: of one that was interrupted, else of a new one; None after the last."""
+        while not self.is_done():
+            trial = self._unfinished.pop(0) if self._unfinished else self.trials.draw()
+            say(f"trial {trial.number}: {self._space.name(trial.params)}")
+            if trial.same_as is not None:
+                say(f"trial {trial.number} has the values of trial {trial.same_as}, and so its result")
+                self._page.write_table()
+            elif self.trials.attempt(trial.number, self._progress(trial)) > MOST_CRASHES:
+                why = f"{MOST_CRASHES} attempts in a row ended without an explanation and without a new evaluation"
+                self._has_failed(trial, f"{why} or checkpoint: its process was killed or crashed")
+            else:
+                self._page.write_table()
+                return self.run(trial, 0)
+        return None
+
+    def is_done(self) -> bool:
+        return not self._unfinished and self.trials.number_drawn >= self.total
+
+    def run(self, trial: Trial, index: int) -> TrialRun:
+        seed = self.seeds[index]
+        words = [word for word in self._space.words(trial.params) if key_of(word) != "seed"]
+        return TrialRun(
+            number=trial.number * len(self.seeds) + index,
+            name=f"trial {trial.number}, seed {seed}",
+            words=[*words, f"seed={seed}"],
+            folder=self.folder / str(trial.number) / f"seed_{seed}",
+            trial=trial,
+            index=index,
+            seed=seed,
+        )
+
+    def is_pruned(self, run: TrialRun) -> bool:
+        """Reports what a run has evaluated since the last call; returns whether its trial is thereby pruned.
+
+        Every evaluation of a trial's first run is compared with those of other trials at the same step. Of a later run
+        only the last one counts, at the steps of all runs so far: there the mean over whole runs is compared with that
+        of other trials, while the early steps of one more seed say nothing that the finished runs don't say better.
+        """
+        known, all_steps = self.trials.reported(run.trial.number), self._steps * len(self.seeds)
+        for point, value in self._points(run).items():
+            may_end = point < all_steps
+            if point not in known and self.trials.report(run.trial.number, point, value, may_end=may_end):
+                return True
+        return False
+
+    def was_pruned(self, run: TrialRun) -> None:
+        """The trial of this run, which has ended, is pruned."""
+        if run_status.read(run.folder)[0] is not run_status.Status.finished:
+            step = max(curve(run.folder, self._metric), default=0)
+            run_status.write_stopped(run.folder, self._steps, why_pruned(step), PrunedError.__name__)
+        self._has_ended(run.trial)
+
+    def ended(self, run: TrialRun, ending: Ending) -> TrialRun | None:
+        """A run is finished or has failed; returns that of the next seed.
+
+        Raises:
+            Exception: it has failed for a reason that is not its trial's values.
+        """
+        if ending.is_finished and run.index + 1 < len(self.seeds):
+            return self.run(run.trial, run.index + 1)
+        refused = ending.key is not None and self._values.are_refused(run.words, ending.key)
+        if ending.is_finished:
+            self._complete(run.trial)
+        elif refused or ending.kind in OF_THE_VALUES:
+            self._has_failed(run.trial, ending.problem)
+        else:
+            if ending.is_explained:
+                self.withdraw(run)
+            raise ending.error or JobsFailedError(f"trial {run.trial.number}: {ending.problem}")
+        return None
+
+    def withdraw(self, run: TrialRun) -> None:
+        """An attempt at a trial has ended for a reason that is known and not its own, and is no crash."""
+        self.trials.withdraw_attempt(run.trial.number)
+
+    def conclude(self) -> None:
+        rows = self.trials.rows()
+        if all(row.state == "failed" for row in rows):
+            raise AllFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
+
+    def show(self) -> None:
+        self._page.show()
+
+    def _complete(self, trial: Trial) -> None:
+        """All runs of a trial are done. It fails if the last step of one was not evaluated."""
+        runs = [self.run(trial, i) for i in range(len(self.seeds))]
+        values = [self._last_value(run) for run in runs]
+        for run in (run for run, value in zip(runs, values, strict=True) if value is None):
+            file = run.folder / EVALUATIONS
+            self._has_failed(trial, f"{file} has no evaluation after the last step, {self._steps}")
+            return
+        self.trials.complete(trial.number, [value for value in values if value is not None])
+        self._has_ended(trial)
+
+    def _has_failed(self, trial: Trial, why: str) -> None:
+        self.trials.fail(trial.number, why)
+        say(f"trial {trial.number} failed: {why}")
+        self._page.write_table()
+
+    def _has_ended(self, trial: Trial) -> None:
+        row = next(row for row in self.trials.rows() if row.number == trial.number)
+        value = "without a value" if row.value is None else f"{self._metric} {row.value:.4g}"
+        how = f"pruned by {row.why}" if row.state == "pruned" else row.state
+        say(f"trial {trial.number} is {how}: {value}")
+        self._page.write_table()
+
+    def _points(self, run: TrialRun) -> Mapping[int, float]:
+        """{steps of a trial, those of earlier runs included: the metric there} that a run adds to its trial."""
+        if run.index == 0:
+            return dict(sorted(curve(run.folder, self._metric).items()))
+        last = [self._last_value(self.run(run.trial, i)) for i in range(run.index + 1)]
+        known = [value for value in last if value is not None]
+        return {} if len(known) < len(last) else {self._steps * len(known): sum(known) / len(known)}
+
+    def _last_value(self, run: Run) -> float | None:
+        """The metric after the last step; None if that was not evaluated."""
+        return curve(run.folder, self._metric).get(self._steps)
+
+    def _progress(self, trial: Trial) -> tuple[int, int]:
+        """(steps saved in checkpoints, steps evaluated), of all runs together."""
+        folders = [self.run(trial, i).folder for i in range(len(self.seeds))]
+        saved = [checkpoint.finished(run_folder.checkpoints(folder))[-1:] for folder in folders]
+        evaluated = [max(curve(folder, self._metric), default=0) for folder in folders]
+        return sum(checkpoint.step_of(one) for newest in saved for one in newest), sum(evaluated)
+
+
+def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) -> Study:
+    """The study in this folder, which is recorded there if it is a new one.
+
+    Args:
+        checked: the sweep.
+        keys: how its values are drawn and trials compared.
+        folder: the sweep's, which this process holds.
+        resumed: whether it must have something left to do.
+
+    Raises:
+        UserError: there is another one, or its files are damaged, or it has all its trials.
+    """
+    now = record.record_of(checked.verb, checked.parsed, checked.plains, [plan.fingerprints for plan in checked.plans])
+    record.check_same(folder, now)
+    steps, total = checked.plans[0].num_steps, number_of_trials(keys, checked.space)
+    trials = Trials(
+        folder,
+        keys,
+        checked.space,
+        lower=lower_is_better(keys.metric, keys.direction),
+        steps=steps,
+        first_evaluation=min(steps, int(checked.plains[0]["eval"]["every"])),
+        parallel=checked.in_parallel,
+    )
+    done = trials.number_drawn - len(trials.unfinished())
+    if resumed and done >= total:
+        raise _has_all(folder, keys, done, total)
+    record.write(folder, now)
+    return Study(trials, folder, checked, keys)
+
+
+def notes(keys: StudyConfig, space: Space) -> list[str]:
+    """What the person watching should know when a study starts."""
+    log = [one.key for one in space.varied if isinstance(one, Interval) and one.log]
+    lines = [f"sampled on a log scale: {', '.join(log)} (otherwise write tag(linear,interval(..)))"] if log else []
+    total = number_of_trials(keys, space)
+    if keys.pruner == "median" and keys.startup >= total:
+        problem = f"note: of {total} trials median prunes none: it waits for sweep.startup={keys.startup} complete ones"
+        lines.append(f"{problem}; lower sweep.startup, or raise sweep.trials")
+    if keys.sampler != "grid" and space.size is not None and space.size <= total:
+        lines.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
+    return lines
+
+
+def _has_all(folder: Path, keys: StudyConfig, done: int, total: int) -> UserError:
+    """The refusal to resume a sweep that has all its trials."""
+    if keys.sampler == "grid":
+        problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
+    else:
+        problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
+    return UserError("sweep.trials", problem, got=total, remedy=remedy)

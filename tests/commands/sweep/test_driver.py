@@ -1,0 +1,270 @@
+"""The driver of sweeps: how many runs at a time, seeds in turn, pruning, failures, interruptions, and this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_studies import RANK, RATE, STEPS, FakeRuns, keys, line, make_study, write
+
+from rlft.commands.sweep.checks import Values
+from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, PrunedError, Run
+from rlft.commands.sweep.jobs import JobsFailedError
+from rlft.commands.sweep.measure import curve
+from rlft.commands.sweep.study import Study
+from rlft.logger.jsonl import METRICS, read_lines, silent
+from rlft.loop.engines import Engines
+from rlft.loop.shell import BrokenRunError
+from rlft.runs import run_status
+from rlft.runs.run_folder import read
+from rlft.types import UserError
+
+INTERRUPTED = Ending(is_interrupted=True, is_explained=True)
+
+
+class FakePlace:
+    """Processes that evaluate once at each look, and end after their last step. fails: {job: its ending}."""
+
+    def __init__(self, study: Study, fails: dict[int, Ending]) -> None:
+        self.study, self.fails = study, fails
+        self.running: dict[int, tuple[Any, int]] = {}
+        self.endings: dict[int, Ending] = {}
+        self.started: list[int] = []
+        self.stopped: list[int] = []
+        self.most = 0
+
+    def start(self, run: Any, is_pruned: Callable[[], bool]) -> None:
+        self.started.append(run.number)
+        self.running[run.number] = (run, 0)
+        self.most = max(self.most, len(self.running))
+
+    def ending(self, run: Run) -> Ending | None:
+        return self.endings.get(run.number)
+
+    def stop(self, run: Run) -> None:
+        if run.number in self.running and run.number not in self.stopped:
+            self.stopped.append(run.number)
+
+    def end(self, number: int, ending: Ending) -> None:
+        self.endings[number] = ending
+        del self.running[number]
+
+    def wait(self) -> None:
+        for number, (run, step) in list(self.running.items()):
+            if number in self.stopped:
+                self.end(number, INTERRUPTED)
+            elif number in self.fails and step == 3:
+                self.end(number, self.fails[number])
+            else:
+                value = FakeRuns().value
+                values = [line(s, value(run.trial.params, s, run.seed)) for s in range(1, step + 2)]
+                write(run.folder, [line(0, 0.0), *values])
+                self.running[number] = (run, step + 1)
+                if step + 1 == STEPS:
+                    self.end(number, Ending())
+
+
+class FakeInterrupt:
+    requested = False
+
+
+def side_by_side(study: Study, limit: int = 2, **fails: Ending) -> tuple[Driver[Any], FakePlace, FakeInterrupt]:
+    place = FakePlace(study, {int(name.removeprefix("job")): how for name, how in fails.items()})
+    interrupt = FakeInterrupt()
+    return Driver(study, place, limit, lambda: interrupt.requested), place, interrupt
+
+
+def refused(problem: str) -> Ending:
+    return Ending(problem=problem, key=problem.partition(":")[0], is_explained=True)
+
+
+@pytest.fixture(autouse=True)
+def _refused_for_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Values, "are_refused", lambda self, words, key: key == "trainer.lr")
+
+
+def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=5, seeds=2), RATE)
+    driver, place, _ = side_by_side(study)
+    driver.run()
+    assert place.most == 2
+    assert sorted(place.started) == list(range(10))
+    assert place.started[:2] == [0, 2], "the first seeds of trials 0 and 1"
+    assert [row.state for row in study.trials.rows()] == ["complete"] * 5
+    assert all(len(row.values) == 2 for row in study.trials.rows())
+
+
+def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=10, pruner="median", startup=2), RATE)
+    driver, place, _ = side_by_side(study)
+    driver.run()
+    pruned = {row.number for row in study.trials.rows() if row.state == "pruned"}
+    assert len(pruned) >= 2
+    assert set(place.stopped) == pruned
+
+
+@pytest.mark.parametrize(
+    "ending", [refused("trainer.lr: must be above 0"), Ending(problem="not finite", kind="BrokenRunError")]
+)
+def test_a_trial_whose_values_cannot_be_done_fails_alone(ending: Ending, tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=4), RATE)
+    driver, _, _ = side_by_side(study, job1=ending)
+    driver.run()
+    states = {row.number: row.state for row in study.trials.rows()}
+    assert states == {0: "complete", 1: "failed", 2: "complete", 3: "complete"}
+
+
+@pytest.mark.parametrize(("is_explained", "state"), [(False, "failed"), (True, "complete")])
+def test_a_trial_whose_process_crashes_again_and_again_fails_and_the_sweep_goes_on(
+    is_explained: bool, state: str, tmp_path: Path
+) -> None:
+    """Each attempt evaluates three steps: the second has evaluated no more than the first."""
+    for _ in range(3):
+        study = make_study(tmp_path, keys(trials=4), RATE)
+        driver, _, _ = side_by_side(study, 1, job1=Ending(problem="gone", is_explained=is_explained))
+        with pytest.raises(JobsFailedError, match="trial 1: gone"):
+            driver.run()
+    study = make_study(tmp_path, keys(trials=4), RATE)
+    driver, place, _ = side_by_side(study, 1)
+    driver.run()
+    states = {row.number: row.state for row in study.trials.rows()}
+    assert states == {0: "complete", 1: state, 2: "complete", 3: "complete"}
+    assert (1 in place.started) == (state == "complete")
+
+
+def test_interruptions_and_what_stops_beside_a_failure_are_no_crashes(tmp_path: Path) -> None:
+    for _ in range(4):
+        study = make_study(tmp_path, keys(trials=4), RATE)
+        driver, place, interrupt = side_by_side(study, 2)
+        wait = place.wait
+
+        def signalled(wait: Any = wait, place: FakePlace = place, interrupt: FakeInterrupt = interrupt) -> None:
+            wait()
+            interrupt.requested = True
+            place.stopped += [0, 1]
+
+        place.wait = signalled
+        with pytest.raises(KeyboardInterrupt):
+            driver.run()
+    study = make_study(tmp_path, keys(trials=4), RATE)
+    driver, _, _ = side_by_side(study)
+    driver.run()
+    assert {row.state for row in study.trials.rows()} == {"complete"}
+
+
+def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=10, pruner="median", startup=2), RATE)
+    driver, place, _ = side_by_side(study)
+    end = place.end
+
+    def interrupted(number: int, ending: Ending) -> None:
+        if ending.is_interrupted:  # the process has saved and says that it was interrupted
+            run_status.write_interrupted(tmp_path / str(number) / "seed_0", STEPS)
+        end(number, ending)
+
+    place.end = interrupted
+    driver.run()
+    assert place.stopped
+    for number in place.stopped:
+        status, reason = run_status.read(tmp_path / str(number) / "seed_0")
+        assert status is run_status.Status.stopped
+        assert reason.startswith("pruned by its sweep after step ")
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        Ending(problem="the disk is full", kind="DiskError", is_explained=True),
+        refused("generation.engine: vLLM could not start: the GPU is taken"),
+    ],
+)
+def test_any_other_failure_stops_the_others_and_leaves_trials_to_go_on(ending: Ending, tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=6), RATE)
+    driver, place, _ = side_by_side(study, job1=ending)
+    with pytest.raises(JobsFailedError, match=f"trial 1: {ending.problem}"):
+        driver.run()
+    assert place.stopped == [0]
+    assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
+
+
+def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=6, seeds=2), RATE, RANK)
+    driver, place, interrupt = side_by_side(study)
+    wait = place.wait
+
+    def signalled() -> None:
+        wait()
+        if len(place.started) == 2 and place.running.get(0, (None, 0))[1] == 4:
+            interrupt.requested = True
+            place.stopped += [0, 2]
+
+    place.wait = signalled
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+    assert place.started == [0, 2]
+    assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
+    again = make_study(tmp_path, keys(trials=6, seeds=2), RATE, RANK)
+    driver, place, _ = side_by_side(again)
+    driver.run()
+    assert place.started[:2] == [0, 2], "the trials that were interrupted come first"
+    assert [row.state for row in again.trials.rows()] == ["complete"] * 6
+
+
+# -- in this process ---------------------------------------------------------------------------------------------------
+SMALL = (
+    "steps=3", "prompts_per_step=2", "group_size=2", "lora.rank=2", "eval.every=1", "eval.num_prompts=2",
+    "eval.num_samples=1", "generation=transformers", "generation.max_tokens=4", "model.device=cpu", "data.size=16",
+    "data.held_out_size=4", "scoring.workers=0", "logger=jsonl", "seed=7",
+)  # fmt: skip
+
+
+def run_of(folder: Path, rate: float = 1e-3) -> Run:
+    return Run(number=0, name="", words=[*SMALL, f"trainer.lr={rate}"], folder=folder)
+
+
+def here(engines: Any) -> InThisProcess:
+    return InThisProcess("train", None, engines, silent, prunes=True)
+
+
+def test_a_run_that_is_pruned_ends_at_that_evaluation_and_says_why(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    with Engines() as engines, pytest.raises(PrunedError):
+        here(engines)._do(run, lambda: 1 in curve(run.folder, "accuracy"))  # not before the first step
+    assert read(run.folder)["seed"] == 7
+    assert [line["step"] for line in read_lines(run.folder / METRICS)] == [1]
+    reason = "pruned by its sweep after step 1: its trial lags behind"
+    assert run_status.read(run.folder) == (run_status.Status.stopped, reason)
+    assert run_status.error(run.folder) == "PrunedError"
+
+
+def test_a_run_that_is_refused_says_for_what(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    place = here(None)
+    for run, key in ((run_of(tmp_path, -1.0), "trainer.lr"), (run_of(tmp_path / "file" / "run"), "hydra.run.dir")):
+        place.start(run, lambda: False)
+        ending = place.ending(run)
+        assert (ending.key, ending.is_explained, ending.is_finished) == (key, True, False)
+        assert ending.problem.startswith(f"{key}: ")
+
+
+class Broken:
+    """Raises an error where engines would be started or used."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+def test_an_error_of_a_run_is_how_it_ended(tmp_path: Path) -> None:
+    taken = UserError("generation.engine", "vLLM could not start: no memory", got="vllm", remedy="free the GPU")
+    for error, key in ((taken, "generation.engine"), (BrokenRunError("the loss is not finite"), None)):
+        place, run = here(Broken(error)), run_of(tmp_path / type(error).__name__)
+        place.start(run, lambda: False)
+        ending = place.ending(run)
+        assert (ending.error, ending.key, ending.kind) == (error, key, type(error).__name__)
+        assert re.fullmatch(re.escape(str(error)), ending.problem)
