@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import Parameter
 
-from rlft.algorithm.ops.likelihood import negative_log_likelihood
+from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.batch import select
 from rlft.config.model import LoraSettings
 from rlft.logger.hints import not_finite

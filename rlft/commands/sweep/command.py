@@ -24,7 +24,7 @@ from rlft.config.cluster import ClusterConfig
 from rlft.config.overrides import Arguments, parse
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder
-from rlft.runs.naming import short_names
+from rlft.runs.find import short_names
 from rlft.system import interrupt
 from rlft.system.crash import one_line
 from rlft.system.terminal import override, resuming, say

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.watch.report_data import SWEEP as TABLE
+from rlft.commands.watch.report import SWEEP as TABLE
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.runs.config_file import CONFIG
-from rlft.runs.naming import short_names
+from rlft.runs.find import short_names
 from rlft.system.files import write_atomically
 from rlft.types import UserError
 
