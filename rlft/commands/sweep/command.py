@@ -85,7 +85,7 @@ def _at_its_start(folder: Path, start: str) -> Path:
 class Checked:
     """A study of which every value has been checked as a run's.
 
-    Args:
+    Attributes:
         verb: of its runs.
         parsed: its words.
         keys: how its values are drawn and trials compared.

@@ -31,7 +31,7 @@ a YAML; what else than these keys it changes, such as cluster.lanes, is seen in 
 class StudyRecord:
     """How a study was begun.
 
-    Args:
+    Attributes:
         verb: of its runs.
         options: words such as -m and --config-dir.
         words: the overrides.

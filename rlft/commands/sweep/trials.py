@@ -103,7 +103,7 @@ class Trial:
 class Row:
     """What became of a trial.
 
-    Args:
+    Attributes:
         number: counts from 0 in the order in which trials were drawn.
         params: {key: value}.
         state: complete, pruned, failed or unfinished.
