@@ -61,9 +61,10 @@ class Ongoing:
 class Prompt:
     """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
 
-    tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with token_ids.
-        It belongs to the turn: rewards read tail and completion as one text.
-    ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
+    Attributes:
+        ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
+        tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with
+            token_ids. It belongs to the turn: rewards read tail and completion as one text.
     """
 
     id: str
