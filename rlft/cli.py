@@ -29,7 +29,7 @@ from rlft.types import UserError
 class Tool:
     """A verb that makes no run.
 
-    Args:
+    Attributes:
         module: the module with `USAGE` and `command(arguments)`, which returns an exit code, or None for 0.
         usage: the words after the name, for `rlft --help`.
         help: what it does, in one line.

@@ -46,7 +46,7 @@ class FinishReason(StrEnum):
 class Ongoing:
     """Where the conversation stands whose next turn is sampled.
 
-    Args:
+    Attributes:
         turn: turns of the policy before it.
         seed: of the conversation's first turn.
         max_tokens: the most tokens of this turn, where that is less than `Sampling.max_tokens`.
@@ -61,9 +61,10 @@ class Ongoing:
 class Prompt:
     """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
 
-    tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with token_ids.
-        It belongs to the turn: rewards read tail and completion as one text.
-    ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
+    Attributes:
+        ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
+        tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with
+            token_ids. It belongs to the turn: rewards read tail and completion as one text.
     """
 
     id: str
@@ -133,7 +134,7 @@ class Ranking:
 class ToolCall:
     """A call in a turn of the policy, and what it was answered.
 
-    Args:
+    Attributes:
         name: of the tool, as the policy wrote it.
         arguments: as the policy wrote them.
         answer: the text that the policy reads next; the error's where the call failed.
@@ -152,7 +153,7 @@ class ToolCall:
 class Turn:
     """What the policy said in one go, and what it was answered.
 
-    Args:
+    Attributes:
         end: number of the completion's tokens up to the last one that was sampled in this turn, that one included.
         text: what was sampled, as a completion's text.
         answer: what the environment said then, without what the chat template puts around it.
@@ -174,7 +175,7 @@ class Branch:
     Its tokens are those from `start` up to the next branch. The policy has read the token at `after`, and all that was
     read before that one.
 
-    Args:
+    Attributes:
         start: number of the completion's tokens before the branch, at least 1.
         after: index of the token that is read before the branch's first one, among the completion's tokens; negative:
             among the prompt's, counted from its end, so that -1 is its last one.
@@ -192,7 +193,7 @@ class Completion:
     mark turns (rlft/tokens/text.py), and without what the prompt has begun to say (`Prompt.tail`). If a stop
     string or stop token ended it, `token_ids` include that stop, and `text` ends as `Sampling` says.
 
-    Args:
+    Attributes:
         logprobs: of the sampling policy, one per token id: natural log, with temperature applied; 0 where `mask` is
             False.
         mask: one per token id: whether the policy sampled it. False: an environment or the chat template put it there;
@@ -277,7 +278,7 @@ class StepScores:
 class Scores:
     """Rewards of a step, `[P, G]`.
 
-    Args:
+    Attributes:
         total: the weighted sum of all rewards, plus what environments gave for turns.
         by_reward: each reward unweighted, a process reward as the sum of its steps; `turns`, where an environment gave
             any: the sum of what it gave for the turns of a completion.
@@ -389,7 +390,7 @@ class Adapter:
 class Sampling:
     """How completions are drawn. `top_k = 0`, `top_p = 1` and `min_p = 0` mean the full distribution.
 
-    Args:
+    Attributes:
         max_tokens: the most tokens of a completion.
         temperature: 0 takes the most likely token.
         top_p: the most likely tokens with this probability together are kept.
@@ -494,7 +495,7 @@ class Data(Protocol):
 class Evaluation:
     """A sampled and scored evaluation set: one line of eval.jsonl, plus a few completions to look at.
 
-    Args:
+    Attributes:
         step: the number of steps done before it.
         accuracy: the headline number in [0, 1] (mean@k of the primary reward); None if only a loss is measured.
         accuracy_se: its standard error over prompts; None without an accuracy.
@@ -519,7 +520,7 @@ class Evaluation:
 class TokenValues:
     """Values of each token of a completion, log-probs and entropies in nats; None where the policy did not sample it.
 
-    Args:
+    Attributes:
         text: the text that the token adds.
         old: its log-prob by the policy that sampled it, as the trainer computes it.
         after: its log-prob by the policy after the update.
@@ -540,7 +541,7 @@ class TokenValues:
 class StepRecord:
     """What the loggers get of a finished step.
 
-    Args:
+    Attributes:
         step: the number of finished steps, from 1.
         metrics: {name: value}.
         groups: the completions that were trained on.
@@ -565,7 +566,7 @@ class StepRecord:
 class RunInfo:
     """What the loggers get at the start of a run.
 
-    Args:
+    Attributes:
         folder: the run's folder.
         name: the config's name.
         config: the plain config.

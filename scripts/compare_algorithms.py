@@ -46,7 +46,6 @@ from rlft.config import compose as config
 from rlft.config import overrides as command_line
 from rlft.config.flat import flatten
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
-from rlft.logger.text import duration
 from rlft.runs import run_folder
 from rlft.tokens.chat_template import AUTO_DATE
 from rlft.types import UserError
@@ -91,10 +90,7 @@ HALF = 0.5
 
 # What may differ between a run that is there and the one that is asked for: it changes no number.
 FREE = ("resume", "logger", "checkpoint")
-TELL_SECONDS = 60.0  # between two lines of progress where there is no terminal
-LIVE_SECONDS = 1.0  # where there is one
 POLL_SECONDS = 0.2
-LIVE_WIDTH = 79  # of the line that is told in place where there is one
 
 # The algorithms' names in their papers; others are shown by the name of their recipe.
 LABELS = {
@@ -358,13 +354,12 @@ class MeasuredProcess(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A run in progress. place: "[2/6] grpo seed 1"; first: the steps it had when it was begun or resumed here."""
+    """A run in progress. place: "[2/6] grpo seed 1"; is_fresh: whether it was begun here, and not resumed."""
 
     job: Job
     place: str
     process: Process
     log: Path
-    first: int
     is_fresh: bool
     start: float
 
@@ -387,7 +382,6 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace) -> Comparison:
     each = " or ".join(f"{number:,}" for number in sorted(budget))
     print(f"runs: {len(jobs)} of {each} completions, {num_finished} finished already, in {options.out}", flush=True)
     failures: dict[str, str] = {}
-    progress = Progress(Pace([measured for job in jobs if (measured := measured_pace(job))]), options.jobs)
 
     def save() -> None:
         write_comparison(collect(jobs, failures, options.task), options.out / NUMBERS)
@@ -404,7 +398,8 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace) -> Comparison:
                     job, number = waiting.pop(0), len(jobs) - len(waiting)
                     place = f"[{number}/{len(jobs)}] {job.name} seed {job.seed}"
                     running.append(begin(job, place, options))
-                    progress.begun(running, waiting)
+                    how = f"from step {steps_done(job)}" if steps_done(job) else "from the start"
+                    print(f"{place}: {how}, to step {job.config['steps']}", flush=True)
                 for run in [run for run in running if run.process.poll() is not None]:
                     running.remove(run)
                     code = run.process.poll()
@@ -413,9 +408,11 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace) -> Comparison:
                         continue
                     if (why := finish(run, code, options.jobs)) is not None:
                         failures[run.job.key] = why
-                    progress.finished(run, why, running, waiting)
+                        print(f"{run.place} failed: {why}", flush=True)
+                    else:
+                        accuracy = read_run(run.job).accuracy
+                        print(f"{run.place}: {accuracy[0]:.3f} -> {accuracy[-1]:.3f}", flush=True)
                     save()
-                progress.tell(running, waiting)
                 time.sleep(POLL_SECONDS)
         finally:
             stop(running, waiting)
@@ -487,8 +484,7 @@ def begin(job: Job, place: str, options: argparse.Namespace) -> Running:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb" if is_fresh else "ab") as stream:
         process = launch(words, stream, environment(options.jobs))
-    first, now = steps_done(job), time.monotonic()
-    return Running(job=job, place=place, process=process, log=log, first=first, is_fresh=is_fresh, start=now)
+    return Running(job=job, place=place, process=process, log=log, is_fresh=is_fresh, start=time.monotonic())
 
 
 def finish(run: Running, code: int | None, at_a_time: int) -> str | None:
@@ -569,102 +565,6 @@ def processor() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-# -- time left ---------------------------------------------------------------------------------------------------------
-Measured = tuple[str, int, float]
-"""(recipe, completions, seconds of the whole process)"""
-
-
-@dataclass(slots=True)
-class Pace:
-    """How long runs take: seconds a completion of the same recipe where one is known, of all that are known else."""
-
-    measured: list[Measured]
-
-    def add(self, measured: Measured | None) -> None:
-        self.measured += [measured] if measured else []
-
-    def seconds_a_completion(self, name: str, also: Sequence[Measured] = ()) -> float | None:
-        known = [*self.measured, *also]
-        same = [entry for entry in known if entry[0] == name] or known
-        completions = sum(entry[1] for entry in same)
-        return sum(entry[2] for entry in same) / completions if completions else None
-
-    def seconds(self, todo: Sequence[tuple[str, int]], also: Sequence[Measured] = ()) -> float | None:
-        """Of (recipe, completions) that are still to be sampled; None while nothing is known."""
-        paces = [self.seconds_a_completion(name, also) for name, _ in todo]
-        known = [pace * completions for pace, (_, completions) in zip(paces, todo, strict=True) if pace is not None]
-        return sum(known) if len(known) == len(todo) else None
-
-
-def measured_pace(job: Job) -> Measured | None:
-    """How long a finished run took; None where it is not known."""
-    record = read_record(job) if is_finished(job) else {}
-    seconds = record.get("wall_seconds")
-    return (job.name, job.config["steps"] * job.completions_per_step, seconds) if seconds else None
-
-
-class Progress:
-    """Tells how far the runs in progress are, and how long they and those after them will take.
-
-    In place on a terminal, else a line every minute.
-    """
-
-    def __init__(self, pace: Pace, at_a_time: int) -> None:
-        self.pace, self.at_a_time = pace, at_a_time
-        self.live, self.told = sys.stdout.isatty(), time.monotonic()
-
-    def begun(self, running: Sequence[Running], waiting: Sequence[Job]) -> None:
-        """Tells of the newest of the runs in progress."""
-        self._wipe()
-        run = running[-1]
-        steps = run.job.config["steps"]
-        how = f"from step {run.first} of {steps}" if run.first else f"{steps} steps"
-        left = self._left(running, waiting)
-        print(f"{run.place}: {how} of {run.job.completions_per_step} completions{left and f', {left}'}", flush=True)
-
-    def finished(self, run: Running, why: str | None, running: Sequence[Running], waiting: Sequence[Job]) -> None:
-        """Tells of a run that has ended. why: it failed."""
-        self._wipe()
-        if why is not None:
-            print(f"{run.place} failed: {why}", flush=True)
-            return
-        self.pace.add(measured_pace(run.job))
-        accuracy = read_run(run.job).accuracy
-        left, to_go = self._left(running, waiting), len(running) + len(waiting)
-        ending = f"; {to_go} to go{left and f', {left}'}" if to_go else ""
-        print(f"{run.place}: {accuracy[0]:.3f} -> {accuracy[-1]:.3f}{ending}", flush=True)
-
-    def tell(self, running: Sequence[Running], waiting: Sequence[Job]) -> None:
-        """Tells of the runs in progress, if it is time to."""
-        now = time.monotonic()
-        if now - self.told < (LIVE_SECONDS if self.live else TELL_SECONDS) or not running:
-            return
-        self.told = now
-        left = self._left(running, waiting)
-        places = [f"{run.place}: step {steps_done(run.job)} of {run.job.config['steps']}" for run in running]
-        text = f"{left and f'{left} for all; '}{'; '.join(places)}"
-        if self.live:
-            print(f"\r{text[:LIVE_WIDTH]:<{LIVE_WIDTH}}", end="", flush=True)
-        else:
-            print(text, flush=True)
-
-    def _left(self, running: Sequence[Running], waiting: Sequence[Job]) -> str:
-        """How long all that is left will take, in words; empty while nothing is known."""
-        also: list[Measured] = []
-        todo = [(job.name, job.config["steps"] * job.completions_per_step) for job in waiting]
-        for run in running:
-            step, size = steps_done(run.job), run.job.completions_per_step
-            also += [(run.job.name, (step - run.first) * size, run.seconds)] if step > run.first else []
-            todo.append((run.job.name, (run.job.config["steps"] - step) * size))
-        seconds = self.pace.seconds(todo, also)
-        return "" if seconds is None else f"about {duration(seconds / max(1, min(self.at_a_time, len(todo))))}"
-
-    def _wipe(self) -> None:
-        """Wipes the line that was told in place."""
-        if self.live:
-            print(f"\r{'':<{LIVE_WIDTH}}\r", end="", flush=True)
 
 
 # -- what was measured -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from make_tiny_model import problem, response
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlft.data.arithmetic import question
-from rlft.data.text import Text
+from rlft.data.texts import Text
 
 ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
 

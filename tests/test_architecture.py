@@ -57,7 +57,7 @@ PLACES = {
 }
 HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym", "httpx2")
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
-HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts", "data/teacher_prompts"}
+HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts", "data/teacher_prompts", "data/turns"}
 LIGHT_COMMANDS = (
     "algorithms", "arguments", "begin", "chat", "doctor/command", "eval", "export/command", "launch", "own",
     "ask", "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
@@ -66,12 +66,11 @@ LIGHT_COMMANDS = (
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"own", "plan_page", "policy_page", "recipes", "resume", "train", "doctor/page", "sweep/job_process"},
+    "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
     "data": {"lines"},
-    "environment": {"dialect", "endpoint/bodies", "endpoint/replies", "endpoint/trajectory"},
+    "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
     "loop": {"conversing", "outcome", "saving"},
-    "plan": {"adapters", "environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes",
-             "shown", "startup_table"},
+    "plan": {"environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes", "shown"},
     "system": {"process/ray_keeper"},
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -439,7 +438,7 @@ def test_a_request_to_stop_goes_to_every_run_in_progress_and_no_other_begins(
     begun = trains(jobs, [3], [9], [9])  # the second saves for longer than the first, and hears of it once
     told = iter([True])
     monkeypatch.setattr(
-        compare.Progress, "tell", lambda *_: os.kill(os.getpid(), signal.SIGTERM) if next(told, False) else None
+        compare.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM) if next(told, False) else None
     )
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
@@ -459,7 +458,7 @@ def test_a_second_request_goes_to_the_runs_that_still_save(
     trains(jobs, [2], [9])
     told = iter([True, False, False, True])
     monkeypatch.setattr(
-        compare.Progress, "tell", lambda *_: os.kill(os.getpid(), signal.SIGINT) if next(told, False) else None
+        compare.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGINT) if next(told, False) else None
     )
     with pytest.raises(KeyboardInterrupt):
         compare.train_all(jobs, asked("--jobs", "2"))
@@ -493,54 +492,12 @@ def test_runs_in_progress_are_stopped_when_one_cannot_be_read(
     assert [process.signals for process in Trains.alive] == [[signal.SIGINT]]
 
 
-def test_a_run_that_ended_is_not_read_again_for_keys_that_rlft_has_got_since(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    (job,) = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0")
-    config = {**job.config, "snapshot": {k: v for k, v in job.config["snapshot"].items() if k != "teacher_hint"}}
-    make_up(replace(job, config=config), [0.4, 0.5, 0.6])
-    assert compare.changed_keys(job) == []
-
-
-def test_progress_tells_of_every_run_and_of_the_time_that_is_left_for_all(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    first, second, third = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
-    make_up(first, [0.4, 0.5])
-    running = [
-        compare.Running(
-            job=job, place=f"[{n}/3]", process=Ended(0), log=tmp_path, first=0, is_fresh=True, start=time.monotonic()
-        )
-        for n, job in enumerate((first, second), 1)
-    ]
-    progress = compare.Progress(compare.Pace([("grpo", 512, 480.0)]), 2)
-    progress.tell(running, [third])
-    assert capsys.readouterr().out == "", "not before a minute has passed"
-    progress.told -= 61
-    progress.tell(running, [third])
-    # 480 s for 512 completions; 256 + 512 + 512 are left, less what the first's step of a moment makes it: it counts as
-    # 256 in no time, so (480 + 0) / 768 a completion x 1280 = 800 s, two at a time 400 s, 6:40.
-    told = capsys.readouterr().out
-    assert re.fullmatch(r"about 6:4\d for all; \[1/3\]: step 1 of 2; \[2/3\]: step 0 of 2\n", told), told
-
-
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
 def test_no_runs_at_a_time_are_refused(compare: ModuleType, capsys: pytest.CaptureFixture[str], text: str) -> None:
     with pytest.raises(SystemExit) as ended:
         compare.parse([f"--jobs={text}"])
     assert ended.value.code == 2
     assert f"must be 1 or more, got {text}" in capsys.readouterr().err
-
-
-def test_the_time_left_is_the_recipes_own_pace_else_that_of_all(compare: ModuleType) -> None:
-    pace = compare.Pace([])
-    assert pace.seconds([("grpo", 100)]) is None
-    pace.add(("grpo", 100, 10.0))  # 0.1 s a completion
-    pace.add(("ppo", 100, 30.0))  # 0.3
-    # grpo 50 x 0.1 = 5; kimi is not known: 50 x (10 + 30) / 200 = 10.
-    assert pace.seconds([("grpo", 50), ("kimi", 50)]) == pytest.approx(15.0, abs=1e-12)
-    # The run in progress counts: ppo has 100 in 30 and now 100 in 10, 0.2 a completion.
-    assert pace.seconds([("ppo", 100)], [("ppo", 100, 10.0)]) == pytest.approx(20.0, abs=1e-12)
 
 
 # -- table and checks --------------------------------------------------------------------------------------------------

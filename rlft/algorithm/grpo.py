@@ -44,7 +44,7 @@ from rlft.algorithm.ops.advantage import (
     process_advantages,
     steps_are_equal,
 )
-from rlft.algorithm.ops.mask import keep
+from rlft.algorithm.ops.aggregate import keep
 from rlft.config.bounds import NonNegativeFloat
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, UserError

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
 from rlft.algorithm.ops.advantage import Std, group_is_equal, group_mean, group_zscore
-from rlft.algorithm.ops.mask import keep
-from rlft.algorithm.ops.mismatch import Mismatch
+from rlft.algorithm.ops.aggregate import keep
+from rlft.algorithm.ops.ratio import Mismatch
 from rlft.algorithm.ops.surrogate import Surrogate, mirror_descent
 from rlft.config.bounds import NonNegativeFloat
 from rlft.system.lazy import no_grad, torch

@@ -62,13 +62,18 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
 from rlft.algorithm.ops.advantage import last_of_turns, place_at_last_token
-from rlft.algorithm.ops.aggregate import Aggregate, aggregate
-from rlft.algorithm.ops.controller import KLController, next_coefficient
+from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
 from rlft.algorithm.ops.distillation import agreement
-from rlft.algorithm.ops.kl import KLEstimator, KLPlace, k3, kl
-from rlft.algorithm.ops.mask import keep, max_abs, row_sum
-from rlft.algorithm.ops.mismatch import Correction, Mismatch, far_off_policy, mismatch_correction
-from rlft.algorithm.ops.ratio import RatioLevel, ratio, token_ratio
+from rlft.algorithm.ops.kl import KLController, KLEstimator, KLPlace, k3, kl, next_coefficient
+from rlft.algorithm.ops.ratio import (
+    Correction,
+    Mismatch,
+    RatioLevel,
+    far_off_policy,
+    mismatch_correction,
+    ratio,
+    token_ratio,
+)
 from rlft.algorithm.ops.surrogate import (
     Surrogate,
     SurrogateKind,

@@ -48,8 +48,8 @@ from typing import TYPE_CHECKING
 
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.objective import required
+from rlft.algorithm.ops.aggregate import keep
 from rlft.algorithm.ops.distillation import Divergence, teacher_advantages, top_k_divergence
-from rlft.algorithm.ops.mask import keep
 from rlft.algorithm.ops.ratio import RatioLevel
 from rlft.config.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.system.lazy import no_grad, torch

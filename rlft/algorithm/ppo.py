@@ -67,9 +67,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import CreditSpan, RatioObjective, required
 from rlft.algorithm.ops.advantage import gae, n_step, whiten
-from rlft.algorithm.ops.aggregate import Aggregate, aggregate
-from rlft.algorithm.ops.likelihood import negative_log_likelihood
-from rlft.algorithm.ops.mask import keep
+from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, negative_log_likelihood
 from rlft.algorithm.ops.value import value_loss
 from rlft.config.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.system.lazy import no_grad

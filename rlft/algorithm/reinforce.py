@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import RatioObjective
 from rlft.algorithm.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
-from rlft.algorithm.ops.mask import keep, row_sum
+from rlft.algorithm.ops.aggregate import keep, row_sum
 from rlft.config.bounds import Fraction
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch

@@ -10,9 +10,8 @@ from pathlib import Path
 from rlft.config.overrides import Arguments, check_no_options, parse
 from rlft.config.token_budget import AUTO
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import NamedRun, find
+from rlft.runs.find import NamedRun, find, one_run
 from rlft.runs.fork import forking
-from rlft.runs.naming import one_run
 from rlft.system.terminal import say
 from rlft.types import UserError
 

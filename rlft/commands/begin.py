@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import check_resume, make_importable
-from rlft.commands.launch import launch
+from rlft.commands.launch import check_steps, launch
 from rlft.config.command import Verb
 from rlft.config.compose import compose_run
 from rlft.config.overrides import parse
 from rlft.config.token_budget import AUTO
 from rlft.plan.checks import check_early
-from rlft.runs import extent, references, run_folder
+from rlft.runs import references, run_folder
 
 
 def command(verb: Verb, arguments: list[str]) -> None:
@@ -49,5 +49,5 @@ def begin(plain: dict[str, Any], folder: Path) -> None:
     else:
         run_folder.check_same_config(folder, plain)
         if isinstance(plain.get("steps"), int):  # otherwise the number of steps follows from the data
-            extent.check_steps(folder, plain["steps"], str(plain.get("trainer", {}).get("schedule")))
+            check_steps(folder, plain["steps"], str(plain.get("trainer", {}).get("schedule")))
     launch(plain, folder, may_be_finished=may_be_finished)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.algorithm.ops.mask import row_sum
+from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.preference.preference_loss import RankedValues
 from rlft.data.examples import RankedTokens
 from rlft.loop.engines import Engines

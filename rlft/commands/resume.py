@@ -12,9 +12,8 @@ from rlft.commands.sweep.record import is_study
 from rlft.config import compose as configs
 from rlft.plan.checks import check_early
 from rlft.runs import checkpoint, references, run_folder
-from rlft.runs.find import find
+from rlft.runs.find import find, one_run
 from rlft.runs.fork import forking, open_fork
-from rlft.runs.naming import one_run
 from rlft.system.terminal import override, say
 from rlft.types import UserError
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class RankedTokens:
     """A prompt and its completions as token ids, the best first, with the scores that rank them.
 
-    reference: the log-prob of each completion by a reference, in nats, summed over its tokens; empty if there is none.
+    Attributes:
+        reference: the log-prob of each completion by a reference, in nats, summed over its tokens; empty without one.
     """
 
     prompt: tuple[int, ...]

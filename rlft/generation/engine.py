@@ -48,7 +48,7 @@ class Missing(NamedTuple):
 class Opening:
     """What an engine is opened with.
 
-    Args:
+    Attributes:
         slot: the trainer's base, where an engine that decodes on it keeps its copy of the policy (transformers.Slot).
         tokenizer: transformers' tokenizer of the base.
         ends: what ends a turn; a completion ends with each of `ends.ids`.

@@ -56,7 +56,7 @@ def bytes_by_time(parts: Sequence[Part]) -> dict[When, int]:
 class ModelSizes:
     """What is known of a base, and of an adapter on it, from its config.json.
 
-    Args:
+    Attributes:
         parameters: number of the base's parameters.
         base_bytes: bytes of its weights as they are held.
         itemsize: bytes of a weight and of an activation.
@@ -140,7 +140,7 @@ class Decoding:
 class Load:
     """What a run has its engine do, and where.
 
-    Args:
+    Attributes:
         decodings: that of a step and that of an evaluation, which happen one after the other.
         max_tokens: the most tokens of a completion.
         max_sequence_tokens: the most tokens of a prompt and its completion together.
@@ -159,7 +159,7 @@ class Load:
 class EngineMemory:
     """What an engine takes of the trainer's device.
 
-    Args:
+    Attributes:
         parts: parts whose keys are the engine's own, such as `batch_size`.
         freed_block: bytes of the largest tensor that is freed in the trainer's process when sampling ends: an update
             that makes larger tensors cannot use that room.

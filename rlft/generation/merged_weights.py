@@ -42,7 +42,7 @@ class Delta:
 class Added:
     """A matrix to which a delta is about to be added, or has been.
 
-    Args:
+    Attributes:
         name: the trainer's name of the matrix.
         weight: the shared matrix `[out, in]`.
         base_checksum: its checksum without the delta.

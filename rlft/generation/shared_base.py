@@ -205,7 +205,7 @@ def _name(dtype: torch.dtype) -> str:
 class SharedBase:
     """The tensors that trainer and engine share.
 
-    Args:
+    Attributes:
         shared: {the trainer's name: tensor}.
         apart: {the trainer's name: why trainer and engine have a tensor each}.
         checksums: {the trainer's name: checksum} of a few shared tensors, from when they were shared.

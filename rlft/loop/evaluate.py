@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.ops.kl import k3
-from rlft.algorithm.ops.mask import row_sum
 from rlft.algorithm.ops.pass_at import pass_at, pass_sizes
 from rlft.batch import select
 from rlft.loop.metrics import turn_metrics

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.nn import Parameter
 
-from rlft.algorithm.ops.likelihood import negative_log_likelihood
+from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
 from rlft.logger.hints import not_finite
 from rlft.logger.loggers import Loggers

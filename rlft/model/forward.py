@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rlft.batch import select, to_device
 from rlft.model.branches import paths_of
+from rlft.model.critic import ScalarHead
 from rlft.model.float16_gradients import scale_up
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
@@ -22,7 +23,6 @@ from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprob
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches, padded_sizes
 from rlft.model.positions import independent_limit, limit_of, windows_of
-from rlft.model.scalar_head import ScalarHead
 from rlft.types import Batch, Outputs, UserError
 
 PROBED_WINDOW = 512

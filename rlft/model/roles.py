@@ -36,15 +36,14 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.base_weights import BaseWeights
-from rlft.model.critic import CRITIC, Critic
+from rlft.model.critic import CRITIC, Critic, ScalarHead
 from rlft.model.float16_gradients import scale_down
 from rlft.model.forward import Forward, choose
 from rlft.model.kernels import selection
-from rlft.model.kernels.decoding import open_prefix_cache
+from rlft.model.kernels.flash_prefix_cache import open_prefix_cache
 from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.lora_config import folder_config, lora_config, named_inside
 from rlft.model.packing import PackedRows
-from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
 from rlft.system.seeds import derive

@@ -16,9 +16,8 @@ import torch
 from rlft.batch import select
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
-from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes
+from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes, layer_sizes
 from rlft.model.kernels.selection import Decision
-from rlft.model.layer_sizes import layer_sizes
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.plan.teacher_memory import TeacherDemand
 from rlft.system.memory import LARGE_MICRO_BATCH

@@ -47,7 +47,7 @@ class Which(StrEnum):
 class AnswerKeys:
     """The config keys of every reward that looks for an answer.
 
-    Args:
+    Attributes:
         answer_in: `tag` for <answer>18</answer>, `boxed` for \\boxed{18}, `hashes` for GSM8K's "#### 18", `text` for
             the whole completion, `pattern` for the first group of a regular expression.
         tag: name of the tag (answer_in: tag).

@@ -8,8 +8,7 @@ from typing import Any
 from rlft.config import compose as configs
 from rlft.config.compose import Composed
 from rlft.config.overrides import Arguments, check_no_options
-from rlft.runs.find import NamedRun, find
-from rlft.runs.naming import one_run
+from rlft.runs.find import NamedRun, find, one_run
 from rlft.system.terminal import say
 
 SHARED_WITH_RUNS = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlft.config import command as verbs
 from rlft.runs import checkpoint
-from rlft.runs.naming import LATEST, one_run
+from rlft.runs.find import LATEST, one_run
 from rlft.runs.paths import KEYWORDS
 from rlft.runs.run_folder import CONFIG, checkpoints
 from rlft.system.terminal import say

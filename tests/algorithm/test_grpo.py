@@ -7,8 +7,7 @@ import torch
 from rlft.algorithm.ops.advantage import Std
 from rlft.algorithm.ops.aggregate import Aggregate
 from rlft.algorithm.ops.kl import KLEstimator, KLPlace
-from rlft.algorithm.ops.mismatch import Mismatch
-from rlft.algorithm.ops.ratio import RatioLevel
+from rlft.algorithm.ops.ratio import Mismatch, RatioLevel
 from rlft.types import LossScale, Outputs, UserError
 
 nan, inf = float("nan"), float("inf")

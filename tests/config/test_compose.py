@@ -15,7 +15,7 @@ from annotated_types import Gt
 
 import rlft
 from rlft.algorithm.grpo import GRPO
-from rlft.algorithm.ops.mismatch import Mismatch
+from rlft.algorithm.ops.ratio import Mismatch
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt

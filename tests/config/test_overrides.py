@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlft.commands.watch import arguments
+from rlft.commands.watch import runs
 from rlft.config import compose
 from rlft.config.overrides import parse
 
@@ -23,7 +23,7 @@ def test_a_verb_that_only_reads_runs_takes_quotes_after_run_and_leaves_those_of_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run='b'").mkdir()
-    told = arguments.read_words("report", ["run='runs/first try'", "'a'", "run='b'"])
+    told = runs.read_words("report", ["run='runs/first try'", "'a'", "run='b'"])
     assert told.folders == ("runs/first try", "'a'", "run='b'")
 
 

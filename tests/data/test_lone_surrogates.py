@@ -11,7 +11,7 @@ import pytest
 from rlft import cli
 from rlft.config.compose import build, compose
 from rlft.config.instantiate import instantiate
-from rlft.data.text import load_texts
+from rlft.data.texts import load_texts
 from rlft.types import Split, UserError
 
 HALF = "\ud800"

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 import rlft
 from rlft.data.arithmetic import question, split_of
 from rlft.data.jsonl import existing_file
-from rlft.data.text import Text, load_texts
-from rlft.data.texts import scan_texts
+from rlft.data.texts import Text, load_texts, scan_texts
 from rlft.types import Split, UserError
 
 ASSETS = Path(rlft.__file__).parent / "assets"

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rlft.data.prompts import permutation, prompts_for_step
-from rlft.data.text import Text, load_texts
-from rlft.data.texts import PretrainText, TextTokens, as_batch, scan_texts
+from rlft.data.texts import PretrainText, Text, TextTokens, as_batch, load_texts, scan_texts
 from rlft.loop.evaluate import text_loss
 from rlft.model.backbone import Backbone
 from rlft.model.forward import choose, packed_forward, padded_forward

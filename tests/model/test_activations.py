@@ -11,7 +11,7 @@ from torch import Tensor
 from rlft.config.model import KernelChoice
 from rlft.model.activations import AdapterLayers, activation_bytes, is_checkpointed, set_checkpointing
 from rlft.model.backbone import load_backbone
-from rlft.model.scalar_head import ScalarHead
+from rlft.model.critic import ScalarHead
 
 ROWS, PROMPT, COMPLETION = 16, 20, 60
 TOKENS = {True: ROWS * (PROMPT + COMPLETION), False: 4 * PROMPT + ROWS * COMPLETION}

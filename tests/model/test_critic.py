@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from rlft.model.critic import CRITIC, Critic, ReturnStatistics
-from rlft.model.scalar_head import ScalarHead
+from rlft.model.critic import CRITIC, Critic, ReturnStatistics, ScalarHead
 
 MASK = torch.tensor([[False, True, True], [True, False, False]])
 

@@ -8,11 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlft.batch import select
+from rlft.model.critic import ScalarHead
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
 from rlft.model.kernels import lm_head as head
 from rlft.model.kernels.attention import NAME
 from rlft.model.packing import micro_batches, num_packed_tokens, pack
-from rlft.model.scalar_head import ScalarHead
 
 PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
 PADDED = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss", "falcon"]

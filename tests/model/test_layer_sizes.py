@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig
 
-from rlft.model.layer_sizes import LayerSizes, layer_sizes
+from rlft.model.activations import LayerSizes, layer_sizes
 
 SIZES = {
     "hidden_size": 32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlft.model.scalar_head import ScalarHead
+from rlft.model.critic import ScalarHead
 
 CPU = torch.device("cpu")
 

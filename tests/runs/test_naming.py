@@ -11,7 +11,7 @@ import pytest
 from rlft import cli
 from rlft.runs import checkpoint, references, run_folder
 from rlft.runs.checkpoint import Checkpoint
-from rlft.runs.naming import named_folder, one_run
+from rlft.runs.find import named_folder, one_run
 from rlft.types import UserError
 
 MakeRun = Callable[..., Path]

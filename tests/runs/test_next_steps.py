@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
 from rlft.data.records import identity, split_of
-from rlft.runs.next_steps import HELD_OUT, after_sampling, held_out_fraction
 from rlft.types import Split
 
 

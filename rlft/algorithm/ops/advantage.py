@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.ops.mask import keep, row_sum
+from rlft.algorithm.ops.aggregate import keep, row_sum
 from rlft.system.lazy import torch
 
 if TYPE_CHECKING:

@@ -1,15 +1,39 @@
-"""Aggregation of per-token losses, independent of how the optimizer batch is split into micro-batches."""
+"""Sums and means over the tokens that count."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.ops.mask import row_mean, row_sum
+from rlft.system.lazy import torch
 from rlft.types import LossScale
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` is True and exactly 0 elsewhere, with a gradient of 0 there. Same shape.
+
+    Apply it to the *inputs* of a formula: if only the result is masked, 0 * inf = NaN gets into the gradient.
+    """
+    return torch.where(mask, values, values.new_zeros(()))
+
+
+def row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over each row's masked tokens `[B]`; 0 for a row without masked tokens."""
+    return keep(values, mask).sum(-1)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each row's masked tokens `[B]`; 0 for a row without masked tokens."""
+    return row_sum(values, mask) / mask.sum(-1).clamp(min=1)
+
+
+def max_abs(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest |value| of all masked tokens `[]`; 0 if there are none."""
+    absolute = keep(values, mask).abs()
+    return absolute.amax() if absolute.numel() else absolute.new_zeros(())
 
 
 class Aggregate(StrEnum):
@@ -45,3 +69,14 @@ def aggregate(values: Tensor, mask: Tensor, scale: LossScale, how: Aggregate) ->
             return row_sum(values, mask).sum() / num_sequences
         case Aggregate.constant:
             return row_sum(values, mask).sum() / (num_sequences * max(scale.max_completion_tokens, 1))
+
+
+def negative_log_likelihood(logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+    """-(sum of the masked tokens' log-probs) / num_tokens, `[]`, in nats per token.
+
+    Args:
+        logprobs: log-probs, `[B, T]`.
+        mask: the masked tokens, bool `[B, T]`.
+        num_tokens: number of masked tokens in the whole optimizer batch, so that micro-batches add up to its mean.
+    """
+    return -row_sum(logprobs, mask).sum() / max(1, num_tokens)

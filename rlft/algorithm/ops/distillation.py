@@ -9,7 +9,7 @@ import math
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.ops.mask import keep
+from rlft.algorithm.ops.aggregate import keep
 from rlft.system.lazy import torch
 
 if TYPE_CHECKING:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.ops.mask import row_mean, row_sum
+from rlft.algorithm.ops.aggregate import row_mean, row_sum
+from rlft.system.lazy import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 nats before exp: the square of e^20 = 4.9e8 fits in float32; no gradient is inf."""
@@ -60,3 +63,89 @@ def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: RatioLeve
             return sequence_ratio(logprobs, old_logprobs, mask).expand_as(logprobs)
         case RatioLevel.sequence_token:
             return sequence_token_ratio(logprobs, old_logprobs, mask)
+
+
+class Mismatch(StrEnum):
+    """Weights per token or per completion (geometric mean or product); large ones are capped, or those out of bounds
+    dropped. `auto` is replaced by another mode when a run is planned (`Objective.with_mismatch_of`), and is off before.
+    """
+
+    auto = "auto"
+    off = "off"
+    token_truncate = "token_truncate"
+    token_mask = "token_mask"
+    sequence_truncate = "sequence_truncate"
+    sequence_mask = "sequence_mask"
+    sequence_product_truncate = "sequence_product_truncate"
+    sequence_product_mask = "sequence_product_mask"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it weighs anything."""
+        return self not in (Mismatch.auto, Mismatch.off)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token has a weight of its own."""
+        return self in (Mismatch.token_truncate, Mismatch.token_mask)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether large weights are capped; otherwise weights out of bounds are dropped."""
+        return self.value.endswith("truncate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Weights, and where they were changed.
+
+    Attributes:
+        weight: the weights, `[B, T]`, without gradient.
+        dropped: where they were set to 0, bool `[B, T]`.
+        capped: where they were lowered to the upper bound, bool `[B, T]`.
+    """
+
+    weight: Tensor
+    dropped: Tensor
+    capped: Tensor
+
+
+@no_grad
+def mismatch_correction(
+    old_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, mode: Mismatch, *, low: float, high: float
+) -> Correction:
+    """Weights by which the policy-gradient term, and only that, is multiplied; w = exp(sg[lp_old - lp_sampled]).
+
+    truncate: min(w, high). mask: w * 1[low <= w <= high]. off: 1. The sequence modes use the geometric mean over a
+    completion's tokens, which depends on no length and hardly ever leaves the bounds where engine and trainer differ by
+    rounding alone. The sequence_product modes use the product: the ratio of the completion's probabilities. With gaps
+    of 0.05 nats it leaves the bounds from some hundreds of tokens on, and long completions are then mostly dropped.
+    """
+    nowhere = torch.zeros_like(mask)
+    match mode:
+        case Mismatch.off | Mismatch.auto:
+            return Correction(weight=torch.ones_like(old_logprobs), dropped=nowhere, capped=nowhere)
+        case Mismatch.token_truncate | Mismatch.token_mask:
+            weight = token_ratio(old_logprobs, sampled_logprobs)
+        case Mismatch.sequence_truncate | Mismatch.sequence_mask:
+            weight = sequence_ratio(old_logprobs, sampled_logprobs, mask).expand_as(old_logprobs)
+        case Mismatch.sequence_product_truncate | Mismatch.sequence_product_mask:
+            weight = product_ratio(old_logprobs, sampled_logprobs, mask).expand_as(old_logprobs)
+    if mode.truncates:
+        return Correction(weight=weight.clamp(max=high), dropped=nowhere, capped=(weight > high) & mask)
+    inside = (weight >= low) & (weight <= high)
+    return Correction(weight=torch.where(inside, weight, 0.0), dropped=~inside & mask, capped=nowhere)
+
+
+@no_grad
+def far_off_policy(
+    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
+) -> Tensor:
+    """Tokens that DeepSeek-V3.2's off-policy sequence mask drops, bool `[B, T]`. arXiv 2512.02556, equation 9.
+
+    These are the tokens with A < 0 in completions with mean_t(lp_sampled - lp) > limit, in nats per token: completions
+    that have already become far less likely than when they were sampled are not pushed down further. Tokens with A >= 0
+    are never dropped.
+    """
+    distance_B = row_mean(sampled_logprobs - logprobs, mask)
+    return mask & (advantages < 0) & (distance_B > limit).unsqueeze(-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.ops.mask import keep, row_mean, row_sum
+from rlft.algorithm.ops.aggregate import keep, row_mean, row_sum
 from rlft.algorithm.ops.ratio import LOG_RATIO_LIMIT
 from rlft.system.lazy import torch
 

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BradleyTerry(RankingLoss):
-    """margin: m in the module's docstring. An evaluation measures the loss without it."""
+    """The loss above.
+
+    Attributes:
+        margin: m in the module's docstring. An evaluation measures the loss without it.
+    """
 
     margin: float
 

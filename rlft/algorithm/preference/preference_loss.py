@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class RankedValues:
     """What a head makes of K completions of one prompt, `[K]` each.
 
-    Args:
+    Attributes:
         values: the score of the completion; or, of a policy, its log-prob in nats, summed over its tokens.
         lengths: number of its tokens.
         reference: as values, by the reference; None for losses without one.
@@ -72,7 +72,7 @@ class RankingLoss(ABC):
 class PreferenceLoss(RankingLoss):
     """The loss of a ranking. A subclass says what the reward of a completion is, and what a margin costs.
 
-    Args:
+    Attributes:
         sft_coef: weight of the negative log-prob per token of the best completions.
     """
 

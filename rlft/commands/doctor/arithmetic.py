@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rlft.commands.doctor.work import Size, Work
-from rlft.model.layer_sizes import layer_sizes
+from rlft.model.activations import layer_sizes
 
 MIN_REPEATS = 3
 

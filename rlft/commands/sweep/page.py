@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.commands.sweep.space import Interval, Space
-from rlft.commands.watch.report_data import SWEEP as TABLE
+from rlft.commands.watch.report import SWEEP as TABLE
 from rlft.system.files import write_atomically
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rlft.config.bounds import PositiveInt, Seed
 from rlft.config.instantiate import from_mapping
 from rlft.config.overrides import OVERRIDE
 from rlft.runs import run_folder
-from rlft.runs.naming import short_names
+from rlft.runs.find import short_names
 from rlft.runs.paths import is_path_key
 from rlft.types import UserError
 

@@ -13,11 +13,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from rlft.commands.watch.arguments import read_words
+from rlft.commands.watch.runs import read_words
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import visible
-from rlft.runs.naming import one_run, runs_below
+from rlft.runs.find import one_run, runs_below
 from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.system.terminal import say
 from rlft.types import UserError

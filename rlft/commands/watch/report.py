@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import base64
+import csv
 import gzip
 import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft.commands.watch.arguments import read_words
-from rlft.commands.watch.report_data import folders_of, report_of
-from rlft.commands.watch.runs import REPORT
+from rlft.commands.watch import runs as runs_verb
+from rlft.commands.watch.report_completions import choose, safe
+from rlft.commands.watch.runs import REPORT, read_words
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
+from rlft.runs.find import named_folder, short_names
+from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.system import interrupt
 from rlft.system.disk import named_by, writing
 from rlft.system.files import write_atomically
+from rlft.system.terminal import say
 from rlft.types import UserError
 
 USAGE = """\
@@ -101,3 +107,222 @@ def page(data: Mapping[str, Any]) -> str:
 def _allowed(kind: str, texts: list[str]) -> str:
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
     return " ".join([kind, *(f"'sha256-{digest}'" for digest in hashes)])
+
+
+MAX_POINTS = 2000
+"""The most points of a curve; in a longer run neighbours are averaged, and the page says so."""
+
+DIGITS = 5
+MAX_KEYS_OF_LABEL = 3
+SWEEP = "sweep.csv"
+"""The file in a sweep's folder with a line for each job or trial."""
+SEED_KEYS = ("seed", "name", "resume")
+"""Keys in which runs of the same experiment with different seeds may differ."""
+
+Line = Mapping[str, Any]
+
+
+def folders_of(words: Sequence[str]) -> list[Path]:
+    """The named runs; a folder above runs, such as a sweep's, means all runs below it.
+
+    Of several runs, those without metrics are left out, with a line on stderr.
+
+    Raises:
+        UserError: no run is named, or none exists, or none has metrics.
+    """
+    if not words:
+        raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
+    named_runs: list[Path] = []
+    for word in words:
+        runs = runs_in(named_folder(word, "report", say))
+        named_runs += [run for run in runs if run not in named_runs]
+    reported = [run for run in named_runs if has_metrics(run)]
+    if not reported:
+        raise no_metrics(named_runs[0])
+    for run in (run for run in named_runs if run not in reported):
+        say(f"{run} is left out: the run has no {METRICS}")
+    return reported
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in this folder and below it, without damaged ones, about which a line is printed on stderr."""
+    rows = {path: runs_verb.read(path, silent) for path in sorted(runs_verb.run_folders(folder))}
+    runs = [path for path, row in rows.items() if row is not None and row.status != runs_verb.DAMAGED]
+    for path, row in rows.items():
+        if runs and row is not None and path not in runs:
+            say(f"{path} is left out: {row.reason}")
+    if not runs:
+        read(folder, "report")  # says what is missing
+        for path, row in rows.items():
+            if row is not None:
+                raise UserError("report", row.reason, got=path, remedy="restore it from a copy, or name another run")
+        raise UserError("report", "there is no run in that folder", got=folder, remedy="rlft runs lists all runs")
+    return runs
+
+
+def has_metrics(folder: Path) -> bool:
+    return any(read_lines(folder / name, silent) for name in (METRICS, EVALUATIONS))
+
+
+def no_metrics(folder: Path) -> UserError:
+    problem = f"the run has no {METRICS}, which a report needs"
+    return UserError("report", problem, got=folder, remedy="keep jsonl among its loggers")
+
+
+def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together.
+
+    Args:
+        folders: the folders of the runs.
+        max_bytes: the most bytes of completions.
+        words: the folders as they were typed, which may be those of sweeps or above them.
+    """
+    runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
+    configs = [run["config"] for run in runs]
+    for run, label, family in zip(runs, labels(runs), labels(runs, without=SEED_KEYS), strict=True):
+        run |= {"label": label, "family": family}
+    return {
+        "made": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "rlft": rlft.__version__,
+        "runs": runs,
+        "differences": differences(configs),
+        "seeds": same_but_seeds(configs),
+        "sweeps": [sweep for folder in sweep_folders(words, folders) if (sweep := sweep_of(folder)) is not None],
+    }
+
+
+def sweep_folders(words: Sequence[str], runs: Sequence[Path]) -> list[Path]:
+    """The folders that may be those of sweeps: the named ones, and those between them and their runs."""
+    lineage = {}
+    for named in map(Path, words):
+        between = [above for run in runs for above in run.parents if named in above.parents]
+        lineage |= dict.fromkeys([named, *sorted(between)])
+    return list(lineage)
+
+
+def sweep_of(folder: Path) -> dict[str, Any] | None:
+    """The table of a sweep's jobs or trials from its sweep.csv; None for a folder without that file."""
+    try:
+        with (folder / SWEEP).open(newline="", encoding="utf-8") as stream:
+            lines = [[_number(cell) for cell in line] for line in csv.reader(stream)]
+    except (OSError, ValueError, csv.Error):
+        return None
+    if not lines:
+        return None
+    return {"name": safe(str(folder)), "columns": lines[0], "rows": lines[1:]}
+
+
+def _number(cell: str) -> str:
+    """The text of a cell, with numbers rounded as elsewhere on the page."""
+    try:
+        return str(_rounded(float(cell))) if "." in cell or "e" in cell else safe(cell)
+    except ValueError:
+        return safe(cell)
+
+
+def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
+    """The data of one run. Raises UserError if the run has no metrics."""
+    config, row = flatten(read(folder, "report")), runs_verb.read(folder, silent)
+    lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
+    if row is None or not (lines or evaluations):
+        raise no_metrics(folder)
+    points = thinned(lines)
+    return {
+        "name": safe(str(folder)),
+        "verb": row.verb,
+        "status": row.status,
+        "reason": safe(row.reason),
+        "step": row.step,
+        "planned": row.steps,
+        "averaged": len(lines) > MAX_POINTS and round(len(lines) / len(points), 1),
+        "seconds": sum(line.get("time/step") or 0.0 for line in lines),
+        "peak": max((line.get("memory/peak_bytes") or 0 for line in lines), default=0),
+        "steps": [line["step"] for line in points],
+        "metrics": columns(points),
+        "evaluated": [line["step"] for line in evaluations],
+        "evaluations": columns(evaluations),
+        "alarms": alarms_of(folder, lines, evaluations),
+        "config": {safe(name): safe(_text(value)) for name, value in config.items()},
+        "completions": choose(folder, max_bytes).as_dict(),
+    }
+
+
+def thinned(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """At most MAX_POINTS lines: neighbours are averaged, each mean placed at its last step."""
+    if len(lines) <= MAX_POINTS:
+        return [dict(line) for line in lines]
+    kept = []
+    for i in range(MAX_POINTS):
+        neighbours = lines[i * len(lines) // MAX_POINTS : (i + 1) * len(lines) // MAX_POINTS]
+        names = dict.fromkeys(name for line in neighbours for name in line)
+        means: dict[str, Any] = {}
+        for name in names:
+            values = [line[name] for line in neighbours if line.get(name) is not None]
+            means[name] = sum(values) / len(values) if values else None
+        kept.append(means | {"step": neighbours[-1]["step"]})
+    return kept
+
+
+def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
+    """{metric: its value in each line, or None}, without metrics that have no value and without those of alarms."""
+    names = sorted({name for line in lines for name in line} - {"step", "examples"})
+    numbers = [name for name in names if not name.startswith("alarm/")]
+    result = {safe(name): [_rounded(line.get(name)) for line in lines] for name in numbers}
+    return {name: values for name, values in result.items() if any(value is not None for value in values)}
+
+
+def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) -> list[dict[str, Any]]:
+    """The alarms in alarms.jsonl with their texts, and without a text those that only the metrics mention."""
+    logged = read_lines(folder / ALARMS)
+    alarms = [{"step": a["step"], "name": safe(a["name"]), "text": safe(a["text"])} for a in logged]
+    known = {(alarm["step"], alarm["name"]) for alarm in alarms}
+    for line in (*lines, *evaluations):
+        marked = [safe(name.removeprefix("alarm/")) for name in line if name.startswith("alarm/") and line[name]]
+        alarms += [{"step": line["step"], "name": m, "text": ""} for m in marked if (line["step"], m) not in known]
+    return sorted(alarms, key=lambda alarm: alarm["step"])
+
+
+def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """The keys whose values differ between runs, the origin's keys last."""
+    names = dict.fromkeys(name for config in configs for name in config if name != "resume")
+    rows = [{"key": name, "values": [config.get(name, "") for config in configs]} for name in names]
+    return sorted(
+        (row for row in rows if len(set(row["values"])) > 1), key=lambda row: row["key"].startswith(f"{ORIGIN}.")
+    )
+
+
+def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:
+    """A label for each run: the keys in which it differs from the others, or its folder if they are many or none.
+
+    Labels leave out the keys in `without`. If the seed is one of them, all seeds of an experiment have the same label.
+    """
+    rows = [row for row in differences([run["config"] for run in runs]) if not row["key"].startswith(f"{ORIGIN}.")]
+    rows = sorted((row for row in rows if row["key"] not in without), key=lambda row: row["key"] in SEED_KEYS)
+    folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
+    if not 0 < len(rows) <= MAX_KEYS_OF_LABEL:
+        return folders
+    names = short_names([row["key"] for row in rows])
+    texts = [
+        ", ".join(f"{name}={row['values'][i]}" for name, row in zip(names, rows, strict=True)) for i in range(len(runs))
+    ]
+    if "seed" in without:
+        return texts
+    pairs = zip(texts, folders, strict=True)
+    return [f"{text} ({folder})" if texts.count(text) > 1 else text for text, folder in pairs]
+
+
+def same_but_seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    """Groups of two or more runs, by index, that differ only in their seed, name and origin."""
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for index, config in enumerate(configs):
+        kept = {k: v for k, v in config.items() if k not in SEED_KEYS and not k.startswith(f"{ORIGIN}.")}
+        groups.setdefault(tuple(sorted(kept.items())), []).append(index)
+    return [indices for indices in groups.values() if len(indices) > 1]
+
+
+def _rounded(value: Any) -> float | None:
+    return value if not isinstance(value, float) else float(f"{value:.{DIGITS}g}")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.watch.arguments import read_words
+from rlft.commands.watch.runs import read_words
 from rlft.config import command as verbs
 from rlft.config.command import LOSS, Headline
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
@@ -18,7 +18,7 @@ from rlft.logger.loggers import is_declared
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
-from rlft.runs.naming import one_run
+from rlft.runs.find import one_run
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError

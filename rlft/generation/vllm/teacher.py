@@ -23,7 +23,7 @@ from rlft.types import UserError
 class TeacherSettings:
     """What a teacher is started with.
 
-    Args:
+    Attributes:
         model_path: folder or hub name.
         dtype: of its weights, as "bfloat16".
         quantization: None or "4bit" (bitsandbytes, CUDA only).

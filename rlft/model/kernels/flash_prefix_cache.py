@@ -7,13 +7,18 @@ buffer. Nothing is padded, masked or copied: the calls get the beginnings of run
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rlft.model.kernels import flash_attention
 from rlft.model.kernels.attention_blocks import Span
 from rlft.model.kernels.flash_attention import Runs, attend, merge, one_call, row_lengths, runs_of
 from rlft.model.kernels.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from rlft.model.forward import Forward
 
 
 class FlashPrefixCache(PrefixCache):
@@ -69,3 +74,14 @@ class FlashPrefixCache(PrefixCache):
         self._owner = owner_R
         counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
         self._siblings_of = runs_of(counts_U.tolist(), owner_R.device)
+
+
+def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+    """A cache for decoding these prompts; None if the model's attention is not rlft's, or its heads are such that flash
+    attention does not take them on a CUDA GPU."""
+    if not forward.packed:
+        return None
+    model = forward.model
+    if flash_attention.takes(model.dtype, flash_attention.head_size(model), model.device):
+        return FlashPrefixCache(model, prompts, max_tokens)
+    return PrefixCache(model, prompts, max_tokens) if model.device.type == "cpu" else None

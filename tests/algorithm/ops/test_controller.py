@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rlft.algorithm.ops.controller import KLController, next_coefficient
+from rlft.algorithm.ops.kl import KLController, next_coefficient
 
 ADAPTIVE, PROPORTIONAL = KLController.adaptive, KLController.proportional
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rlft.algorithm.ops.likelihood import negative_log_likelihood
+from rlft.algorithm.ops.aggregate import negative_log_likelihood
 
 
 def test_it_is_the_mean_over_masked_tokens_of_minus_their_logprob():

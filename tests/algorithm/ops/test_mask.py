@@ -1,6 +1,6 @@
 import torch
 
-from rlft.algorithm.ops.mask import keep, max_abs, row_mean, row_sum
+from rlft.algorithm.ops.aggregate import keep, max_abs, row_mean, row_sum
 
 nan, inf = float("nan"), float("inf")
 MASK = torch.tensor([[False, True, True], [True, False, False], [False, False, False]])

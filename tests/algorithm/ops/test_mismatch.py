@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rlft.algorithm.ops.mismatch import Mismatch, far_off_policy, mismatch_correction
+from rlft.algorithm.ops.ratio import Mismatch, far_off_policy, mismatch_correction
 
 # The trainer finds the sampled tokens 4, 1 and 0.25 times as likely as the generator did (geometric mean 1), and in the
 # second row 4, 4 times (geometric mean 4). Junk outside the mask.

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from rlft.commands.sweep import checks, command, page, record
 from rlft.commands.sweep.study import Study, TrialRun
-from rlft.commands.watch.report_data import sweep_of
+from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
 from rlft.types import UserError
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.commands.watch import report, report_completions, report_data
+from rlft.commands.watch import report, report_completions
+from rlft.commands.watch.report import MAX_POINTS, report_of, same_but_seeds, thinned
 from rlft.commands.watch.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose, fitting
-from rlft.commands.watch.report_data import MAX_POINTS, report_of, same_but_seeds, thinned
 from rlft.logger.jsonl import encode
 from rlft.logger.rollouts import rollout_files, token_fields
 from rlft.types import TokenValues
@@ -153,7 +153,7 @@ def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run: Callable[..
 
 def test_a_folder_above_runs_stands_for_all_of_them(make_run: Callable[..., Path]) -> None:
     first, second = make_run("a"), make_run("b")
-    assert report_data.folders_of([str(first.parent), str(second)]) == [first, second]
+    assert report.folders_of([str(first.parent), str(second)]) == [first, second]
 
 
 def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Path]) -> None:
@@ -161,14 +161,14 @@ def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Pa
     (run.parent / "sweep.csv").write_text(
         "trial,state,trainer.lr,accuracy\n1,complete,0.000123456789,0.5\n0,<b>,0.01,\n"
     )
-    assert report_data.report_of([run], 1000, ["nowhere", str(run)])["sweeps"] == []
-    [sweep] = report_data.report_of([run], 1000, [str(run.parent)])["sweeps"]
+    assert report.report_of([run], 1000, ["nowhere", str(run)])["sweeps"] == []
+    [sweep] = report.report_of([run], 1000, [str(run.parent)])["sweeps"]
     assert sweep == {
         "name": str(run.parent),
         "columns": ["trial", "state", "trainer.lr", "accuracy"],
         "rows": [["1", "complete", "0.00012346", "0.5"], ["0", "<b>", "0.01", ""]],
     }
-    above = report_data.report_of([run], 1000, [str(run.parent.parent)])["sweeps"]
+    above = report.report_of([run], 1000, [str(run.parent.parent)])["sweeps"]
     assert above == [sweep], "of a folder above sweeps each has its table"
 
 
@@ -282,7 +282,7 @@ def test_of_a_folder_above_runs_those_without_metrics_are_left_out(make_run: Cal
     good, bad = make_run("good"), make_run("loading")
     for name in ("metrics.jsonl", "eval.jsonl"):
         (bad / name).unlink()
-    assert report_data.folders_of([str(good.parent)]) == [good]
+    assert report.folders_of([str(good.parent)]) == [good]
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

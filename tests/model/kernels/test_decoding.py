@@ -7,8 +7,7 @@ import torch
 
 from rlft.model.forward import choose
 from rlft.model.kernels import flash_attention
-from rlft.model.kernels.decoding import open_prefix_cache
-from rlft.model.kernels.flash_prefix_cache import FlashPrefixCache
+from rlft.model.kernels.flash_prefix_cache import FlashPrefixCache, open_prefix_cache
 from rlft.model.kernels.prefix_cache import PrefixCache
 
 PROMPTS = [[5, 6], [7]]

@@ -8,8 +8,7 @@ import torch
 
 from rlft.generation.transformers import RepeatedCache
 from rlft.model.forward import choose
-from rlft.model.kernels.decoding import open_prefix_cache
-from rlft.model.kernels.flash_prefix_cache import FlashPrefixCache
+from rlft.model.kernels.flash_prefix_cache import FlashPrefixCache, open_prefix_cache
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlft.model.forward import choose
-from rlft.model.kernels.decoding import open_prefix_cache
+from rlft.model.kernels.flash_prefix_cache import open_prefix_cache
 from rlft.model.kernels.prefix_cache import PrefixCache
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
