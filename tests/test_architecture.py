@@ -69,7 +69,7 @@ SEEN_IN_USE = {
     "commands": {"own", "plan_page", "policy_page", "recipes", "resume", "train", "doctor/page", "sweep/job_process"},
     "data": {"lines"},
     "environment": {"dialect", "endpoint/bodies", "endpoint/replies", "endpoint/trajectory"},
-    "loop": {"conversing", "outcome", "saving"},
+    "loop": {"saving"},
     "plan": {"adapters", "environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes",
              "shown", "startup_table"},
     "system": {"process/ray_keeper"},

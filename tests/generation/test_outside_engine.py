@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Self
 
-from rlft.generation.engine import Engine, Missing, Opening
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
 from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
 from rlft.config.bounds import NonNegativeInt, PositiveInt
-from rlft.types import Adapter, Completion, FinishReason, Generator, Group, Prompt, Rollout, Sampling
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
 from rlft.types import ToolCall, Turn, UserError
 
 
@@ -60,13 +60,13 @@ class Canned(Engine):
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
         yield replace(self, megabytes=1)
 
-    def open(self, opening: Opening) -> Generator:
-        return Cans(self, opening)
+    def open(self, args: EngineArgs) -> Generator:
+        return Cans(self, args)
 
 
 class Cans(Generator):
-    def __init__(self, keys: Canned, opening: Opening) -> None:
-        self.keys, self.opening, self.version, self.calls = keys, opening, None, 0
+    def __init__(self, keys: Canned, args: EngineArgs) -> None:
+        self.keys, self.args, self.version, self.calls = keys, args, None, 0
         self.write("opened")
 
     def write(self, text: str) -> None:
@@ -88,7 +88,7 @@ class Cans(Generator):
 
     def rollout(self, prompt: Prompt, seed: int) -> Rollout:
         text = self.keys.texts[seed % len(self.keys.texts)].replace("{answer}", prompt.answer)
-        tokenizer = self.opening.tokenizer
+        tokenizer = self.args.tokenizer
         if self.keys.talks:
             return Rollout(prompt=prompt, completion=self.talk(text, seed), policy_version=self.version)
         ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
@@ -99,7 +99,7 @@ class Cans(Generator):
 
     def talk(self, text: str, seed: int) -> Completion:
         # A first turn that calls a tool and earns something or nothing, the answer of the tool, and the text.
-        ids = self.opening.tokenizer
+        ids = self.args.tokenizer
         question, answer, end = (ids(t, add_special_tokens=False)["input_ids"] for t in ("2+2", "\\n4\\n", text))
         mask = (True,) * len(question) + (False,) * len(answer) + (True,) * (len(end) + 1)
         call = ToolCall(name="add", arguments="2+2", answer="4", failed=seed % 5 == 0)

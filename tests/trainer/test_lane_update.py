@@ -13,7 +13,7 @@ from torch import Tensor
 import rlft
 from rlft.config.model import CriticKind
 from rlft.config.schema import RunConfig
-from rlft.loop.session import update_settings
+from rlft.loop.parts import update_settings
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
 from rlft.trainer.lane_update import Gradients, metrics_of, update_in_lanes

@@ -14,7 +14,7 @@ from typing import Protocol
 from rlft.commands.sweep.measure import curve
 from rlft.commands.sweep.trials import Trial, Trials
 from rlft.logger.jsonl import EVALUATIONS
-from rlft.loop.shell import BrokenRunError
+from rlft.loop.driver import BrokenRunError
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.system.crash import UnforeseenError, explains_itself, one_line
 from rlft.system.out_of_memory import OutOfMemoryError

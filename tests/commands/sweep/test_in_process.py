@@ -15,8 +15,8 @@ from rlft.commands.sweep.runs import FailedError, PrunedError, Run
 from rlft.commands.sweep.space import Space
 from rlft.commands.sweep.trials import Trial
 from rlft.logger.jsonl import METRICS, read_lines
+from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
-from rlft.loop.shell import BrokenRunError
 from rlft.runs import run_status
 from rlft.runs.run_folder import read
 from rlft.types import UserError
