@@ -158,10 +158,6 @@ class EnginePool(Generator):
         self._is_closed = False
         self._slots = [Slot(spec=spec, member=launcher.start(spec)) for spec in specs]
 
-    @property
-    def num_engines(self) -> int:
-        return len(self._slots)
-
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def load(self, adapter: Adapter) -> None:
         from safetensors.torch import save
