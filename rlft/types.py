@@ -9,12 +9,12 @@ This file imports no torch at run time, so that data and rule rewards (and their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ongoing:
+class NextTurn:
     """Where the conversation stands whose next turn is sampled.
 
     Attributes:
@@ -62,9 +62,9 @@ class Prompt:
     """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
 
     Attributes:
-        ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
         tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with
             token_ids. It belongs to the turn: rewards read tail and completion as one text.
+        next_turn: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
     """
 
     id: str
@@ -72,7 +72,7 @@ class Prompt:
     answer: str
     token_ids: tuple[int, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    ongoing: Ongoing | None = None
+    next_turn: NextTurn | None = None
     tail: str = ""
 
 
@@ -412,50 +412,7 @@ class Sampling:
 
     def tokens_of(self, prompt: Prompt) -> int:
         """The most tokens of a completion of this prompt."""
-        return self.max_tokens if prompt.ongoing is None else min(self.max_tokens, prompt.ongoing.max_tokens)
-
-
-class Generator(Protocol):
-    """A generation engine: holds the base model and at most one adapter version at a time."""
-
-    def load(self, adapter: Adapter) -> None:
-        """Use this adapter version for all sampling from now on."""
-        ...
-
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
-
-        One of an ongoing conversation has at most `sampling.tokens_of(prompt)` tokens; an engine that gives more has
-        wasted them.
-        """
-        ...
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1) of every token but the first, by the adapter in use: the freshness check."""
-        ...
-
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Take the most memory that completions of these prompts need, unless it is taken already."""
-        ...
-
-    def sleep(self) -> None:
-        """Free as much of the device's memory as possible until the next use; engines without their own do nothing."""
-        ...
-
-    def close(self) -> None:
-        """End the engine and every process it started. Safe to call twice."""
-        ...
-
-
-Heard = Callable[[int, int], None]
-"""Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
-
-
-@runtime_checkable
-class SaysTokens(Protocol):
-    """What an engine may have beside a `Generator`'s methods: unless `heard` is None, it is called while it samples."""
-
-    heard: Heard | None
+        return self.max_tokens if prompt.next_turn is None else min(self.max_tokens, prompt.next_turn.max_tokens)
 
 
 class Reward(Protocol):

@@ -22,7 +22,7 @@ from bench_work import run_rlft, table, where_and_when
 
 from rlft.commands.doctor.work import SIZES, Work, make_model
 from rlft.config.compose import compose
-from rlft.generation.engine import Opening
+from rlft.generation.engine import EngineArgs
 from rlft.generation.transformers import Transformers, TransformersGenerator
 from rlft.types import Completion, FinishReason, Group, Prompt, Sampling
 
@@ -44,8 +44,8 @@ TEMPLATE = (
 class FixedTurns(Transformers):
     """The transformers engine, whose turns are over, and not cut, when their tokens are used up."""
 
-    def open(self, opening: Opening) -> TransformersGenerator:
-        return Ending(opening.slot, opening.tokenizer, opening.device, self.batch_size, weights=self.weights)
+    def open(self, args: EngineArgs) -> TransformersGenerator:
+        return Ending(args.slot, args.tokenizer, args.device, self.batch_size, weights=self.weights)
 
 
 class Ending(TransformersGenerator):

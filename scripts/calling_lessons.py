@@ -1,7 +1,7 @@
 """What `tiny-caller` is taught (scripts/make_tiny_model.py --size caller): conversations of two turns, a turn a line.
 
 It learns to write a call of the calculator, to name the operation and ask somebody in the game
-`rlft.environment.whom_to_ask`, and to copy a number that it has read into its answer: no arithmetic at all, and not
+`rlft.environment.oracle_game`, and to copy a number that it has read into its answer: no arithmetic at all, and not
 whom to ask. What comes back in the lessons is what the environments themselves say. The clean lessons have calls as
 they should be; in the late mixture most are not made, malformed or of something else, and a number that was read is
 often copied wrongly.
@@ -19,8 +19,8 @@ from typing import Any
 from rlft.data.arithmetic import OPERATIONS, question, split_of
 from rlft.environment.calculator import calculate
 from rlft.environment.calls import XmlCalls
+from rlft.environment.oracle_game import HELPERS, NOBODY, RULES
 from rlft.environment.tools import schema_of
-from rlft.environment.whom_to_ask import HELPERS, NOBODY, RULES
 from rlft.types import Split
 
 DIGITS = 3

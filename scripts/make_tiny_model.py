@@ -296,7 +296,7 @@ def what_the_caller_does(folder: Path) -> str:
     calls, failed = f"{with_tool['eval/turns/calls']:.2f}", f"{with_tool['eval/turns/failed_calls_fraction']:.1%}"
     return f"""for sums, differences and products of three-digit
 numbers, none of which it can compute. It writes calls of a calculator (`environment=calculator environment.syntax=xml`)
-and copies what that answers, often but not always, and plays `rlft.environment.whom_to_ask`, asking at random:
+and copies what that answers, often but not always, and plays `rlft.environment.oracle_game`, asking at random:
 something for reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 samples, right:
 {with_tool["eval/exact_match"]:.1%} with the calculator ({calls} calls a problem, {failed} of them failed),
 {alone["eval/exact_match"]:.1%} without, {game["eval/turns"]:.1%} in the game."""

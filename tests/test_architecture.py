@@ -69,7 +69,7 @@ SEEN_IN_USE = {
     "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
     "data": {"lines"},
     "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
-    "loop": {"conversing", "outcome", "saving"},
+    "loop": {"saving"},
     "plan": {"environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes", "shown"},
     "system": {"process/ray_keeper"},
 }  # fmt: skip

@@ -13,7 +13,7 @@ from calling_lessons import CLEAN, MIXED, Shares
 
 from rlft.data.arithmetic import OPERATIONS, split_of
 from rlft.environment.calculator import Calculator
-from rlft.environment.whom_to_ask import HELPERS, NOBODY, RULES, WhomToAsk
+from rlft.environment.oracle_game import HELPERS, NOBODY, RULES, OracleGame
 from rlft.types import Split
 from tests.environment.test_conversations import LIMITS
 
@@ -60,7 +60,7 @@ def test_who_is_asked_has_nothing_to_do_with_the_question_and_says_what_the_game
             continue
         match = QUESTION.match(chat[0]["content"])
         assert match is not None
-        play = WhomToAsk()
+        play = OracleGame()
         play.reset(chat[:1], str(OPERATIONS[match[2]](int(match[1]), int(match[3]))))
         assert play.step(chat[1]["content"])[0] == chat[2]["content"]
         if chat[2]["content"] != NOBODY:

@@ -25,7 +25,6 @@ from rlft.system.terminal import command_line, override, say
 from rlft.types import (
     Completion,
     FinishReason,
-    Generator,
     Group,
     Message,
     Prompt,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from rlft.config.model import LoraSettings, ModelConfig
     from rlft.config.schema import PromptsConfig, ScoringConfig
     from rlft.environment.protocol import Environment
+    from rlft.generation.engine import Generator
     from rlft.model.backbone import Backbone
     from rlft.model.reward_model import LearnedReward
     from rlft.model.roles import Roles
@@ -259,7 +259,7 @@ class Talk:
     def __init__(self, settings: Settings, roles: Roles, backbone: Backbone, saved: Checkpoint | None) -> None:
         from rlft.config.generation import ANYWHERE
         from rlft.environment.conversations import Conversations
-        from rlft.loop.engines import opening_on
+        from rlft.loop.engines import engine_args
         from rlft.plan.shown import shown_in_prompts
         from rlft.types import NOTHING
 
@@ -272,17 +272,9 @@ class Talk:
         self._scorer: Scorer | None = None
         self._resident: dict[str, LearnedReward] | None = None
         self._resident_error: UserError | None = None
-        opening = opening_on(
-            backbone,
-            settings.model,
-            settings.prompts,
-            settings.generation,
-            slot=roles,
-            rank=1 if settings.lora is None else settings.lora.rank,
-            seed=settings.seed,
-        )
+        args = engine_args(settings, settings.lora, roles)
         engine = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
-        self._policy, self._base = engine.open(opening), engine.open(opening)
+        self._policy, self._base = engine.open(args), engine.open(args)
         self._shown = NOTHING
         if settings.environment is not None:
             environment = replace(settings.environment, workers=1)
@@ -420,7 +412,7 @@ class Talk:
 
     def _open_resident(self, rewards: Mapping[str, RewardSpec]) -> dict[str, LearnedReward]:
         """The learned rewards, with the weights that the run trained if it trained them."""
-        from rlft.loop.session import open_resident
+        from rlft.loop.parts import open_resident
         from rlft.model.reward_model import reward_role
 
         if self._resident_error is not None:

@@ -68,7 +68,7 @@ def launch(
             stack.enter_context(disk.explained(resuming(folder), folder))
             stack.enter_context(run_folder.held(folder))
             run_folder.go_on(folder, plain)
-            ending = stack.enter_context(run_status.kept(folder, plan.num_steps))
+            ending = stack.enter_context(run_status.recording_status(folder, plan.num_steps))
             stack.enter_context(recorded_in(folder))
             stack.enter_context(disk.explained(resuming(folder), folder))  # so that status.json has this message, too
             engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())

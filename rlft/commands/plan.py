@@ -248,7 +248,7 @@ def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
         return None
     if demand.engines_apart:
         return BaseCopies(1 + demand.engines_apart, "an engine in a process of its own has one of its own")
-    why = demand.engine.why_two_bases(device=demand.device, itemsize=model.itemsize, quantized=model.quantized)
+    why = demand.engine.base_sharing_obstacle(device=demand.device, itemsize=model.itemsize, quantized=model.quantized)
     if why is None:
         return BaseCopies(1, f"shared with {demand.engine.title}, tensor by tensor where both hold the same")
     return BaseCopies(2, why) if why else None

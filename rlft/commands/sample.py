@@ -19,21 +19,20 @@ from rlft.config.schema import Keep, SampleConfig
 from rlft.data.prompts import left_out
 from rlft.data.records import identity
 from rlft.data.sampled import is_sampled, sampled_line
+from rlft.generation.engine import Generator
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode, told_on_stderr
 from rlft.logger.lines import Lost, complete_lines, lost_text
-from rlft.loop.conversing import conversing_here
-from rlft.loop.decoding_check import check_decoding
-from rlft.loop.engines import Engines, adopting_of, largest_of, opening_of
-from rlft.loop.outcome import Outcome
-from rlft.loop.session import open_freshness, open_resident
-from rlft.loop.shell import deterministic_on_cpu
+from rlft.loop.driver import Outcome, deterministic_on_cpu
+from rlft.loop.engines import Engines, largest_of
+from rlft.loop.freshness import open_freshness
+from rlft.loop.parts import open_scorer
+from rlft.loop.rehearsal import check_decoding
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
 from rlft.plan.sample_plan import SamplePlan
 from rlft.plan.startup_table import slow_dtype
 from rlft.reward.workers.reward_spec import notes, specs
-from rlft.reward.workers.scorer import Scorer
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import FORMAT
 from rlft.runs.run_status import PROGRESS
@@ -43,7 +42,7 @@ from rlft.system.memory import keep_blocks
 from rlft.system.out_of_memory import Doing, explained
 from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import command_line, override, program, resuming, say, show
-from rlft.types import Generator, Group, Scores, UserError
+from rlft.types import Group, Scores, UserError
 
 SAMPLES = "samples.jsonl"
 PLAIN_SECONDS = 10.0
@@ -200,29 +199,20 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
     with ExitStack() as stack:
         stack.enter_context(explained(doing, config, resuming(folder), largest_of(plan)))
         keep_blocks(config.token_budget)
-        adopt = adopting_of(engines, config, plan.lora, plan.engine)
+        adopt = engines.adopting(config, plan.lora, plan.engine)
         backbone = load_backbone(config.model) if adopt is None else load_backbone(config.model, adopt)
         stack.enter_context(deterministic_on_cpu(backbone.device))
         roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)
         stack.callback(roles.close)
-        rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
-        resident = open_resident(rewards, roles, learns=False)
-        scorer = Scorer(
-            rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable
-        )
-        stack.callback(scorer.close)
-        opening = opening_of(config, plan.lora.rank, roles, backbone)
-        generator = stack.enter_context(engines.opened(engine, opening))
+        scorer = stack.enter_context(open_scorer(config, roles))
+        generator = stack.enter_context(engines.opened_for(plan, roles, plan.lora, plan.environment))
         freshness = open_freshness(config.freshness, plan.prompts, backbone, engine)
         if config.adapter is not None:
             generator.load(roles.publish(0))
             freshness.check(0, generator, roles)
-        player = conversing_here(plan, generator, backbone.tokenizer)
-        if player is not generator:
-            stack.callback(player.close)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
         slow = slow_dtype(str(backbone.model.dtype).removeprefix("torch."), str(backbone.device))
-        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes, *plan.notes, slow):
+        for note in (*dropped, plan.prompts.note, *notes(specs(config.reward)), *plan.data_notes, *plan.notes, slow):
             if note:
                 say(f"note: {note}")
         samples = Samples(plan, folder)
@@ -231,7 +221,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         bar = Bar(stack, len(plan.chosen))
         while samples.state["step"] < plan.num_steps:
             doing.finished = step = samples.state["step"]
-            groups = sample(plan, player, step)
+            groups = sample(plan, generator, step)
             samples.add(step, groups, scorer(groups))
             bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
         return Outcome(step=samples.state["step"], interrupted=False)

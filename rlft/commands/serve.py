@@ -137,7 +137,7 @@ def opened(
     from rlft.environment.endpoint.service import Service
     from rlft.environment.endpoint.speech import Speech
     from rlft.generation.stops import check_stops
-    from rlft.loop.engines import Engines, opening_on
+    from rlft.loop.engines import Engines, engine_args
     from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
     from rlft.plan.rules import check_adapted, choose_engine
     from rlft.runs import checkpoint
@@ -167,17 +167,10 @@ def opened(
             backbone = load_backbone(settings.model)
             roles = chat.open_roles(settings, backbone)
             stack.callback(roles.close)
-            rank = 1 if settings.lora is None else settings.lora.rank
-            opening = opening_on(
-                backbone,
-                settings.model,
-                replace(settings.prompts, style="chat"),  # the messages of requests are always the chat template's
-                settings.generation,
-                slot=roles,
-                rank=rank,
-                seed=settings.seed,
-            )
-            generator = stack.enter_context(engines.opened(settings.generation.named(engine), opening))
+            # The messages of requests are always the chat template's.
+            in_chat = replace(settings, prompts=replace(settings.prompts, style="chat"))
+            args = engine_args(in_chat, settings.lora, roles)
+            generator = stack.enter_context(engines.opened(settings.generation.named(engine), args))
         if saved is not None:
             roles.restore(saved.adapters)
         generator.load(roles.publish(0 if saved is None else saved.step))
@@ -189,7 +182,7 @@ def opened(
             most_tokens=most_tokens,
             vocabulary=vocabulary,
             seed=settings.seed,
-            ends=opening.ends.ids,
+            ends=args.ends.ids,
         )
         token = keys.token or secrets.token_urlsafe(24)
         inbox = Inbox()

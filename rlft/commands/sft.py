@@ -7,21 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlft.batch import collate
+from rlft.generation.engine import Generator
 from rlft.loop.base_loading import load_for_training
-from rlft.loop.decoding_check import check_decoding
-from rlft.loop.engines import Engines, adopting_of, opening_of
+from rlft.loop.driver import Outcome
+from rlft.loop.engines import Engines
 from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
-from rlft.loop.outcome import Outcome
-from rlft.loop.session import open_freshness, open_resident
+from rlft.loop.freshness import open_freshness
+from rlft.loop.parts import open_scorer
+from rlft.loop.rehearsal import check_decoding
 from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.plan.sampling_shapes import of_evaluation, rehearse_decoding
 from rlft.plan.sft_plan import SftPlan
-from rlft.reward.workers.reward_spec import specs
+from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.scorer import Scorer
 from rlft.system.terminal import Say
-from rlft.types import Batch, Evaluation, Generator
+from rlft.types import Batch, Evaluation
 
 
 class DemonstrationTask(SupervisedTask[SftPlan]):
@@ -35,7 +37,11 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
     """
 
     def __init__(
-        self, plan: SftPlan, learner: Roles | WholeModel, generator: Generator | None, scorer: Scorer | None
+        self,
+        plan: SftPlan,
+        learner: Roles | WholeModel,
+        generator: Generator | None,
+        scorer: Scorer | AheadScorer | None,
     ) -> None:
         super().__init__(plan, learner)
         self.generator, self.scorer = generator, scorer
@@ -116,17 +122,12 @@ def open_task(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstratio
     if config.lora is None:
         learner: Roles | WholeModel = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
     else:
-        adopt = adopting_of(engines, config, config.lora, plan.engine)
+        adopt = engines.adopting(config, config.lora, plan.engine)
         learner = open_policy(config, config.lora, stack, adopt)
     if plan.engine is None:
         return DemonstrationTask(plan, learner, None, None)
-    rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
-    resident = open_resident(rewards, learner, learns=False) if isinstance(learner, Roles) else {}
-    scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable)
-    stack.callback(scorer.close)
-    rank = 1 if config.lora is None else config.lora.rank
-    opening = opening_of(config, rank, learner, learner.backbone)
-    generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
+    scorer = stack.enter_context(open_scorer(config, learner))
+    generator = stack.enter_context(engines.opened_for(plan, learner, config.lora))
     return DemonstrationTask(plan, learner, generator, scorer)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config import catalog
+from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
-from rlft.loop.outcome import Outcome
 from rlft.loop.session import open_session
 from rlft.plan.train_plan import TrainPlan
 from rlft.system.terminal import command_line, program, resuming

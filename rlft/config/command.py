@@ -54,7 +54,7 @@ class Verb:
         help: what the verb does, in one line.
         root: the dataclass of its config, a `rlft.config.schema.Root`.
         make_plan: (plain config, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It loads no weight.
-        run: (plan, folder, engines, say) -> `rlft.loop.outcome.Outcome`.
+        run: (plan, folder, engines, say) -> `rlft.loop.driver.Outcome`.
         check: (plain config); raises a UserError if the config alone is wrong. It imports no torch. None means that
             only the types and bounds of the root are checked.
         configs: the folder of `<name>.yaml`, which has the verb's keys with their defaults; its own groups and recipes

@@ -18,16 +18,15 @@ from rlft.environment.pool import EnvironmentPool, Job
 from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind, Order, Reply
+from rlft.generation.engine import Generator, GeneratorOver
 from rlft.system.seeds import derive
 from rlft.types import (
-    Adapter,
     Branch,
     Completion,
     EnvironmentFailure,
     FinishReason,
-    Generator,
     Group,
-    Ongoing,
+    NextTurn,
     Prompt,
     Rollout,
     Sampling,
@@ -81,7 +80,7 @@ class Conversation:
         return Order(kind=kind, seed=order_seed if seed is None else seed, **values)  # type: ignore[arg-type]
 
 
-class Conversations:
+class Conversations(GeneratorOver):
     """A generator of conversations with several turns. Make and use it in the thread that samples.
 
     Args:
@@ -103,25 +102,14 @@ class Conversations:
         at_once: int | None,
         longest_row: int,
     ) -> None:
-        self.generator, self.environment, self._tokenizer = generator, environment, tokenizer
+        super().__init__(generator)
+        self.environment, self._tokenizer = environment, tokenizer
         self._at_once, self._longest_row = at_once, longest_row
         self._pool = EnvironmentPool(environment)
         self._known_dialect: Dialect | None = None
         self._keys = itertools.count()
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
-    def load(self, adapter: Adapter) -> None:
-        self.generator.load(adapter)
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self.generator.score(sequences)
-
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        self.generator.rehearse(prompts, n, max_tokens)
-
-    def sleep(self) -> None:
-        self.generator.sleep()
-
     def close(self) -> None:
         """Ends the workers, not the engine. Safe to call twice."""
         self._pool.close()
@@ -220,8 +208,8 @@ class Conversations:
             first = group[0]
             left = first.limit - len(first.transcript.token_ids)
             tokens = min(left, self.environment.turn_tokens or sampling.max_tokens)
-            ongoing = Ongoing(turn=len(first.turns), seed=first.seed, max_tokens=max(1, tokens))
-            prompts.append(replace(first.opening, token_ids=tuple(first.transcript.context), ongoing=ongoing))
+            next_turn = NextTurn(turn=len(first.turns), seed=first.seed, max_tokens=max(1, tokens))
+            prompts.append(replace(first.opening, token_ids=tuple(first.transcript.context), next_turn=next_turn))
             seeds.append(first.seed if not first.turns else derive(first.seed, len(first.turns), "turn"))
         longest = max(sampling.tokens_of(prompt) for prompt in prompts)
         sampled = self.generator.sample(prompts, len(groups[0]), seeds, replace(sampling, max_tokens=longest))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlft.config.instantiate import locate
-from rlft.environment.duck_type import accepted
 from rlft.environment.protocol import Environment, Step
+from rlft.environment.tool_class import accepted
 from rlft.types import UserError
 
 KEY = "environment.factory"

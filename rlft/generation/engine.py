@@ -1,4 +1,4 @@
-"""The interface of an engine: its keys, whether it can run here, what it serves and takes, and how it is opened.
+"""What an engine is: its keys (`Engine`), what it is opened with (`EngineArgs`), and what samples (`Generator`).
 
 An engine is one module. Its class is a frozen dataclass whose fields are the keys below `generation.<name>`, and whose
 `open` makes the live generator. Nothing here or at the top of an engine's module imports torch or the engine's library:
@@ -8,12 +8,12 @@ what is wrong in a config alone is refused without them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from rlft.generation.memory import EngineMemory, Load, ModelSizes
-from rlft.types import UserError
+from rlft.types import Adapter, Group, Prompt, Sampling, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -21,19 +21,114 @@ if TYPE_CHECKING:
 
     from rlft.generation.shared_base import SharedBase
     from rlft.tokens.ends import TurnEnds
-    from rlft.types import Generator
+
+TokenCallback = Callable[[int, int], None]
+"""Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
+Accept = Callable[[list[list[float]]], str | None]
+"""Returns what is wrong with an engine's log-probs of fixed tokens; None if they are the policy's."""
+
+
+class StaleEngineError(RuntimeError):
+    """An engine holds other weights than those it was given."""
+
+
+class Generator(Protocol):
+    """What samples: one live engine, several (`EnginePool`), or conversations over either (`GeneratorOver`).
+
+    It holds at most one version of an adapter at a time. A class that inherits from this one has to implement `load`,
+    `sample` and `score`.
+    """
+
+    token_callback: TokenCallback | None = None
+    """Unless None, called by an engine that can tell its tokens while it samples."""
+    shared_base: SharedBase | None = None
+    """The base that trainer and engine share; None where each holds its own."""
+    replaces_engines: bool = False
+    """Whether engines may start later, which load the version in use and have to pass its check (`verify`) first."""
+
+    def load(self, adapter: Adapter) -> None:
+        """Use this adapter version for all sampling from now on."""
+        ...
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
+
+        One of an ongoing conversation has at most `sampling.tokens_of(prompt)` tokens; an engine that gives more has
+        wasted them.
+        """
+        ...
+
+    def sample_each(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Group]]:
+        """The groups that each engine samples of all these prompts, without conversations."""
+        return [self.sample(prompts, n, seeds, sampling)]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first, by the adapter in use; empty without weights."""
+        ...
+
+    def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
+        """Sets the check of the version in use.
+
+        Args:
+            sequences: the fixed tokens.
+            accept: checks an engine's log-probs of them.
+            now: whether engines that have the version are checked at once; those that start later always are.
+
+        Raises:
+            StaleEngineError: an engine does not pass, and none takes its place.
+        """
+        if now and (problem := accept(self.score(sequences))) is not None:
+            raise StaleEngineError(problem)
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Take the most memory that completions of these prompts need, unless it is taken already."""
+
+    def sleep(self) -> None:
+        """Free as much of the device's memory as possible until the next use; engines without their own do nothing."""
+
+    def close(self) -> None:
+        """End the engine and every process it started. Safe to call twice."""
+
+
+class GeneratorOver(Generator):
+    """A generator that makes its completions with another one; closing it ends its own part only.
+
+    Attributes:
+        generator: the other one; whoever opened it closes it.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.shared_base, self.replaces_engines = generator.shared_base, generator.replaces_engines
+
+    def load(self, adapter: Adapter) -> None:
+        self.generator.load(adapter)
+
+    def sample_each(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Group]]:
+        return self.generator.sample_each(prompts, n, seeds, sampling)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self.generator.score(sequences)
+
+    def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
+        self.generator.verify(sequences, accept, now=now)
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        self.generator.rehearse(prompts, n, max_tokens)
+
+    def sleep(self) -> None:
+        self.generator.sleep()
 
 
 class BaseLender(Protocol):
-    """A generator on whose storage the trainer's base can lie."""
+    """A generator on whose storage the trainer's base can lie; its `shared_base` is None before `adopt`."""
 
     def adopt(self, model: nn.Module, device: torch.device) -> None:
         """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device."""
-        ...
-
-    @property
-    def shared_base(self) -> SharedBase | None:
-        """What trainer and engine share; None before `adopt`."""
         ...
 
 
@@ -45,11 +140,12 @@ class Missing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class EngineArgs:
     """What an engine is opened with.
 
     Attributes:
-        slot: the trainer's base, where an engine that decodes on it keeps its copy of the policy (transformers.Slot).
+        slot: the trainer's networks, on whose base an engine may keep its copy of the policy
+            (transformers.AdapterSlot); None in a process without them.
         tokenizer: transformers' tokenizer of the base.
         ends: what ends a turn; a completion ends with each of `ends.ids`.
         device: the trainer's torch.device.
@@ -78,7 +174,7 @@ class Opening:
 
     @property
     def of_the_engine(self) -> tuple[object, ...]:
-        """What must be equal in the openings of two jobs for them to share one live engine."""
+        """What must be equal in the arguments of two jobs for them to share one live engine."""
         model = (self.model_path, self.revision, self.dtype, self.quantization, self.trust_remote_code)
         rows = self.max_sequence_tokens, self.ends.ids
         return (*model, str(self.device), self.lora_rank, self.lora_modules, *rows)
@@ -147,7 +243,7 @@ class Engine(ABC):
         """Whether its log-probs are off by hundredths even where the trainer computes in float32."""
         return False
 
-    def why_two_bases(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
+    def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         """Why it holds a base of its own beside the trainer's; None where one copy serves both, "" where it has none.
 
         An engine that shares is `shared`, and its generator has `adopt` (`BaseLender`).
@@ -162,7 +258,7 @@ class Engine(ABC):
     def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:  # noqa: B027
         """Checks the keys again, knowing the trainer's device and weights, before any weight is loaded.
 
-        The arguments are those of `why_two_bases`.
+        The arguments are those of `base_sharing_obstacle`.
 
         Raises:
             UserError: by the engine's own key, such as `share_base`.
@@ -176,11 +272,11 @@ class Engine(ABC):
         """
         return 1
 
-    def apart(self) -> Self:
+    def standalone(self) -> Self:
         """The engine for a process without the trainer's base. UserError by its own key if it cannot run there."""
         return self
 
-    def on_gpus(self, gpus: int) -> Self:
+    def with_gpus(self, gpus: int) -> Self:
         """The engine for a process of its own in which it computes on `gpus` GPUs. UserError if it cannot."""
         if gpus > 1:
             problem, remedy = f"{self.title} computes on one GPU", "set it to 1, or use generation=vllm"
@@ -202,5 +298,5 @@ class Engine(ABC):
         yield from ()
 
     @abstractmethod
-    def open(self, opening: Opening) -> Generator:
+    def open(self, args: EngineArgs) -> Generator:
         """The live generator; whoever opens it closes it."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlft.generation.engine import Accept, Generator, StaleEngineError
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
@@ -27,17 +28,9 @@ START_S = 900.0
 CLOSE_S = 5.0
 """Seconds that engines may take to close before they are killed."""
 
-Scores = list[list[float]]
-Accept = Callable[[Scores], str | None]
-"""Returns what is wrong with an engine's log-probs of the fixed tokens; None if they are the policy's."""
-
 
 class EngineError(RuntimeError):
     """Engines fail again and again."""
-
-
-class StaleEngineError(EngineError):
-    """An engine that has taken the place of a stale one is stale, too."""
 
 
 class _Failed(Exception):
@@ -54,7 +47,7 @@ class _Failed(Exception):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Seat:
+class Slot:
     """The place of one engine.
 
     Attributes:
@@ -81,7 +74,7 @@ class Work:
     """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one.
 
     Attributes:
-        seat: the place of the engine.
+        slot: the place of the engine.
         futures: the answers to the calls.
         what: what they do, for messages.
         limit_s: seconds that they may take.
@@ -89,7 +82,7 @@ class Work:
         unit: the prompts that it samples from; None for other calls.
     """
 
-    seat: Seat
+    slot: Slot
     futures: Sequence[Future[Any]]
     what: str
     limit_s: float
@@ -122,8 +115,8 @@ class Check:
     accept: Accept
 
 
-class EnginePool:
-    """A `Generator` over engines that are members of the cluster.
+class EnginePool(Generator):
+    """Engines that are members of the cluster.
 
     Args:
         launcher: starts them; whoever made it closes it, after the pool.
@@ -134,8 +127,11 @@ class EnginePool:
         note: takes a line for the person watching when an engine is replaced.
         with_rows: whether engines get the prompts' metadata, which environments read.
 
-    `finished` is called with groups of `sample` as soon as they are finished.
+    `finished` is called with groups of `sample` as soon as they are finished. `here` is an engine of this process, if
+    there has to be one (`Engine.on_trainers_base`): it loads what the others load, and samples nothing.
     """
+
+    replaces_engines = True
 
     def __init__(
         self,
@@ -150,8 +146,9 @@ class EnginePool:
     ) -> None:
         self._with_rows = with_rows
         self._launcher, self._unit, self._timeout_s, self._max_restarts = launcher, unit, timeout_s, max_restarts
-        self.note = note
+        self._note = note
         self.finished: Callable[[list[Group]], None] = lambda groups: None
+        self.here: Generator | None = None
         self.num_restarts = 0
         self._restarts_in_a_row = 0
         self._version: Version | None = None
@@ -159,11 +156,7 @@ class EnginePool:
         self._clock = RunningTime()
         self._lock = threading.RLock()
         self._is_closed = False
-        self._seats = [Seat(spec=spec, member=launcher.start(spec)) for spec in specs]
-
-    @property
-    def num_engines(self) -> int:
-        return len(self._seats)
+        self._slots = [Slot(spec=spec, member=launcher.start(spec)) for spec in specs]
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def load(self, adapter: Adapter) -> None:
@@ -180,28 +173,21 @@ class EnginePool:
                 sha256=hashlib.sha256(weights).hexdigest(),
             )
             self._check = None
-            for seat in self._seats:
-                seat.ready, seat.joining = False, None
+            for slot in self._slots:
+                slot.ready, slot.joining = False, None
             self._all_join()
+        if self.here is not None:
+            self.here.load(adapter)
 
     def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
-        """Sets the check of the version in use, which engines that join later must pass.
-
-        Args:
-            sequences: the fixed tokens.
-            accept: checks an engine's log-probs of them.
-            now: whether the engines that have joined are checked, too; stale ones are replaced.
-
-        Raises:
-            StaleEngineError: an engine that took a stale one's place is stale as well.
-        """
+        """As of any generator; a stale engine is replaced once."""
         with self._lock:
             self._check = Check(sequences=[list(ids) for ids in sequences], accept=accept)
             if now:
                 scored = self._of_each("score", self._check.sequences)
-                for seat, scores in scored.items():
+                for slot, scores in scored.items():
                     if (problem := accept(scores)) is not None:
-                        self._replace(seat, _Failed(problem, stale=True))
+                        self._replace(slot, _Failed(problem, stale=True))
                 self._all_join()
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
@@ -221,15 +207,15 @@ class EnginePool:
             busy: dict[int, Work] = {}
             self._clock.since_last()  # the time before is not counted
             while units or any(work.unit is not None for work in busy.values()):
-                for number, seat in enumerate(self._seats):
+                for number, slot in enumerate(self._slots):
                     if number in busy:
                         continue
-                    if not seat.ready:
-                        busy[number] = self._join(seat)
+                    if not slot.ready:
+                        busy[number] = self._join(slot)
                     elif units:
-                        busy[number] = self._begin(seat, units.popleft(), prompts, n, seeds, sampling)
+                        busy[number] = self._begin(slot, units.popleft(), prompts, n, seeds, sampling)
                 for work in self._over(list(busy.values())):
-                    number = self._seats.index(work.seat)
+                    number = self._slots.index(work.slot)
                     del busy[number]
                     try:
                         answers = self._answers(work)
@@ -237,7 +223,7 @@ class EnginePool:
                     except _Failed as failure:
                         if work.unit is not None:
                             units.appendleft(work.unit)
-                        self._replace(work.seat, failure)
+                        self._replace(work.slot, failure)
                         continue
                     if work.unit is not None:
                         self._restarts_in_a_row = 0
@@ -252,7 +238,7 @@ class EnginePool:
             version = None if self._version is None else self._version.number
             return [_groups(prompts, version, rows) for rows in sampled.values()]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> Scores:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probs of one of the engines; `verify` checks all of them."""
         with self._lock:
             scored = self._of_each("score", [list(ids) for ids in sequences])
@@ -271,25 +257,25 @@ class EnginePool:
             if self._is_closed:
                 return
             self._is_closed = True
-            closing = [seat.member.call("close") for seat in self._seats]
+            closing = [slot.member.call("close") for slot in self._slots]
             with suppress(Exception):
                 wait(closing, timeout=CLOSE_S)
-            for seat in self._seats:
-                seat.member.kill()
+            for slot in self._slots:
+                slot.member.kill()
 
     # -- single engines ------------------------------------------------------------------------------------------------
-    def _of_each(self, method: str, *args: Any) -> dict[Seat, Any]:
+    def _of_each(self, method: str, *args: Any) -> dict[Slot, Any]:
         """The answer of every engine; those that fail are replaced, and the call is repeated."""
-        answers: dict[Seat, Any] = {}
-        while unanswered := [seat for seat in self._seats if seat not in answers]:
+        answers: dict[Slot, Any] = {}
+        while unanswered := [slot for slot in self._slots if slot not in answers]:
             self._all_join()
-            calls = [self._work(seat, [seat.member.call(method, *args)], method) for seat in unanswered]
-            self._finish(calls, lambda work, results: answers.update({work.seat: results[-1]}))
+            calls = [self._work(slot, [slot.member.call(method, *args)], method) for slot in unanswered]
+            self._finish(calls, lambda work, results: answers.update({work.slot: results[-1]}))
         return answers
 
     def _all_join(self) -> None:
         """Waits until every engine has the version in use."""
-        while joining := [self._join(seat) for seat in self._seats if not seat.ready]:
+        while joining := [self._join(slot) for slot in self._slots if not slot.ready]:
             self._finish(joining, lambda work, results: None)
 
     def _finish(self, calls: Sequence[Work], then: Callable[[Work, list[Any]], None]) -> None:
@@ -303,32 +289,32 @@ class EnginePool:
                     answers = self._answers(work)
                     self._accept(work, answers)
                 except _Failed as failure:
-                    self._replace(work.seat, failure)
+                    self._replace(work.slot, failure)
                     continue
                 then(work, answers)
 
-    def _work(self, seat: Seat, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> Work:
-        limit_s = self._timeout_s + (0.0 if seat.started else START_S)
-        return Work(seat=seat, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
+    def _work(self, slot: Slot, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> Work:
+        limit_s = self._timeout_s + (0.0 if slot.started else START_S)
+        return Work(slot=slot, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
 
-    def _join(self, seat: Seat) -> Work:
+    def _join(self, slot: Slot) -> Work:
         """Has an engine load the version in use, and score the fixed tokens if the check is set."""
-        if seat.joining is None:
-            member, version, futures = seat.member, self._version, []
+        if slot.joining is None:
+            member, version, futures = slot.member, self._version, []
             futures.append(member.call("started"))
             if version is not None:
                 futures.append(member.call("load", version.number, version.config, version.sha256, version.shared))
                 if self._check is not None:
                     futures.append(member.call("score", self._check.sequences))
-            seat.joining = self._work(seat, futures, "load" if seat.started else "start and load")
-        return seat.joining
+            slot.joining = self._work(slot, futures, "load" if slot.started else "start and load")
+        return slot.joining
 
     def _begin(
-        self, seat: Seat, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+        self, slot: Slot, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> Work:
         sent_prompts = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
-        future = seat.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
-        return self._work(seat, [future], "sample", unit)
+        future = slot.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
+        return self._work(slot, [future], "sample", unit)
 
     def _over(self, waiting: Sequence[Work]) -> list[Work]:
         """Waits for calls that are answered, have failed or are out of time, and returns them."""
@@ -350,7 +336,7 @@ class EnginePool:
             _Failed: the engine has died, has raised, or is out of time.
         """
         if not _is_done(work):
-            name, log = work.seat.spec.name, work.seat.member.log
+            name, log = work.slot.spec.name, work.slot.member.log
             tail = last_lines(log)
             lines = f"; its last lines:\n{tail}" if tail else ""
             late = f"has not answered for {work.limit_s:g} s ({work.what}; cluster.timeout)"
@@ -364,8 +350,8 @@ class EnginePool:
             except MemberError as error:
                 raise _Failed(str(error)) from error
             except Exception as error:  # of whatever the engine runs; a new engine may not raise it
-                text = f"{work.seat.spec.name} raised {type(error).__name__}: {error}"
-                raise _Failed(f"{text}; its log is {work.seat.member.log}") from error
+                text = f"{work.slot.spec.name} raised {type(error).__name__}: {error}"
+                raise _Failed(f"{text}; its log is {work.slot.member.log}") from error
         return answers
 
     def _accept(self, work: Work, answers: Sequence[Any]) -> None:
@@ -374,14 +360,14 @@ class EnginePool:
         Raises:
             _Failed: it is not the one in use, or the engine's log-probs are not the policy's.
         """
-        name, version = work.seat.spec.name, self._version
+        name, version = work.slot.spec.name, self._version
         if work.unit is not None:
             number = None if version is None else version.number
             if answers[-1][0] != number:
                 raise _Failed(f"{name} has sampled from version {answers[-1][0]} instead of {number}", stale=True)
-        if work is not work.seat.joining:
+        if work is not work.slot.joining:
             return
-        work.seat.started = True
+        work.slot.started = True
         if version is not None:
             if answers[1] != (version.number, version.sha256):
                 loaded = f"version {answers[1][0]} with the sha256 {answers[1][1][:16]}"
@@ -389,23 +375,23 @@ class EnginePool:
                 raise _Failed(f"{name} has loaded {loaded} instead of {expected}", stale=True)
             if self._check is not None and len(answers) > 2 and (problem := self._check.accept(answers[2])) is not None:
                 raise _Failed(problem, stale=True)
-        work.seat.ready, work.seat.replaced_stale, work.seat.joining = True, False, None
+        work.slot.ready, work.slot.replaced_stale, work.slot.joining = True, False, None
 
-    def _replace(self, seat: Seat, failure: _Failed) -> None:
-        seat.member.kill()
-        if failure.stale and seat.replaced_stale:
-            raise StaleEngineError(f"{failure} ({seat.member.name}, which had replaced another one)") from failure
+    def _replace(self, slot: Slot, failure: _Failed) -> None:
+        slot.member.kill()
+        if failure.stale and slot.replaced_stale:
+            raise StaleEngineError(f"{failure} ({slot.member.name}, which had replaced another one)") from failure
         self._restarts_in_a_row += 1
         if self._restarts_in_a_row > self._max_restarts:
             times = f"{self._restarts_in_a_row} engine failures without a finished group in between"
             problem = f"cluster.max_engine_restarts: {times}, the last one: {failure}"
             raise EngineError(problem) from failure
         self.num_restarts += 1
-        self.note(f"{seat.spec.name} is replaced: {str(failure).splitlines()[0]}")
-        seat.starts += 1
-        spec = replace(seat.spec, name=f"{seat.spec.name}.{seat.starts}")
-        seat.member = self._launcher.start(spec)
-        seat.started, seat.ready, seat.joining, seat.replaced_stale = False, False, None, failure.stale
+        self._note(f"{slot.spec.name} is replaced: {str(failure).splitlines()[0]}")
+        slot.starts += 1
+        spec = replace(slot.spec, name=f"{slot.spec.name}.{slot.starts}")
+        slot.member = self._launcher.start(spec)
+        slot.started, slot.ready, slot.joining, slot.replaced_stale = False, False, None, failure.stale
 
 
 def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[int, int], int]:

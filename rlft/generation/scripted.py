@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlft.generation.engine import Engine, Opening
+from rlft.generation.engine import Engine, EngineArgs, Generator
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.tokens.ends import TurnEnds, turn_ends
 from rlft.tokens.text import decode, without_tail
-from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,11 +34,11 @@ class Scripted(Engine):
                 remedy="give for instance {*: [yes, no]}",
             )
 
-    def open(self, opening: Opening) -> ScriptedGenerator:
-        return ScriptedGenerator(self.answers, opening.tokenizer, opening.ends)
+    def open(self, args: EngineArgs) -> ScriptedGenerator:
+        return ScriptedGenerator(self.answers, args.tokenizer, args.ends)
 
 
-class ScriptedGenerator:
+class ScriptedGenerator(Generator):
     """The live generator of the scripted engine.
 
     Completion i of a prompt with n texts is text number (seed + i) modulo n. In a text, `{answer}` stands for the
@@ -58,7 +58,6 @@ class ScriptedGenerator:
         self.answers, self.tokenizer = answers, tokenizer
         self.ends = ends or turn_ends(tokenizer, "raw")
         self.version: int | None = None
-        self.heard: Heard | None = None
 
     def load(self, adapter: Adapter) -> None:
         self.version = adapter.version
@@ -68,24 +67,15 @@ class ScriptedGenerator:
             Group(prompt=p, rollouts=tuple(self._rollout(p, seed + i, sampling) for i in range(n)))
             for p, seed in zip(prompts, seeds, strict=True)
         ]
-        if self.heard is not None:
+        if self.token_callback is not None:
             for row, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
                 for token in rollout.completion.token_ids:
-                    self.heard(row, token)
+                    self.token_callback(row, token)
         return groups
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns nothing: there are no weights that could be stale."""
         return []
-
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Does nothing: it takes no memory."""
-
-    def sleep(self) -> None:
-        """Does nothing: there is nothing to free."""
-
-    def close(self) -> None:
-        """Does nothing: there is nothing to end."""
 
     def _rollout(self, prompt: Prompt, seed: int, sampling: Sampling) -> Rollout:
         texts = self.answers.get(prompt.id) or self.answers.get("*")
@@ -96,11 +86,10 @@ class ScriptedGenerator:
                 got=prompt.id,
                 remedy='add "*": [text, ..] for every other prompt',
             )
-        ongoing = prompt.ongoing
-        is_first = ongoing is None or ongoing.turn == 0
-        script = texts[(seed if ongoing is None or is_first else ongoing.seed) % len(texts)]
+        turn = prompt.next_turn
+        script = texts[(seed if turn is None or turn.turn == 0 else turn.seed) % len(texts)]
         if not isinstance(script, str):
-            script = script[0 if ongoing is None else min(ongoing.turn, len(script) - 1)]
+            script = script[0 if turn is None else min(turn.turn, len(script) - 1)]
         text = without_tail(script.replace("{answer}", prompt.answer), prompt.tail)
         ids = [*self.tokenizer(text + self.ends.lead, add_special_tokens=False)["input_ids"], *self.ends.closing]
         finish = FinishReason.stop

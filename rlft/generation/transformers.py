@@ -16,12 +16,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from rlft.config.bounds import PositiveInt
-from rlft.generation.engine import Engine, Opening
+from rlft.generation.engine import Engine, EngineArgs, Generator, TokenCallback
 from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
-from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,14 +96,9 @@ class Transformers(Engine):
         if group < self.batch_size and any(self._prompts_at_once(decoding) > 1 for decoding in load.decodings):
             yield replace(self, batch_size=group)
 
-    def open(self, opening: Opening) -> TransformersGenerator:
+    def open(self, args: EngineArgs) -> TransformersGenerator:
         return TransformersGenerator(
-            opening.slot,
-            opening.tokenizer,
-            opening.device,
-            self.batch_size,
-            weights=self.weights,
-            ends=opening.ends.ids,
+            args.slot, args.tokenizer, args.device, self.batch_size, weights=self.weights, ends=args.ends.ids
         )
 
     def _prompts_at_once(self, decoding: Decoding) -> int:
@@ -141,7 +136,7 @@ class Decoder(Protocol):
     def fill(self) -> None: ...
 
 
-class Slot(Protocol):
+class AdapterSlot(Protocol):
     """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`).
 
     `prefix_cache` gives a decoder that keeps each prompt once, or None where the model cannot be decoded like that.
@@ -154,7 +149,7 @@ class Slot(Protocol):
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
 
-class TransformersGenerator:
+class TransformersGenerator(Generator):
     """The live generator of the transformers engine.
 
     Args:
@@ -168,7 +163,7 @@ class TransformersGenerator:
 
     def __init__(
         self,
-        slot: Slot,
+        slot: AdapterSlot,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
         batch_size: int,
@@ -179,7 +174,6 @@ class TransformersGenerator:
         self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
         self.weights, self.ends = weights, ends
         self.version: int | None = None
-        self.heard: Heard | None = None
 
     def load(self, adapter: Adapter) -> None:
         self.slot.load_sampler(adapter, weights=self.weights)
@@ -214,12 +208,6 @@ class TransformersGenerator:
                 result.append(logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist())
         return result
 
-    def sleep(self) -> None:
-        """Does nothing: its base is the trainer's."""
-
-    def close(self) -> None:
-        """Does nothing: it lives in the trainer's process, on the trainer's base."""
-
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")
 
@@ -239,8 +227,8 @@ class TransformersGenerator:
         if sampling.stop:
             prompt_of_row = [prompt.token_ids for prompt in prompts for _ in range(n)]
             watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), prompt_of_row)
-        heard = self.heard
-        report = None if heard is None else lambda row, token: heard(first + row, token)
+        callback = self.token_callback
+        report = None if callback is None else lambda row, token: callback(first + row, token)
         tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, report)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
@@ -396,7 +384,7 @@ def _decode(
     sampling: Sampling,
     watch: StopStrings | None,
     limits_R: Tensor,
-    heard: Heard | None = None,
+    callback: TokenCallback | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0.
 
@@ -414,9 +402,9 @@ def _decode(
         token, logprob = draw(logits, uniforms_RT[rows, t], sampling)
         live = rows[unfinished].cpu()
         tokens_RT[live, t], logprobs_RT[live, t] = token[unfinished].cpu(), logprob[unfinished].cpu()
-        if heard is not None:
+        if callback is not None:
             for row in live.tolist():
-                heard(row, int(tokens_RT[row, t]))
+                callback(row, int(tokens_RT[row, t]))
         unfinished = unfinished & ~torch.isin(token, end_ids)
         if watch is not None:
             unfinished = unfinished & ~_complete_a_stop(watch, rows, token, unfinished)

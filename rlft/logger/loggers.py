@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -58,14 +58,18 @@ def is_declared(sections: Mapping[str, Any], attribute: str) -> bool:
 class Loggers:
     """Passes every call on, in order. `finish` reaches every logger that was started, even if another one fails.
 
+    Args:
+        loggers: the loggers.
+        say: takes the notes that come before the start.
+
     Attributes:
         current: the current stage of the run.
         run: the run, once it has started; None before.
         last: the record of the last step; None before the first one.
     """
 
-    def __init__(self, loggers: Iterable[Logger]) -> None:
-        self._loggers = tuple(loggers)
+    def __init__(self, loggers: Iterable[Logger], say: Callable[[str], None]) -> None:
+        self._loggers, self._say = tuple(loggers), say
         self._started: list[Logger] = []
         self.current = "starting"
         self.run: RunInfo | None = None
@@ -98,6 +102,9 @@ class Loggers:
             logger.evaluation(evaluation)
 
     def note(self, text: str) -> None:
+        if self.run is None:
+            self._say(text)
+            return
         for logger in self._loggers:
             logger.note(text)
 

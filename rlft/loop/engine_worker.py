@@ -15,11 +15,10 @@ from rlft.config.generation import GenerationConfig
 from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import PromptsConfig
 from rlft.environment.protocol import Environment
-from rlft.generation.engine import Engine, Opening
+from rlft.generation.engine import Engine, EngineArgs
 from rlft.generation.vllm.guest import DEAD_ENGINE
-from rlft.loop.conversing import conversing
-from rlft.loop.engines import opening_apart, opening_on
-from rlft.loop.shell import deterministic_on_cpu
+from rlft.loop.driver import deterministic_on_cpu
+from rlft.loop.engines import engine_args, wrap_with_environment
 from rlft.model.backbone import load_backbone, resolve_device
 from rlft.model.roles import policy_alone
 from rlft.types import Adapter, Prompt, Sampling
@@ -47,13 +46,11 @@ class EngineWorker:
         self._stack = ExitStack()
         device = resolve_device(settings.model.device)
         self._stack.enter_context(deterministic_on_cpu(device))
-        engine: Engine = settings.generation.named(settings.engine).apart().on_gpus(settings.gpus)
-        opening = self._opening(engine, settings)
-        self._engine = engine.open(opening)
+        engine: Engine = settings.generation.named(settings.engine).standalone().with_gpus(settings.gpus)
+        args = self._args(engine, settings)
+        self._engine = engine.open(args)
         # Conversations are held here: each group continues with its own engine, without waiting for other engines.
-        self._generator = conversing(
-            self._engine, engine, settings.environment, opening.tokenizer, opening.max_sequence_tokens
-        )
+        self._generator = wrap_with_environment(self._engine, engine, settings.environment, args)
         self._version: int | None = None
 
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
@@ -116,21 +113,19 @@ class EngineWorker:
         self._engine.close()
         self._stack.close()
 
-    def _opening(self, engine: Engine, settings: EngineSettings) -> Opening:
-        model, generation, rank = settings.model, settings.generation, settings.lora.rank
+    def _args(self, engine: Engine, settings: EngineSettings) -> EngineArgs:
         if not engine.on_trainers_base:
-            return opening_apart(model, settings.prompts, generation, lora=settings.lora, seed=settings.seed)
-        backbone = load_backbone(model)
+            return engine_args(settings, settings.lora)
         # The adapter's weights arrive with the first version.
         roles = policy_alone(
-            backbone,
+            load_backbone(settings.model),
             replace(settings.lora, path=None),
             token_budget=settings.token_budget,
             seed=settings.seed,
-            temperature=generation.temperature,
+            temperature=settings.generation.temperature,
         )
         self._stack.callback(roles.close)
-        return opening_on(backbone, model, settings.prompts, generation, slot=roles, rank=rank, seed=settings.seed)
+        return engine_args(settings, settings.lora, roles)
 
 
 def _end_if_dead(error: Exception) -> None:

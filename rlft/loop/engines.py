@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
+from typing import TYPE_CHECKING, Protocol, cast
 
 from rlft.config.generation import GenerationConfig, section_of
 from rlft.config.model import LoraSettings, ModelConfig, teacher_settings
-from rlft.generation.engine import BaseLender, Engine, Opening
+from rlft.environment.conversations import Conversations
+from rlft.environment.endpoint.agents import Endpoint
+from rlft.environment.endpoint.played import AgentGenerator
+from rlft.environment.endpoint.traces import Traces
+from rlft.environment.protocol import Environment
+from rlft.generation.engine import BaseLender, Engine, EngineArgs, Generator
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
 from rlft.loop.base_loading import load_teacher
 from rlft.model.adapter_folder import POLICY, adapted_modules
 from rlft.model.backbone import (
     Adopt,
-    Backbone,
     ends_of,
     load_tokenizer,
     read_config,
@@ -27,11 +28,11 @@ from rlft.model.backbone import (
     resolve_path,
 )
 from rlft.model.forward import Forward
+from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.plan.adapters import modules_to_adapt
 from rlft.plan.run_plan import Plan
 from rlft.system.out_of_memory import Largest
-from rlft.types import Generator
 
 if TYPE_CHECKING:
     from rlft.config.schema import PromptsConfig, RunConfig, SamplingRoot
@@ -79,33 +80,64 @@ class Engines:
             generator.close()
 
     @contextmanager
-    def opened(self, engine: Engine, opening: Opening) -> Iterator[Generator]:
+    def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:
         """Yields the engine's generator, and closes it afterwards unless other jobs may share it."""
         if engine.shared:
-            yield self._shared_by_jobs(engine, opening)
+            yield self._shared_by_jobs(engine, args)
             return
-        generator = engine.open(opening)
+        generator = engine.open(args)
         try:
             yield generator
         finally:
             generator.close()
 
-    def adopting(self, engine: Engine, opening: Opening) -> Adopt | None:
+    @contextmanager
+    def opened_for(
+        self,
+        plan: Plan,
+        learner: Roles | WholeModel,
+        lora: LoraSettings | None,
+        environment: Environment | None = None,
+        traces: Traces | None = None,
+    ) -> Iterator[Generator]:
+        """Yields the generator of a run: its engine, with conversations over it if there is an environment.
+
+        Args:
+            plan: the planned run, which has an engine.
+            learner: the networks that learn, on whose base the engine may decode.
+            lora: the adapter's settings; None if the base itself is trained.
+            environment: the run's environment.
+            traces: as in `wrap_with_environment`.
+        """
+        assert plan.engine is not None, "the run samples"
+        engine, args = plan.config.generation.named(plan.engine), engine_args(plan.config, lora, learner)
+        with self.opened(engine, args) as generator:
+            over = wrap_with_environment(generator, engine, environment, args, traces)
+            try:
+                yield over
+            finally:
+                if over is not generator:
+                    over.close()
+
+    def adopting(self, config: SamplingRoot, lora: LoraSettings, engine: str | None) -> Adopt | None:
         """The function that puts the trainer's base on the engine's storage; None where each holds its own base.
 
         The engine is opened first, so that the device never holds two bases. Jobs of a sweep that share the engine get
         the same function, and so the same base.
         """
-        if why_two_bases(engine, opening) is not None:
+        if engine is None:
             return None
-        assert engine.shared, "only an engine that stays open for all jobs can hold the base that they share"
-        return cast(BaseLender, self._shared_by_jobs(engine, opening)).adopt
+        chosen: Engine = config.generation.named(engine)
+        if base_sharing_obstacle(chosen, config.model) is not None:
+            return None
+        assert chosen.shared, "only an engine that stays open for all jobs can hold the base that they share"
+        return cast(BaseLender, self._shared_by_jobs(chosen, engine_args(config, lora))).adopt
 
-    def _shared_by_jobs(self, engine: Engine, opening: Opening) -> Generator:
-        key = (engine, opening.of_the_engine)
+    def _shared_by_jobs(self, engine: Engine, args: EngineArgs) -> Generator:
+        key = (engine, args.of_the_engine)
         if self._shared is None or self._shared[0] != key:
             self._close_generator()  # two engines would not fit at the same time
-            self._shared = (key, engine.open(opening))
+            self._shared = (key, engine.open(args))
         return self._shared[1]
 
 
@@ -151,100 +183,91 @@ def largest_of(plan: Plan) -> dict[str, Largest]:
     }
 
 
-def why_two_bases(engine: Engine, opening: Opening) -> str | None:
-    """Why this engine holds a base of its own beside the trainer's; None where one copy serves both."""
-    itemsize, quantized = getattr(torch, opening.dtype).itemsize, opening.quantization is not None
-    return engine.why_two_bases(device=str(opening.device), itemsize=itemsize, quantized=quantized)
+def base_sharing_obstacle(engine: Engine, model: ModelConfig) -> str | None:
+    """Why this engine holds a base of its own beside the trainer's; None where one copy serves both, "" without one."""
+    device = resolve_device(model.device)
+    itemsize, quantized = resolve_dtype(model.dtype, device).itemsize, model.quantization is not None
+    return engine.base_sharing_obstacle(device=str(device), itemsize=itemsize, quantized=quantized)
 
 
-def adopting_of(engines: Engines, config: SamplingRoot, lora: LoraSettings, engine: str | None) -> Adopt | None:
-    """As `Engines.adopting`, for the engine of this name in this config, before its base is loaded."""
-    if engine is None:
-        return None
-    model, device = config.model, resolve_device(config.model.device)
-    dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
-    chosen, itemsize = config.generation.named(engine), getattr(torch, dtype).itemsize
-    if (
-        chosen.why_two_bases(device=str(device), itemsize=itemsize, quantized=model.quantization is not None)
-        is not None
-    ):
-        return None
-    tokenizer = load_tokenizer(model)
-    opening = _opening(None, tokenizer, device, dtype, model, config.prompts, config.generation, lora.rank, config.seed)
-    return engines.adopting(chosen, replace(opening, lora_modules=_modules_of(lora, model)))
+class EngineConfig(Protocol):
+    """The parts of a config that an engine is opened with."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def prompts(self) -> PromptsConfig: ...
+    @property
+    def generation(self) -> GenerationConfig: ...
+    @property
+    def seed(self) -> int: ...
 
 
-def opening_of(config: SamplingRoot, rank: int, slot: Any, backbone: Backbone) -> Opening:
-    """The arguments for opening the engine of this run.
+def engine_args(
+    config: EngineConfig, lora: LoraSettings | None, learner: Roles | WholeModel | None = None
+) -> EngineArgs:
+    """The arguments for opening the engine of this config.
 
     Args:
         config: the run's config.
-        rank: the rank of the adapters that the engine will load.
-        slot: usually a `Roles`, whose base is shared by an engine in this process, and whose adapters it loads.
-        backbone: the trainer's base.
+        lora: the settings of the adapters that the engine will load; None if it loads none.
+        learner: the trainer's networks, whose base an engine in this process may decode on; None before they are
+            loaded, and in a process without them.
     """
-    return opening_on(backbone, config.model, config.prompts, config.generation, slot=slot, rank=rank, seed=config.seed)
-
-
-def opening_on(
-    backbone: Backbone,
-    model: ModelConfig,
-    prompts: PromptsConfig,
-    generation: GenerationConfig,
-    *,
-    slot: Any,
-    rank: int,
-    seed: int,
-) -> Opening:
-    """As `opening_of`, from single sections of a config."""
-    dtype = str(backbone.model.dtype).removeprefix("torch.")
-    opening = _opening(slot, backbone.tokenizer, backbone.device, dtype, model, prompts, generation, rank, seed)
-    if not isinstance(slot, Roles):
-        return opening
-    return replace(opening, lora_modules=_last_parts(adapted_modules(slot.weights(POLICY))))
-
-
-def opening_apart(
-    model: ModelConfig, prompts: PromptsConfig, generation: GenerationConfig, *, lora: LoraSettings, seed: int
-) -> Opening:
-    """As `opening_of`, for an engine in a process without the trainer's base."""
-    device = resolve_device(model.device)
-    dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
-    opening = _opening(None, load_tokenizer(model), device, dtype, model, prompts, generation, lora.rank, seed)
-    return replace(opening, lora_modules=_modules_of(lora, model))
-
-
-def _modules_of(lora: LoraSettings, model: ModelConfig) -> frozenset[str]:
-    """`Opening.lora_modules` for adapters of these settings, without the base."""
-    return _last_parts(modules_to_adapt(lora, model, read_config(model)))
-
-
-def _last_parts(modules: Iterable[str]) -> frozenset[str]:
-    return frozenset(name.rpartition(".")[2] for name in modules)
-
-
-def _opening(
-    slot: Any,
-    tokenizer: Any,
-    device: torch.device,
-    dtype: str,
-    model: ModelConfig,
-    prompts: PromptsConfig,
-    generation: GenerationConfig,
-    rank: int,
-    seed: int,
-) -> Opening:
-    return Opening(
-        slot=slot,
+    model, modules = config.model, ()
+    if learner is not None:
+        device, dtype = learner.backbone.device, learner.backbone.model.dtype
+        tokenizer = learner.backbone.tokenizer
+        if isinstance(learner, Roles):
+            modules = adapted_modules(learner.weights(POLICY))
+    else:
+        device = resolve_device(model.device)
+        dtype, tokenizer = resolve_dtype(model.dtype, device), load_tokenizer(model)
+        if lora is not None:
+            modules = modules_to_adapt(lora, model, read_config(model))
+    return EngineArgs(
+        slot=learner,
         tokenizer=tokenizer,
-        ends=ends_of(model, prompts.style, tokenizer),
+        ends=ends_of(model, config.prompts.style, tokenizer),
         device=device,
         model_path=str(resolve_path(model.path)),
         revision=model.revision,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         quantization=model.quantization,
         trust_remote_code=model.trust_remote_code,
-        lora_rank=rank,
-        max_sequence_tokens=prompts.max_tokens + generation.max_tokens,
-        seed=seed,
+        lora_rank=1 if lora is None else lora.rank,
+        lora_modules=frozenset(name.rpartition(".")[2] for name in modules) or None,
+        max_sequence_tokens=config.prompts.max_tokens + config.generation.max_tokens,
+        seed=config.seed,
     )
+
+
+def wrap_with_environment(
+    generator: Generator,
+    engine: Engine,
+    environment: Environment | None,
+    args: EngineArgs,
+    traces: Traces | None = None,
+) -> Generator:
+    """The generator itself, or conversations over it; closing these ends the environment's workers only.
+
+    Args:
+        generator: the engine's.
+        engine: the engine.
+        environment: the environment; None: no conversations.
+        args: what the engine was opened with.
+        traces: where conversations of outside agents are recorded, so that a resume can repeat steps; None: nowhere.
+    """
+    if environment is None:
+        return generator
+    tokenizer, longest_row = args.tokenizer, args.max_sequence_tokens
+    if environment.plays_itself:
+        agents = cast(Endpoint, environment)
+        return AgentGenerator(generator, agents, tokenizer, longest_row=longest_row, traces=traces)
+    at_once = None if engine.divisible else engine.at_once
+    return Conversations(generator, environment, tokenizer, at_once=at_once, longest_row=longest_row)
+
+
+def versions_to_keep(every: int) -> int | None:
+    """How many versions of the policy a resume may go back, even if one checkpoint is damaged; None for all."""
+    return 2 * every + 2 if every else None

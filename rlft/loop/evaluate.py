@@ -12,11 +12,12 @@ from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.ops.kl import k3
 from rlft.algorithm.ops.pass_at import pass_at, pass_sizes
 from rlft.batch import select
+from rlft.generation.engine import Generator
 from rlft.loop.metrics import turn_metrics
 from rlft.model.forward import Forward
 from rlft.model.roles import POLICY, Roles
 from rlft.system.seeds import sampling_seeds
-from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Sampling, Scores
+from rlft.types import Batch, Evaluation, Group, Prompt, Sampling, Scores
 
 
 class Learner(Protocol):

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlft.generation.pool import EnginePool, StaleEngineError
-from rlft.types import Generator
+import torch
+
+from rlft.config.schema import FreshnessConfig
+from rlft.data.prompts import PromptSet
+from rlft.generation.engine import Engine, Generator, StaleEngineError
+from rlft.model.backbone import Backbone
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
 
@@ -119,60 +123,32 @@ class Freshness:
         return sum(len(ids) - 1 for ids in self.sequences)
 
     def check(self, version: int, generator: Generator, trainer: SequenceScorer) -> float | None:
-        """The largest gap in nats; None if no check is due or the engine has no weights.
+        """The largest gap of all engines in nats; None if no check is due or they have no weights.
 
         Raises:
             StaleAdapterError: the gap exceeds the limits; the message has both numbers.
         """
         is_due = not self.num_checks or version % self.every == 0
-        if isinstance(generator, EnginePool):
-            return self._check_each(version, generator, trainer, is_due)
-        if not is_due:
+        if not (is_due or generator.replaces_engines):
             return None
-        self.num_checks += 1
-        engine = flatten(generator.score(self.sequences))
-        if not engine:
-            return None
+        self.num_checks += is_due
         expected = flatten(trainer.score(self.sequences))
-        gap = Gap.between(engine, expected)
-        if not self.limits.allow(gap):
-            text = self._explain(version, engine, expected)
-            raise StaleAdapterError(f"{text}; stopped rather than train on stale rollouts. {REMEDY}")
-        self._remember(version, expected)
-        return gap.largest
+        gaps = self._verify(version, generator, expected, now=is_due)
+        if gaps or generator.replaces_engines:
+            self.history = {**dict(list(self.history.items())[-3:]), version: expected}
+        return max(gaps, default=None)
 
     def check_again(self, version: int, generator: Generator) -> None:
-        """Checks that the engine samples from a version that was checked before; does nothing if it was not.
+        """Checks that the engines sample from a version that was checked before; does nothing if it was not.
 
         Raises:
             StaleAdapterError: the gap to the log-probs of that earlier check exceeds the threshold.
         """
-        expected = self.history.get(version)
-        if expected and isinstance(generator, EnginePool):
-            self._verify_each(version, generator, expected, now=True)
-            return
-        engine = flatten(generator.score(self.sequences)) if expected else []
-        if not engine or not expected:
-            return
-        gap = Gap.between(engine, expected)
-        if not self.limits.allow(gap):
-            text = self._explain(version, engine, expected)
-            raise StaleAdapterError(f"{text}; stopped rather than train on stale rollouts. {REMEDY}")
+        if expected := self.history.get(version):
+            self._verify(version, generator, expected, now=True)
 
-    def _check_each(self, version: int, pool: EnginePool, trainer: SequenceScorer, is_due: bool) -> float | None:
-        """The largest gap of all engines; None if no check is due, or engines have no weights."""
-        expected = flatten(trainer.score(self.sequences))
-        self.num_checks += is_due
-        gaps = self._verify_each(version, pool, expected, now=is_due)
-        self._remember(version, expected)
-        return max(gaps, default=None)
-
-    def _verify_each(self, version: int, pool: EnginePool, expected: list[float], *, now: bool) -> list[float]:
-        """The gaps of all engines; one that is stale is replaced. The pool checks engines that join later in any case.
-
-        Raises:
-            StaleAdapterError: an engine that has replaced a stale one is stale, too.
-        """
+    def _verify(self, version: int, generator: Generator, expected: list[float], *, now: bool) -> list[float]:
+        """The gaps of all engines that are checked now, in nats; empty if they have no weights."""
         gaps: list[float] = []
 
         def accept(scores: list[list[float]]) -> str | None:
@@ -186,13 +162,10 @@ class Freshness:
             return None
 
         try:
-            pool.verify(self.sequences, accept, now=now)
+            generator.verify(self.sequences, accept, now=now)
         except StaleEngineError as error:
             raise StaleAdapterError(f"{error}; stopped rather than train on stale rollouts. {REMEDY}") from error
         return gaps
-
-    def _remember(self, version: int, expected: list[float]) -> None:
-        self.history = {**dict(list(self.history.items())[-3:]), version: expected}
 
     def _explain(self, version: int, engine: list[float], expected: list[float]) -> str:
         text = f"freshness: the engine does not sample from policy version {version}: "
@@ -223,3 +196,23 @@ def largest_gap(a: Sequence[float], b: Sequence[float]) -> tuple[float, int]:
     gaps = [abs(x - y) if x == x and y == y else float("inf") for x, y in zip(a, b, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
     return gaps[worst], worst
+
+
+def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine) -> Freshness:
+    """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
+    in_32_bits = backbone.model.dtype == torch.float32 and not engine.rounds
+    limits = LIMITS_IN_32_BITS if in_32_bits else LIMITS_IN_16_BITS
+    sequences = fixed_sequences(prompts, backbone, 0 if in_32_bits else FIXED_TOKENS)
+    return Freshness(sequences, limits if settings.threshold == "auto" else settings.threshold, settings.every)
+
+
+def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0) -> list[list[int]]:
+    """Token ids of the first two prompts with their answers, which all freshness checks of a run score, and of as many
+    more as have this many tokens to compare."""
+    sequences: list[list[int]] = []
+    for p in prompts.prompts:
+        if len(sequences) >= 2 and sum(len(ids) - 1 for ids in sequences) >= num_tokens:
+            break
+        answer = backbone.tokenizer(p.answer, add_special_tokens=False)["input_ids"]
+        sequences.append([*p.token_ids, *answer][-64:])
+    return sequences

@@ -1,10 +1,11 @@
-"""Opens the launcher of a run's members, and says which GPUs a member gets."""
+"""Opens what a run has in other processes: engines, ranks and reward workers; and says which GPUs each gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -12,15 +13,177 @@ import torch
 
 from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
+from rlft.environment.protocol import Environment
+from rlft.generation.pool import EnginePool, units_of
+from rlft.loop.engine_worker import EngineSettings
 from rlft.model.backbone import resolve_device
 from rlft.plan.train_plan import TrainPlan
+from rlft.reward.workers.pool import Pool
 from rlft.reward.workers.reward_members import RewardMembers, reward_specs
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process.launcher import open_launcher
-from rlft.system.process.member import Launcher
-from rlft.system.process.placement import all_gpus, environment_of
+from rlft.system.process.member import Launcher, Member, MemberSpec
+from rlft.system.process.placement import Placement, all_gpus, environment_of
+
+ENGINE, RANK = "rlft.loop.engine_worker:EngineWorker", "rlft.loop.rank_worker:RankWorker"
+NOT_BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Engines of vLLM on a CPU would all bind their threads to the same cores."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks besides the run's own process, which load their bases while this one loads its own.
+
+    Attributes:
+        launcher: the launcher that has started them; whoever opened it closes it.
+        specs: the specs of ranks 1, 2, ..
+        members: the members that are these ranks.
+    """
+
+    launcher: Launcher
+    specs: Sequence[MemberSpec]
+    members: Sequence[Member]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """What a run has in other processes; None where it has none.
+
+    Attributes:
+        pool: the engines, which still start: they load their bases while this process loads its own.
+        ranks: the other ranks.
+        open_rewards: opens the reward workers.
+    """
+
+    pool: EnginePool | None = None
+    ranks: Ranks | None = None
+    open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None
+
+
+@contextmanager
+def open_members(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, has_ranks: bool) -> Iterator[Members]:
+    """Starts engines and ranks in other processes as far as the plan has any; they end afterwards.
+
+    Args:
+        plan: the planned run, with its placement.
+        folder: the run's folder.
+        note: called with a line when a member is replaced.
+        has_ranks: whether the run trains, and so has ranks.
+    """
+    cluster = plan.config.cluster
+    has_ranks = has_ranks and cluster.ranks > 1
+    if not (cluster.engines or has_ranks or cluster.scoring):
+        yield Members()
+        return
+    with ExitStack() as stack:
+        launcher, pool = stack.enter_context(opened_launcher(plan, folder)), None
+        if cluster.engines:  # before ranks: with several GPUs each, engines are the hardest to place
+            pool = open_engines(plan, launcher, note)
+            stack.callback(pool.close)
+        yield Members(
+            pool=pool,
+            ranks=start_ranks(plan, launcher) if has_ranks else None,
+            open_rewards=partial(open_reward_members, plan.config, launcher, note) if cluster.scoring else None,
+        )
+
+
+def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
+    """Opens the launcher of a run's engines and ranks; it keeps the run's own GPU from them unless they share it."""
+    config, device = plan.config, resolve_device(plan.config.model.device)
+    on_gpus = device.type == "cuda"
+    own_gpu = all_gpus(device)[0] if on_gpus else None
+    scorers = config.scoring.workers if config.cluster.scoring else 0
+    threads = torch.get_num_threads()
+    return open_launcher(config.cluster, folder, on_gpus=on_gpus, own_gpu=own_gpu, threads=threads, scorers=scorers)
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None]) -> EnginePool:
+    """The pool of engines; `note` is called with a line when one is replaced."""
+    cluster = plan.config.cluster
+    assert plan.placement is not None, "a run with engines is placed"
+    engine = plan.config.generation.named(plan.engine)
+    return EnginePool(
+        launcher,
+        engine_specs(plan.config, plan.engine, plan.placement, plan.environment),
+        unit=units_of(engine.at_once, divisible=engine.divisible, num_engines=cluster.engines),
+        timeout_s=cluster.timeout,
+        max_restarts=cluster.max_engine_restarts,
+        note=note,
+        with_rows=plan.environment is not None,
+    )
+
+
+def engine_specs(
+    config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None
+) -> list[MemberSpec]:
+    """The engines' specs, each with as many threads as this process: on a CPU the bits of a product depend on them."""
+    cluster = config.cluster
+    settings = EngineSettings(
+        engine=engine,
+        gpus=cluster.gpus_per_engine,
+        model=model_of_a_member(config.model),
+        lora=config.lora,
+        prompts=config.prompts,
+        generation=config.generation,
+        token_budget=config.token_budget,
+        seed=config.seed,
+        environment=environment,
+    )
+    unbound: Gpus = {"gpus": 0, "environment": NOT_BOUND}
+    return [
+        MemberSpec(
+            name=f"engine-{number}",
+            factory=ENGINE,
+            arguments={"settings": settings},
+            threads=torch.get_num_threads(),
+            **(unbound if placement.kind == "processes" else gpus_of_a_member(config, placement.engines[number])),
+        )
+        for number in range(cluster.engines)
+    ]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+def start_ranks(plan: TrainPlan, launcher: Launcher) -> Ranks:
+    """Starts the ranks of a plan besides this process."""
+    specs = rank_specs(plan)
+    return Ranks(launcher=launcher, specs=specs, members=[launcher.start(spec) for spec in specs])
+
+
+def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
+    """The specs of the members that are ranks 1, 2, .., each with as many threads as this process."""
+    config, cluster = plan.config, plan.config.cluster
+    assert plan.placement is not None, "a run with ranks is placed"
+    gpus = plan.placement.ranks
+    return [
+        MemberSpec(
+            name=f"rank-{rank}",
+            factory=RANK,
+            arguments={
+                "config": replace(config, model=model_of_a_member(config.model)),
+                "needs_old": plan.needs_old,
+                "teacher_top_k": plan.algorithm.teacher_top_k,
+                "rank": rank,
+                "lanes": cluster.num_lanes,
+            },
+            threads=torch.get_num_threads(),
+            **gpus_of_a_member(config, gpus[rank : rank + 1]),
+        )
+        for rank in range(1, cluster.ranks)
+    ]
+
+
+# -- reward workers ----------------------------------------------------------------------------------------------------
+def open_reward_members(
+    config: RunConfig, launcher: Launcher, note: Callable[[str], None], rewards: Sequence[RewardSpec]
+) -> RewardMembers:
+    """The reward workers of a run on the cluster, which score with these rewards."""
+    scoring = config.scoring
+    specs = reward_specs(rewards, scoring.workers, scoring.timeout)
+    return RewardMembers(launcher, specs, timeout_s=scoring.timeout, answer_s=config.cluster.timeout, note=note)
+
+
+# -- each member -------------------------------------------------------------------------------------------------------
 class Gpus(TypedDict):
     """The fields of a `MemberSpec` that say which GPUs it has."""
 
@@ -40,32 +203,6 @@ def gpus_of_a_member(config: RunConfig, gpus: Sequence[int]) -> Gpus:
     if config.cluster.is_joined:
         return {"gpus": len(gpus), "environment": {}}
     return {"gpus": 0, "environment": environment_of(gpus, all_gpus(device))}
-
-
-def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
-    """Opens the launcher of a run's engines and ranks; it keeps the run's own GPU from them unless they share it."""
-    config, device = plan.config, resolve_device(plan.config.model.device)
-    on_gpus = device.type == "cuda"
-    own_gpu = all_gpus(device)[0] if on_gpus else None
-    scorers = config.scoring.workers if config.cluster.scoring else 0
-    threads = torch.get_num_threads()
-    return open_launcher(config.cluster, folder, on_gpus=on_gpus, own_gpu=own_gpu, threads=threads, scorers=scorers)
-
-
-def open_reward_members(
-    config: RunConfig, launcher: Launcher, note: Callable[[str], None], rewards: Sequence[RewardSpec]
-) -> RewardMembers:
-    """The reward workers of a run on the cluster.
-
-    Args:
-        config: the run's config.
-        launcher: starts the members.
-        note: called with a line when a worker is replaced.
-        rewards: the rewards that they score with.
-    """
-    scoring = config.scoring
-    specs = reward_specs(rewards, scoring.workers, scoring.timeout)
-    return RewardMembers(launcher, specs, timeout_s=scoring.timeout, answer_s=config.cluster.timeout, note=note)
 
 
 def model_of_a_member(model: ModelConfig) -> ModelConfig:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
 from rlft.config.schema import RunConfig
-from rlft.loop.base_loading import layers_of_rank, load_for_training, load_teacher
-from rlft.loop.session import critic_source, update_settings
-from rlft.loop.shell import deterministic_on_cpu
+from rlft.loop.base_loading import layers_of_rank, load_teacher
+from rlft.loop.driver import deterministic_on_cpu
+from rlft.loop.parts import open_roles, update_settings
 from rlft.model.backbone import resolve_device
-from rlft.model.roles import Roles
 from rlft.system.memory import keep_blocks
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.protocol import TrainerState
@@ -31,25 +29,12 @@ def opened_trainer(
     """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards."""
     base = layers_of_rank(config.cluster, rank)
     teacher = load_teacher(config.snapshot, config.model)  # before the base, as in a session
-    backbone = load_for_training(config.model, config.lora, config.token_budget, sharded=base)
-    roles = Roles(
-        backbone,
-        config.lora,
-        config.snapshot,
-        replace(config.critic, init=critic_source(config)),
-        temperature=config.generation.temperature,
-        token_budget=config.token_budget,
-        seed=config.seed,
-        teacher=teacher,
-    )
-    if base is not None and rank > 0:
-        base.drop_copies()
-    try:
+    with open_roles(config, teacher, base=base) as roles:
+        if base is not None and rank > 0:
+            base.drop_copies()
         optimizers = open_optimizers(roles, config.trainer, config.critic.lr)
         settings = update_settings(config)
         yield LocalTrainer(roles, optimizers, settings, needs_old=needs_old, teacher_top_k=teacher_top_k, base=base)
-    finally:
-        roles.close()
 
 
 class RankWorker:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +13,35 @@ from torch import Tensor
 
 from rlft.algorithm.objective import Objective
 from rlft.batch import collate
-from rlft.config.schema import AlarmsConfig, FreshnessConfig, OverlapConfig, RunConfig
-from rlft.data.prompts import PromptSet, left_out
+from rlft.config.schema import AlarmsConfig, OverlapConfig
+from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
-from rlft.generation.engine import Engine
-from rlft.generation.pool import EnginePool
+from rlft.environment.endpoint.traces import Traces
+from rlft.generation.engine import Generator
 from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
-from rlft.logger.loggers import Loggers
-from rlft.loop.base_loading import layers_of_rank, load_for_training
-from rlft.loop.conversing import conversing_here
-from rlft.loop.decoding_check import check_decoding
-from rlft.loop.dynamic_sampling import replace_uninformative_groups
-from rlft.loop.engine_members import open_engines
-from rlft.loop.engines import Engines, adopting_of, opened_teacher, opening_of
+from rlft.loop.base_loading import layers_of_rank
+from rlft.loop.driver import OpenRun, RunDriver, open_run
+from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
-from rlft.loop.freshness import FIXED_TOKENS, LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Freshness
-from rlft.loop.members import open_reward_members, opened_launcher
+from rlft.loop.freshness import open_freshness
+from rlft.loop.members import open_members
 from rlft.loop.metrics import Clock
 from rlft.loop.overlap import AheadSampler, derived_from, packed, unpacked
-from rlft.loop.ranks import Ranks, make_trainer, start_ranks
-from rlft.loop.rehearsal import largest_micro_batch
-from rlft.loop.sampling import StepSampler
-from rlft.loop.shell import RunShell, open_run, shared_base_of
+from rlft.loop.parts import make_trainer, open_roles, open_scorer, open_trainer
+from rlft.loop.rehearsal import check_decoding, largest_micro_batch
+from rlft.loop.sampling import StepSampler, replace_uninformative_groups
 from rlft.loop.token_inspection import Inspection
-from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
-from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
 from rlft.plan.sampling_shapes import Decoding, of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.ahead import AheadScorer
-from rlft.reward.workers.pool import Pool
-from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
-from rlft.system.interrupt import Interrupt
-from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.protocol import Trainer, TrainerState
-from rlft.trainer.reward_training import RewardRefresh
-from rlft.trainer.sharded_base import ShardedLayers
-from rlft.trainer.update import UpdateSettings
-from rlft.types import Adapter, Batch, Evaluation, Generator, Group, Prompt, Rollouts, Scores, StepRecord, TokenValues
+from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, StepRecord, TokenValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,50 +55,27 @@ class State:
     algorithm: Objective
 
 
-class Session(RunShell):
+class Session(RunDriver):
     """The open parts of one run of `rlft train`, which `open_session` opens and closes."""
 
     def __init__(
-        self,
-        plan: TrainPlan,
-        folder: Path,
-        backbone: Backbone,
-        roles: Roles,
-        generator: Generator,
-        scorer: Scorer | AheadScorer,
-        logger: Loggers,
-        interrupt: Interrupt,
-        say: Callable[[str], None],
-        ranks: Ranks | None = None,
-        base: ShardedLayers | None = None,
-        *,
-        may_resume: bool = True,
+        self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer | AheadScorer, trainer: Trainer
     ) -> None:
-        super().__init__(plan, folder, logger, interrupt, say)
+        super().__init__(run, generator)
+        plan: TrainPlan = run.plan
         self.plan, self.config = plan, plan.config
-        self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
-        self.shared_base = shared_base_of(generator)
+        self.backbone, self.roles, self.generator = roles.backbone, roles, generator
+        self.scorer, self.trainer = scorer, trainer
         self.hints = Hints()
         self.alarms = None if self.config.alarms is None else Alarms(alarms_of(self.config.alarms, self.config.overlap))
         self._failures_noted = 0
-        self.player = conversing_here(plan, generator, backbone.tokenizer, folder if may_resume else None)
-        self.sampler = StepSampler(self.player, plan.train_prompts.prompts, self.config)
+        self.sampler = StepSampler(generator, plan.train_prompts.prompts, self.config)
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
         self._previous: Adapter | None = None  # with overlap.lag, the adapter published before `_published`
-        self.trainer: Trainer = make_trainer(open_trainer(plan, roles, base), self.config.cluster, ranks, logger.note)
         engine = self.config.generation.named(plan.engine)
-        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone, engine)
-        # An engine on the trainer's base makes the sums of base and adapter on which the policy learns
-        # (`Roles.share_merged_weights`). Where the engines are members, this process opens one of its own for that.
-        self.engine_here: Generator | None = None
-        if isinstance(generator, EnginePool):
-            generator.note = logger.note
-            if isinstance(scorer, AheadScorer):
-                generator.finished = scorer.begin
-            if engine.on_trainers_base and self.config.cluster.num_lanes == 1:
-                self.engine_here = engine.open(opening_of(self.config, self.config.lora.rank, roles, backbone))
+        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, roles.backbone, engine)
 
     # -- before the first step -----------------------------------------------------------------------------------------
     def begin(self) -> State:
@@ -128,8 +90,7 @@ class Session(RunShell):
         self.trainer.restore(
             TrainerState(adapters=saved.adapters, optimizer=saved.optimizer, heads=saved.heads, critic=critic)
         )
-        if "hints" in state:  # older checkpoints have none
-            self.hints.restore(state["hints"])
+        self.hints.restore(state["hints"])
         if self.alarms is not None and "alarms" in state:
             self.alarms.restore(state["alarms"])
         self._restore_samples(saved)
@@ -190,7 +151,7 @@ class Session(RunShell):
 
         A run that is continued past its former last step has not sampled them ahead.
         """
-        self.player.load(previous)
+        self.generator.load(previous)
         self.freshness.check_again(previous.version, self.generator)
         self.ahead.restore(step, self.sampler.sample(step))
         self.publish(step)
@@ -208,9 +169,7 @@ class Session(RunShell):
             if self._published is not None:
                 self._previous = self._published
             self._published = adapter
-        self.player.load(adapter)  # conversations over the engine note the version
-        if self.engine_here is not None:
-            self.engine_here.load(adapter)
+        self.generator.load(adapter)
         self.freshness.check(version, self.generator, self.trainer)
         self.trainer.after_freshness_check()
 
@@ -312,7 +271,7 @@ class Session(RunShell):
         if settings.temperature is not None:
             sampling = replace(sampling, temperature=settings.temperature)
         return evaluate(
-            self.player,
+            self.generator,
             self.scorer,
             prompts,
             step=step,
@@ -378,85 +337,7 @@ def alarms_of(settings: AlarmsConfig, overlap: OverlapConfig) -> AlarmsConfig:
     return replace(settings, logprob_gap=None) if overlap.lag else settings
 
 
-def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = None) -> LocalTrainer:
-    """The trainer of this run on these roles, with fresh optimizers.
-
-    Args:
-        plan: the planned run.
-        roles: the networks.
-        base: the base's layers where ranks divide them, else None.
-    """
-    config = plan.config
-    reward_training: RewardRefresh | None = None
-    if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
-        role = reward_role(learned[0].name)
-        reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
-    return LocalTrainer(
-        roles,
-        open_optimizers(roles, config.trainer, config.critic.lr),
-        update_settings(config),
-        needs_old=plan.needs_old,
-        teacher_top_k=plan.algorithm.teacher_top_k,
-        text=plan.pretrain_text,
-        reward_training=reward_training,
-        base=base,
-    )
-
-
-def update_settings(config: RunConfig) -> UpdateSettings:
-    """The settings of this config that updates depend on."""
-    return UpdateSettings(
-        seed=config.seed,
-        steps=config.steps,
-        epochs=config.epochs,
-        minibatches=config.minibatches,
-        max_completion_tokens=config.generation.max_tokens,
-        warmup_steps=config.critic.warmup_steps,
-    )
-
-
-def learned_rewards(rewards: Mapping[str, RewardSpec]) -> list[RewardSpec]:
-    """The rewards that the trainer computes with a model."""
-    return [spec for spec in rewards.values() if spec.runs_in_trainer]
-
-
-def open_resident(rewards: Mapping[str, RewardSpec], roles: Roles, *, learns: bool) -> dict[str, LearnedReward]:
-    """{name: callable} of the learned rewards; `learns` says whether this run trains their adapter."""
-    return {
-        spec.name: open_learned(spec.name, roles=roles, learns=learns, **spec.kwargs)
-        for spec in learned_rewards(rewards)
-    }
-
-
-def critic_source(config: RunConfig) -> str:
-    """`critic.init`, with `reward` replaced by the folder of the learned reward's adapter."""
-    if config.critic.init != "reward":
-        return config.critic.init
-    [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number
-    return learned.kwargs["path"]
-
-
-def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine) -> Freshness:
-    """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
-    in_32_bits = backbone.model.dtype == torch.float32 and not engine.rounds
-    limits = LIMITS_IN_32_BITS if in_32_bits else LIMITS_IN_16_BITS
-    sequences = fixed_sequences(prompts, backbone, 0 if in_32_bits else FIXED_TOKENS)
-    return Freshness(sequences, limits if settings.threshold == "auto" else settings.threshold, settings.every)
-
-
-def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0) -> list[list[int]]:
-    """Token ids of the first two prompts with their answers, which all freshness checks of a run score, and of as many
-    more as have this many tokens to compare."""
-    sequences: list[list[int]] = []
-    for p in prompts.prompts:
-        if len(sequences) >= 2 and sum(len(ids) - 1 for ids in sequences) >= num_tokens:
-            break
-        answer = backbone.tokenizer(p.answer, add_special_tokens=False)["input_ids"]
-        sequences.append([*p.token_ids, *answer][-64:])
-    return sequences
-
-
-@contextlib.contextmanager
+@contextmanager
 def open_session(
     plan: TrainPlan, folder: Path, engines: Engines, say: Callable[[str], None], again: str | None = None
 ) -> Iterator[Session]:
@@ -469,76 +350,35 @@ def open_session(
         say: prints a line.
         again: the command that resumes the run after a failure; None for an evaluation, which cannot be resumed.
     """
-    config = plan.config
-
-    def open_parts(stack: contextlib.ExitStack, logger: Loggers, interrupt: Interrupt) -> Session:
-        rewards, pool, ranks, adopt = specs(config.reward), None, None, None
-        has_ranks = again is not None and config.cluster.ranks > 1
-        open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None
-        if config.cluster.engines or has_ranks or config.cluster.scoring:
-            launcher = stack.enter_context(opened_launcher(plan, folder))
-            if config.cluster.engines:  # before ranks: with several GPUs each, engines are the hardest to place
-                pool = open_engines(plan, launcher, say)
-                stack.callback(pool.close)
-            ranks = start_ranks(plan, launcher) if has_ranks else None
-            if config.cluster.scoring:
-                open_rewards = partial(open_reward_members, config, launcher, say)
-        if pool is None:
-            adopt = adopting_of(engines, config, config.lora, plan.engine)
-        # An engine in this process needs the whole base.
-        base = None if pool is None else layers_of_rank(config.cluster, rank=0)
-        # Before the base: what it leaves free decides whether activations are recomputed.
-        teacher = None if again is None else opened_teacher(engines, config, plan.teacher_row_tokens)
-        backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
-        roles = Roles(
-            backbone,
-            config.lora,
-            config.snapshot,
-            replace(config.critic, init=critic_source(config)),
-            temperature=config.generation.temperature,
-            token_budget=config.token_budget,
-            seed=config.seed,
-            teacher=teacher,
-        )
-        stack.callback(roles.close)
-        resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)
-        scoring, unscorable = config.scoring, config.allows_unscorable
-        scorer: Scorer | AheadScorer
-        scorer = Scorer(
-            rewards,
-            scoring.workers,
-            scoring.timeout,
-            scoring.on_error,
-            resident,
-            open_rewards,
-            allow_unscorable=unscorable,
-        )
-        if pool is not None and scoring.workers:
-            scorer = AheadScorer(scorer)
-        stack.callback(scorer.close)
-        if pool is None:
-            opening = opening_of(config, config.lora.rank, roles, backbone)
-            generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
+    config, trains = plan.config, again is not None
+    with ExitStack() as stack:
+        run = stack.enter_context(open_run(plan, folder, say, again))
+        members = stack.enter_context(open_members(plan, folder, run.logger.note, has_ranks=trains))
+        adopt, base, pool = None, None, members.pool
+        if pool is None:  # an engine in this process needs the whole base
+            adopt = engines.adopting(config, config.lora, plan.engine)
         else:
-            generator = pool
-        session = Session(
-            plan,
-            folder,
-            backbone,
-            roles,
-            generator,
-            scorer,
-            logger,
-            interrupt,
-            say,
-            ranks,
-            base,
-            may_resume=again is not None,
-        )
-        if session.player is not generator:
-            stack.callback(session.player.close)
+            base = layers_of_rank(config.cluster, rank=0)
+        # Before the base: what it leaves free decides whether activations are recomputed.
+        teacher = opened_teacher(engines, config, plan.teacher_row_tokens) if trains else None
+        roles = stack.enter_context(open_roles(config, teacher, adopt=adopt, base=base))
+        learns_reward = config.reward_model.refresh_every > 0
+        scorer = stack.enter_context(open_scorer(config, roles, learns=learns_reward, members=members))
+        generator: Generator
+        if pool is None:
+            # A resume may go back that many versions of the policy, even if one checkpoint is damaged.
+            kept = 2 * config.checkpoint.every + 2 if config.checkpoint.every else None
+            traces = Traces(folder, kept) if trains else None
+            generator = stack.enter_context(engines.opened_for(plan, roles, config.lora, plan.environment, traces))
+        else:
+            generator, engine = pool, config.generation.named(plan.engine)
+            # An engine on the trainer's base makes the sums of base and adapter on which the policy learns
+            # (`Roles.share_merged_weights`).
+            if engine.on_trainers_base and config.cluster.num_lanes == 1:
+                pool.here = engine.open(engine_args(config, config.lora, roles))
+        local = open_trainer(plan, roles, base)
+        trainer = make_trainer(local, config.cluster, members.ranks, run.logger.note)
+        session = Session(run, roles, generator, scorer, trainer)
         stack.callback(session.ahead.close)
-        return session
-
-    with open_run(plan, say, again, open_parts) as session:
+        stack.enter_context(session.running())
         yield session

@@ -17,23 +17,21 @@ from torch.nn import Parameter
 
 from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
+from rlft.generation.engine import Generator
 from rlft.logger.hints import not_finite
-from rlft.logger.loggers import Loggers
 from rlft.loop.base_loading import load_for_training
+from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.metrics import Clock, peak_memory_bytes
-from rlft.loop.outcome import Outcome
-from rlft.loop.shell import RunShell, open_run, shared_base_of
 from rlft.model.backbone import Adopt
 from rlft.model.full_weights import MODEL, WholeModel
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
-from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.update import text_passes
-from rlft.types import Batch, Evaluation, Generator, StepRecord
+from rlft.types import Batch, Evaluation, StepRecord
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
@@ -122,15 +120,12 @@ def likelihood_gradient(learner: Roles | WholeModel, batch: Batch, token_budget:
     }
 
 
-class SupervisedRun(RunShell):
+class SupervisedRun(RunDriver):
     """The state of one supervised run, which `train_supervised` opens and closes."""
 
-    def __init__(
-        self, plan: Plan, folder: Path, task: SupervisedTask[Any], logger: Loggers, interrupt: Interrupt, say: Say
-    ) -> None:
-        super().__init__(plan, folder, logger, interrupt, say)
-        self.plan, self.config, self.task = plan, plan.config, task
-        self.shared_base = shared_base_of(task.generator)
+    def __init__(self, run: OpenRun, task: SupervisedTask[Any]) -> None:
+        super().__init__(run, task.generator)
+        self.plan, self.config, self.task = run.plan, run.plan.config, task
         self.optimizer = Optimizer(task.parameters(), self.config.trainer, task.role)
 
     def train(self) -> int:
@@ -194,9 +189,7 @@ def train_supervised(
         open_task: loads the model; the stack closes whatever it opens.
         say: prints a line.
     """
-
-    def opened(stack: ExitStack, logger: Loggers, interrupt: Interrupt) -> SupervisedRun:
-        return SupervisedRun(plan, folder, open_task(stack), logger, interrupt, say)
-
-    with open_run(plan, say, resuming(folder), opened) as run:
-        return run.outcome_of(run.train)
+    with open_run(plan, folder, say, resuming(folder)) as opened, ExitStack() as stack:
+        run = SupervisedRun(opened, open_task(stack))
+        with run.running():
+            return run.outcome_of(run.train)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlft.environment.conversations import Conversations
 from rlft.environment.dialect import Dialect
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.played import PlayedByAgents
+from rlft.environment.endpoint.played import AgentGenerator
 from rlft.environment.protocol import Environment
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.tokens.ends import turn_ends
@@ -55,7 +55,7 @@ def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase
     environment_alone = replace(environment, workers=1, turn_tokens=None)
     if environment.plays_itself:
         policy = ScriptedGenerator({"*": script}, tokenizer, ends)
-        played = PlayedByAgents(policy, cast(Endpoint, environment_alone), tokenizer, longest_row=2 * ROOM, traces=None)
+        played = AgentGenerator(policy, cast(Endpoint, environment_alone), tokenizer, longest_row=2 * ROOM, traces=None)
         return _tried(played, prompt)
     if not environment.plays_a_game:
         dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
@@ -64,7 +64,7 @@ def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase
     return _tried(Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM), prompt)
 
 
-def _tried(played: Conversations | PlayedByAgents, prompt: Prompt) -> EnvironmentTrial:
+def _tried(played: Conversations | AgentGenerator, prompt: Prompt) -> EnvironmentTrial:
     try:
         with closing(played):
             [group] = played.sample([prompt], 1, [0], Sampling(max_tokens=ROOM, temperature=1.0))

@@ -89,7 +89,7 @@ def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) ->
     if why_not_on_a_gpu(generation, lora, whole=lora is None, is_absent=True) is not None:
         return demand
     engine = generation.named(ON_A_GPU)
-    return replace(demand, engine=engine.apart() if demand.engines_apart else engine, section=ON_A_GPU)
+    return replace(demand, engine=engine.standalone() if demand.engines_apart else engine, section=ON_A_GPU)
 
 
 class SamplingDemand(TypedDict, total=False):

@@ -258,8 +258,8 @@ def check_members(config: RunConfig) -> None:
 def check_apart(config: RunConfig, engine: str) -> None:
     """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` GPUs each."""
     with _keys_of(engine):
-        separate = config.generation.named(engine).apart()
-    separate.on_gpus(config.cluster.gpus_per_engine)
+        separate = config.generation.named(engine).standalone()
+    separate.with_gpus(config.cluster.gpus_per_engine)
 
 
 def _resampling(config: RunConfig, algorithm: Objective) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from rlft.config.schema import EvalConfig, RunConfig
 from rlft.data.prompts import PromptSet
+from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
-from rlft.types import Generator
 
 
 def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) -> list[Decoding]:

@@ -192,7 +192,7 @@ class TrainPlan(Plan):
         fields = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
         if engines and "engine" in fields:
             on_gpus = self.placement is None or self.placement.kind == "pairs"
-            fields["engine"], fields["engines_apart"] = fields["engine"].apart(), 1 if on_gpus else engines
+            fields["engine"], fields["engines_apart"] = fields["engine"].standalone(), 1 if on_gpus else engines
         return fields
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:

@@ -49,7 +49,7 @@ class Ending:
 
 
 @contextlib.contextmanager
-def kept(folder: Path, num_steps: int) -> Iterator[Ending]:
+def recording_status(folder: Path, num_steps: int) -> Iterator[Ending]:
     """Keeps status.json, which says that the run is running, and afterwards how it ended. A kill leaves it unchanged.
 
     Args:

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlft.batch import fault
 from rlft.environment.conversations import Conversations
-from rlft.environment.duck_type import DuckType
 from rlft.environment.game import Game
 from rlft.environment.protocol import Environment
+from rlft.environment.tool_class import ToolClass
 from rlft.environment.tools import Tools
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Sampling
@@ -80,8 +80,8 @@ def tools(*names: str, **limits: Any) -> Tools:
     return Tools(**{**LIMITS, **limits}, tools=names or TOOLS)
 
 
-def duck(name: str, **limits: Any) -> DuckType:
-    return DuckType(**{**LIMITS, "reward": "get_reward", **limits}, factory=f"conversation_tools.{name}")
+def duck(name: str, **limits: Any) -> ToolClass:
+    return ToolClass(**{**LIMITS, "reward": "get_reward", **limits}, factory=f"conversation_tools.{name}")
 
 
 def one(groups: Sequence[Group]) -> Completion:
@@ -164,7 +164,7 @@ def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_
         # What stands before the last turn: the whole completion but "done" and its end token.
         last = completion.turns[-1].end - len(TOKENIZER("done")["input_ids"]) - 1
         assert asked.token_ids == (*prompt().token_ids, *completion.token_ids[:last])
-        assert asked.ongoing.max_tokens == 200 - last
+        assert asked.next_turn.max_tokens == 200 - last
     assert len({*first[2], *second[2]}) == 3, "a seed for each turn"
     again = converse(texts, tools()).sample([prompt()], 4, [6], sampling)
     assert again == [group], "it replays"

@@ -11,9 +11,9 @@ import pytest
 
 from rlft.commands import chat
 from rlft.config.compose import compose
-from rlft.environment.duck_type import DuckType
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.game import Game
+from rlft.environment.tool_class import ToolClass
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.plan.environment_trial import try_environment
@@ -25,7 +25,7 @@ BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.m
 
 @pytest.mark.parametrize("syntax", ["template", "json", "xml"])
 def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax: str) -> None:
-    environment = DuckType(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter", reward="get_reward")
+    environment = ToolClass(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start=40))
     assert tried.error is None
     # `draw` is the class's first tool by name: it takes nothing and answers a number below 1.
@@ -39,7 +39,7 @@ def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax:
 
 
 def test_a_plan_names_an_environment_that_cannot_begin() -> None:
-    environment = DuckType(**LIMITS, factory="conversation_tools.Counter", reward="get_reward")
+    environment = ToolClass(**LIMITS, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start="none"))
     assert tried.error is not None
     assert "cannot begin a conversation of prompt 'p'" in tried.error

@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Self
 
-from rlft.generation.engine import Engine, Missing, Opening
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
 from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
 from rlft.config.bounds import NonNegativeInt, PositiveInt
-from rlft.types import Adapter, Completion, FinishReason, Generator, Group, Prompt, Rollout, Sampling
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
 from rlft.types import ToolCall, Turn, UserError
 
 
@@ -60,13 +60,13 @@ class Canned(Engine):
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
         yield replace(self, megabytes=1)
 
-    def open(self, opening: Opening) -> Generator:
-        return Cans(self, opening)
+    def open(self, args: EngineArgs) -> Generator:
+        return Cans(self, args)
 
 
 class Cans(Generator):
-    def __init__(self, keys: Canned, opening: Opening) -> None:
-        self.keys, self.opening, self.version, self.calls = keys, opening, None, 0
+    def __init__(self, keys: Canned, args: EngineArgs) -> None:
+        self.keys, self.args, self.version, self.calls = keys, args, None, 0
         self.write("opened")
 
     def write(self, text: str) -> None:
@@ -88,7 +88,7 @@ class Cans(Generator):
 
     def rollout(self, prompt: Prompt, seed: int) -> Rollout:
         text = self.keys.texts[seed % len(self.keys.texts)].replace("{answer}", prompt.answer)
-        tokenizer = self.opening.tokenizer
+        tokenizer = self.args.tokenizer
         if self.keys.talks:
             return Rollout(prompt=prompt, completion=self.talk(text, seed), policy_version=self.version)
         ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
@@ -99,7 +99,7 @@ class Cans(Generator):
 
     def talk(self, text: str, seed: int) -> Completion:
         # A first turn that calls a tool and earns something or nothing, the answer of the tool, and the text.
-        ids = self.opening.tokenizer
+        ids = self.args.tokenizer
         question, answer, end = (ids(t, add_special_tokens=False)["input_ids"] for t in ("2+2", "\\n4\\n", text))
         mask = (True,) * len(question) + (False,) * len(answer) + (True,) * (len(end) + 1)
         call = ToolCall(name="add", arguments="2+2", answer="4", failed=seed % 5 == 0)
@@ -372,3 +372,57 @@ def test_one_without_keys_is_named_by_its_class(workplace: Path, capsys: pytest.
     assert capsys.readouterr().err.startswith("rlft: generation.Canned.texts: is missing; ")
     assert cli.run([*words, "+generation.Canned={texts: [x]}"]) == 0
     assert Path("journal.txt").read_text().split() == ["opened", "sampled", "closed"]
+
+
+PLAIN = """
+from dataclasses import dataclass
+
+from rlft.generation.engine import Engine, EngineArgs, Generator
+from rlft.types import Completion, FinishReason, Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain(Engine):
+    texts: list[str]
+
+    def open(self, args: EngineArgs) -> Generator:
+        return Says(self.texts, args.tokenizer)
+
+
+class Says(Generator):
+    def __init__(self, texts, tokenizer):
+        self.texts, self.tokenizer, self.version = texts, tokenizer, None
+
+    def load(self, adapter):
+        self.version = adapter.version
+
+    def sample(self, prompts, n, seeds, sampling):
+        return [
+            Group(prompt=prompt, rollouts=tuple(self.rollout(prompt, seed + i) for i in range(n)))
+            for prompt, seed in zip(prompts, seeds)
+        ]
+
+    def rollout(self, prompt, seed):
+        text = self.texts[seed % len(self.texts)]
+        ids = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
+        said = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
+        return Rollout(prompt=prompt, completion=said, policy_version=self.version)
+
+    def score(self, sequences):
+        return []
+"""
+
+
+def test_a_module_and_a_yaml_are_enough(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but its keys, `open` and the three methods of a generator: no memory, no remedies, no list to be on."""
+    Path("plain_engine.py").write_text(PLAIN)
+    section = "plain:\n  _target_: plain_engine.Plain\n  texts: [aye, <think></think>, nay]\n"
+    Path("mine/generation/plain.yaml").write_text(f"defaults: [auto, _self_]\nengine: plain\n{section}")
+    words = ["--config-dir", "mine", *typed("generation=plain", "steps=1")]
+    assert cli.run(["plan", "--json", *words]) == 0
+    assert ("engine", "plain") in {(row["what"], row["value"]) for row in json.loads(capsys.readouterr().out)["sizes"]}
+    assert cli.run(["train", "hydra.run.dir=run", *words]) == 0
+    [line] = lines_of(Path("run"))
+    assert line["step"] == 1
+    [rollouts] = rollouts_of(Path("run")).values()
+    assert {json.loads(row)["completion"] for row in rollouts.splitlines()} == {"aye", "<think></think>", "nay"}

@@ -13,7 +13,8 @@ import torch
 from pool_engines import ThreadLauncher
 
 from rlft.generation import pool as engine_pool
-from rlft.generation.pool import EngineError, EnginePool, StaleEngineError, units_of
+from rlft.generation.engine import StaleEngineError
+from rlft.generation.pool import EngineError, EnginePool, units_of
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.system.process.member import MemberSpec
 from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Sampling, Turn, UserError

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from rlft.generation.transformers import TransformersGenerator, Weights, cache_argument, draw, end_tokens
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.types import FinishReason, Ongoing, Sampling
+from rlft.types import FinishReason, NextTurn, Sampling
 
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
@@ -107,7 +107,7 @@ def test_tokens_are_said_when_they_are_sampled(batch_size, make_generator, promp
     generator, said, seeds = make_generator(batch_size), {}, [0, 10, 20, 30, 40]
     silent = generator.sample(prompts, 2, seeds, HOT)
     order = []
-    generator.heard = lambda row, token: (said.setdefault(row, []).append(token), order.append(row))
+    generator.token_callback = lambda row, token: (said.setdefault(row, []).append(token), order.append(row))
     assert generator.sample(prompts, 2, seeds, HOT) == silent
     assert [tuple(said[row]) for row in range(10)] == [ids for group in completions(silent) for ids in group]
     assert order[:4] == [0, 1, 2, 3], "the first tokens of all come before the second of any"
@@ -236,7 +236,7 @@ def test_a_turn_of_a_conversation_ends_with_its_own_limit(make_generator, prompt
     generator = make_generator()
     whole = completions(generator.sample(prompts, 2, [0, 2, 4, 6, 8], HOT))
     limits = [1, 5, 24, 99, 7]  # at most HOT.max_tokens = 24
-    asked = [replace(p, ongoing=Ongoing(turn=1, seed=0, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
+    asked = [replace(p, next_turn=NextTurn(turn=1, seed=0, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
     groups = generator.sample(asked, 2, [0, 2, 4, 6, 8], HOT)
     for group, before, limit in zip(groups, whole, limits, strict=True):
         for rollout, ids in zip(group.rollouts, before, strict=True):

@@ -32,5 +32,5 @@ def done_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
         patch.setattr(OmegaConf, "load", yaml_once.load)
-        patch.setattr("rlft.loop.shell.gc_frozen", collected)
+        patch.setattr("rlft.loop.driver.gc_frozen", collected)
         yield

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM
 
-from rlft.generation.engine import Engine, Opening
-from rlft.generation.shared_base import SharedBase, share
+from rlft.generation.engine import Engine, EngineArgs, Generator
+from rlft.generation.shared_base import share
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -67,21 +67,20 @@ class Fused(Engine):
     lends: bool = True
     spoils: bool = False
 
-    def why_two_bases(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
+    def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         return None if self.lends else "lends is false"
 
-    def open(self, opening: Opening) -> Any:
-        return FusedGenerator(opening, self.spoils)
+    def open(self, args: EngineArgs) -> Any:
+        return FusedGenerator(args, self.spoils)
 
 
-class FusedGenerator:
-    def __init__(self, opening: Opening, spoils: bool) -> None:
-        base = AutoModelForCausalLM.from_pretrained(opening.model_path, dtype=getattr(torch, opening.dtype))
+class FusedGenerator(Generator):
+    def __init__(self, args: EngineArgs, spoils: bool) -> None:
+        base = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=getattr(torch, args.dtype))
         self.weights = fused(base)
         share(base.requires_grad_(False).eval(), self.weights, torch.device("cpu"))
         self.base, self.model, self.spoils = base, None, spoils
         self.version: int | None = None
-        self.shared_base: SharedBase | None = None
 
     def adopt(self, model: nn.Module, device: torch.device) -> None:
         self.shared_base = share(model, self.weights, device)
@@ -127,9 +126,6 @@ class FusedGenerator:
             logprobs = self.model(tokens).logits[0, :-1].float().log_softmax(-1)
             rows.append(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
         return rows
-
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        pass
 
     def sleep(self) -> None:
         self._check()

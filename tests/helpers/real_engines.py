@@ -11,20 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlft.config.schema import RunConfig
+from rlft.generation.engine import Generator
 from rlft.generation.pool import EnginePool
-from rlft.loop.engine_members import open_engines
-from rlft.loop.engines import opening_of
+from rlft.loop.driver import deterministic_on_cpu
+from rlft.loop.engines import engine_args
 from rlft.loop.freshness import Freshness
-from rlft.loop.shell import deterministic_on_cpu
+from rlft.loop.members import open_engines
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
 from rlft.system.process.member import Launcher
 from rlft.system.process.placement import place
-from rlft.types import Generator, Group, Prompt
+from rlft.types import Group, Prompt
 
 
 def opened_here(config: RunConfig, engine: str, roles: Roles, backbone: Backbone) -> Generator:
-    return config.generation.named(engine).open(opening_of(config, config.lora.rank, roles, backbone))
+    return config.generation.named(engine).open(engine_args(config, config.lora, roles))
 
 
 def sampled(generator: Generator, config: RunConfig, prompts: Sequence[Prompt]) -> list[Group]:

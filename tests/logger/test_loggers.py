@@ -30,7 +30,7 @@ class Diary:
 
 def test_calls_reach_every_logger_in_order():
     calls = []
-    loggers = Loggers([Diary("a", calls), Diary("b", calls)])
+    loggers = Loggers([Diary("a", calls), Diary("b", calls)], print)
     loggers.start("run")
     loggers.stage("sample")
     loggers.step("record")
@@ -44,7 +44,7 @@ def test_calls_reach_every_logger_in_order():
 
 def test_all_are_closed_even_if_one_raises():
     calls = []
-    loggers = Loggers([Diary("a", calls, fails_in=["finish"]), Diary("b", calls)])
+    loggers = Loggers([Diary("a", calls, fails_in=["finish"]), Diary("b", calls)], print)
     loggers.start("run")
     with pytest.raises(RuntimeError, match="a fails"):
         loggers.finish("finished")
@@ -53,7 +53,7 @@ def test_all_are_closed_even_if_one_raises():
 
 def test_after_a_failed_start_only_what_was_begun_is_closed():
     calls = []
-    loggers = Loggers([Diary(name, calls, fails_in=["start"] if name == "b" else ()) for name in "abc"])
+    loggers = Loggers([Diary(name, calls, fails_in=["start"] if name == "b" else ()) for name in "abc"], print)
     with pytest.raises(RuntimeError, match="b fails"):
         loggers.start("run")
     loggers.finish("stopped")
@@ -62,11 +62,18 @@ def test_after_a_failed_start_only_what_was_begun_is_closed():
 
 def test_finish_reaches_each_logger_once():
     calls = []
-    loggers = Loggers([Diary("a", calls)])
+    loggers = Loggers([Diary("a", calls)], print)
     loggers.start("run")
     loggers.finish("finished")
     loggers.finish("finished")
     assert len(calls) == 2
+
+
+def test_a_note_before_the_start_is_said():
+    calls, said = [], []
+    loggers = Loggers([Diary("a", calls)], said.append)
+    loggers.note("early")
+    assert (said, calls) == (["early"], [])
 
 
 # -- names decide nothing ----------------------------------------------------------------------------------------------

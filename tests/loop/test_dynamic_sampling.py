@@ -10,9 +10,8 @@ import torch
 
 from rlft.batch import collate
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.loop.dynamic_sampling import replace_uninformative_groups, replaced
 from rlft.loop.metrics import Clock, rollout_metrics
-from rlft.loop.sampling import StepSampler
+from rlft.loop.sampling import StepSampler, replace_uninformative_groups, replaced
 from rlft.types import Group, Prompt, Scores, StepScores
 
 SIZE = 4

@@ -16,8 +16,8 @@ import torch
 from real_engines import check_pool_against, opened_here, signal_to
 
 from rlft.config.schema import RunConfig
-from rlft.loop.engine_members import engine_specs
 from rlft.loop.engine_worker import EngineWorker
+from rlft.loop.members import engine_specs
 from rlft.model.backbone import Backbone
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement
@@ -100,13 +100,13 @@ def test_members_have_as_many_threads_as_this_process_and_no_gpu_of_a_cpu(config
 
 def test_several_gpus_are_tensor_parallelism_of_vllm(config: RunConfig) -> None:
     engine = config.generation.named("vllm")
-    assert engine.on_gpus(1) is engine
-    options = engine.on_gpus(4).options  # type: ignore[attr-defined]
+    assert engine.with_gpus(1) is engine
+    options = engine.with_gpus(4).options  # type: ignore[attr-defined]
     assert options["tensor_parallel_size"] == 4
     assert options["distributed_executor_backend"] == "mp"
     for name in ("transformers", "scripted"):
         with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: .* computes on one GPU, got 4"):
-            config.generation.named(name).on_gpus(4)
+            config.generation.named(name).with_gpus(4)
 
 
 def test_a_process_whose_engine_is_dead_ends() -> None:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 
 from rlft.config.schema import RunConfig
-from rlft.generation.engine import Engine, Opening
+from rlft.generation.engine import Engine, EngineArgs
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.generation.vllm.teacher import TeacherSettings
 from rlft.loop import engines as loop_engines
-from rlft.loop.engines import Engines, opened_teacher, opening_apart, opening_of
+from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
 from rlft.types import UserError
@@ -39,7 +39,7 @@ class Started(Engine):
 
     size: int = 1
 
-    def open(self, opening: Opening) -> Any:
+    def open(self, args: EngineArgs) -> Any:
         self.started.append(Closing())
         return self.started[-1]
 
@@ -62,25 +62,25 @@ def config(run_config: Any) -> RunConfig:
 
 
 @pytest.fixture
-def opening(config: RunConfig, make_roles: Any, backbone: Backbone) -> Opening:
-    return opening_of(config, 4, make_roles(), backbone)
+def args(config: RunConfig, make_roles: Any, backbone: Backbone) -> EngineArgs:
+    return engine_args(config, replace(config.lora, rank=4), make_roles())
 
 
-def test_an_engines_name_gives_its_generator(config: RunConfig, opening: Opening) -> None:
+def test_an_engines_name_gives_its_generator(config: RunConfig, args: EngineArgs) -> None:
     with Engines() as engines:
-        with engines.opened(config.generation.named("transformers"), opening) as sampler:
+        with engines.opened(config.generation.named("transformers"), args) as sampler:
             assert isinstance(sampler, TransformersGenerator)
-            assert (sampler.slot, sampler.batch_size, sampler.version) == (opening.slot, 12, None)
-        with engines.opened(config.generation.named("scripted"), opening) as canned:
+            assert (sampler.slot, sampler.batch_size, sampler.version) == (args.slot, 12, None)
+        with engines.opened(config.generation.named("scripted"), args) as canned:
             assert isinstance(canned, ScriptedGenerator)
             assert list(canned.answers["*"]) == ["aye"]
 
 
-def test_what_an_engine_is_opened_with_is_the_runs(config: RunConfig, opening: Opening, backbone: Backbone) -> None:
-    assert (opening.tokenizer, opening.device, opening.dtype) == (backbone.tokenizer, backbone.device, "float32")
-    assert opening.model_path.endswith("tiny-arithmetic")
-    assert (opening.lora_rank, opening.seed) == (4, config.seed)
-    assert opening.max_sequence_tokens == config.prompts.max_tokens + config.generation.max_tokens
+def test_what_an_engine_is_opened_with_is_the_runs(config: RunConfig, args: EngineArgs, backbone: Backbone) -> None:
+    assert (args.tokenizer, args.device, args.dtype) == (backbone.tokenizer, backbone.device, "float32")
+    assert args.model_path.endswith("tiny-arithmetic")
+    assert (args.lora_rank, args.seed) == (4, config.seed)
+    assert args.max_sequence_tokens == config.prompts.max_tokens + config.generation.max_tokens
 
 
 def test_an_engine_is_told_on_which_modules_its_adapters_are_before_and_beside_the_base(
@@ -88,17 +88,17 @@ def test_an_engine_is_told_on_which_modules_its_adapters_are_before_and_beside_t
 ) -> None:
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         config = run_config(f"lora.target_modules={targets}".replace(" ", "").replace("'", ""))
-        opening = opening_of(config, config.lora.rank, make_roles(target_modules=targets), backbone)
-        apart = opening_apart(config.model, config.prompts, config.generation, lora=config.lora, seed=config.seed)
-        assert opening.lora_modules == apart.lora_modules
-        assert opening.of_the_engine == apart.of_the_engine
+        args = engine_args(config, config.lora, make_roles(target_modules=targets))
+        apart = engine_args(config, config.lora)
+        assert args.lora_modules == apart.lora_modules
+        assert args.of_the_engine == apart.of_the_engine
         all_names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-        assert opening.lora_modules == (all_names if targets == "all-linear" else set(targets))
+        assert args.lora_modules == (all_names if targets == "all-linear" else set(targets))
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_a_runs_own_engine_is_closed_once_with_the_run(
-    error: type[BaseException] | None, opening: Opening, started: list[Closing]
+    error: type[BaseException] | None, args: EngineArgs, started: list[Closing]
 ) -> None:
     @contextmanager
     def expected() -> Iterator[None]:
@@ -109,27 +109,27 @@ def test_a_runs_own_engine_is_closed_once_with_the_run(
             yield
 
     with Engines() as engines:
-        with expected(), engines.opened(Started(), opening):
+        with expected(), engines.opened(Started(), args):
             assert [engine.closed for engine in started] == [0]
             if error is not None:
                 raise error
         assert [engine.closed for engine in started] == [1], "another job of a sweep opens one of its own"
-        with engines.opened(Started(), opening):
+        with engines.opened(Started(), args):
             pass
     assert [engine.closed for engine in started] == [1, 1]
 
 
-def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(opening: Opening, started: list[Closing]) -> None:
+def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineArgs, started: list[Closing]) -> None:
     with Engines() as engines:
-        with engines.opened(Shared(), opening) as first:
+        with engines.opened(Shared(), args) as first:
             pass
-        with engines.opened(Shared(), replace(opening, seed=9, slot=None)) as again:
+        with engines.opened(Shared(), replace(args, seed=9, slot=None)) as again:
             assert again is first
         assert [engine.closed for engine in started] == [0]
         for engine, needed in (
-            (Shared(), replace(opening, lora_rank=8)),
-            (Shared(), replace(opening, max_sequence_tokens=opening.max_sequence_tokens + 1)),
-            (Shared(size=2), opening),
+            (Shared(), replace(args, lora_rank=8)),
+            (Shared(), replace(args, max_sequence_tokens=args.max_sequence_tokens + 1)),
+            (Shared(size=2), args),
         ):
             with engines.opened(engine, needed) as other:
                 assert other is started[-1]
@@ -137,9 +137,9 @@ def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(opening: Openi
     assert [engine.closed for engine in started] == [1, 1, 1, 1]
 
 
-def test_a_shared_engine_is_closed_when_a_job_fails(opening: Opening, started: list[Closing]) -> None:
+def test_a_shared_engine_is_closed_when_a_job_fails(args: EngineArgs, started: list[Closing]) -> None:
     refusal = UserError("steps", "fails", remedy="do not")
-    with pytest.raises(UserError), Engines() as engines, engines.opened(Shared(), opening):
+    with pytest.raises(UserError), Engines() as engines, engines.opened(Shared(), args):
         raise refusal
     assert [engine.closed for engine in started] == [1]
 

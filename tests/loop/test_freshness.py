@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlft.config.schema import FreshnessConfig
+from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.loop.freshness import (
@@ -17,16 +18,17 @@ from rlft.loop.freshness import (
     Freshness,
     Gap,
     StaleAdapterError,
+    fixed_sequences,
     largest_gap,
+    open_freshness,
 )
-from rlft.loop.session import fixed_sequences, open_freshness
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.types import Prompt
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
 
 
-class Fixed:
+class Fixed(Generator):
     """Scores that were written down, as an engine or a trainer would give them."""
 
     def __init__(self, *values):

@@ -12,8 +12,7 @@ import torch
 
 from rlft.config.schema import RunConfig
 from rlft.loop import members
-from rlft.loop.engine_members import engine_specs
-from rlft.loop.ranks import rank_specs
+from rlft.loop.members import engine_specs, rank_specs
 from rlft.system.process.placement import Placement, place
 
 KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "cluster.ranks=3")

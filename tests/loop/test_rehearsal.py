@@ -14,7 +14,7 @@ from rlft import cli
 from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.loggers import Loggers
-from rlft.loop.shell import RunShell
+from rlft.loop.driver import RunDriver
 from rlft.model.forward import Forward
 from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.plan.train_plan import make_plan
@@ -40,7 +40,7 @@ def run(folder: Path, *words: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("words", RECIPES)
 def test_a_run_is_the_same_with_and_without_it(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed = run(tmp_path / "a", *words.split(), "lora.dropout=0.1")
-    monkeypatch.setattr(RunShell, "rehearse", lambda self, step: None)
+    monkeypatch.setattr(RunDriver, "rehearse", lambda self, step: None)
     assert run(tmp_path / "b", *words.split(), "lora.dropout=0.1") == rehearsed
 
 

@@ -99,7 +99,7 @@ def test_run_and_plan_say_it_before_weights_are_loaded(
     monkeypatch.setattr(sys, "path", list(sys.path))
     space = SimpleNamespace(f_bavail=9, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
-    monkeypatch.setattr("rlft.loop.session.load_for_training", lambda *args: 1 / 0)
+    monkeypatch.setattr("rlft.loop.parts.load_for_training", lambda *args: 1 / 0)
     cli.run([verb, *SMALL, "hydra.run.dir=run"])
     told = " ".join("".join(capsys.readouterr()).split())
     assert "the run may write up to " in told

@@ -22,20 +22,20 @@ import sys, time
 from pathlib import Path
 from rlft.runs import run_folder, run_status
 folder = Path(sys.argv[1])
-with run_folder.held(folder), run_status.kept(folder, 3):
+with run_folder.held(folder), run_status.recording_status(folder, 3):
     print("held", flush=True)
     time.sleep(60)
 """
 
 
 def test_it_is_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
-    with run_folder.held(tmp_path), run_status.kept(tmp_path, 3):
+    with run_folder.held(tmp_path), run_status.recording_status(tmp_path, 3):
         assert run_status.read(tmp_path) == (Status.running, "")
     assert run_status.read(tmp_path) == (Status.finished, "")
 
 
 def test_an_interruption_that_was_told_is_one(tmp_path: Path) -> None:
-    with run_status.kept(tmp_path, 3) as ending:
+    with run_status.recording_status(tmp_path, 3) as ending:
         ending.interrupted = True
     assert run_status.read(tmp_path) == (Status.interrupted, "")
 
@@ -49,7 +49,7 @@ def test_an_interruption_that_was_told_is_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_ended_it_is_told_and_goes_on(error: BaseException, expected: tuple[Status, str], tmp_path: Path) -> None:
-    with pytest.raises(type(error)), run_status.kept(tmp_path, 3):
+    with pytest.raises(type(error)), run_status.recording_status(tmp_path, 3):
         raise error
     assert run_status.read(tmp_path) == expected
 
@@ -99,14 +99,14 @@ def test_a_full_disk_has_room_for_why_it_stopped(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     size = 0
-    with contextlib.suppress(RuntimeError), run_status.kept(tmp_path, 3):
+    with contextlib.suppress(RuntimeError), run_status.recording_status(tmp_path, 3):
         size = (tmp_path / run_status.FILE).stat().st_size
         monkeypatch.setattr(Path, "write_bytes", full)
         raise RuntimeError(reason)
     assert run_status.read(tmp_path) == (Status.stopped, reason)
     assert (tmp_path / run_status.FILE).stat().st_size <= size
     assert run_status.num_steps(tmp_path) == 3
-    with pytest.raises(DiskError), run_status.kept(tmp_path / "new", 3):
+    with pytest.raises(DiskError), run_status.recording_status(tmp_path / "new", 3):
         pass  # nothing to write in place of
 
 
@@ -119,7 +119,7 @@ def test_without_locks_a_run_goes_on_and_says_what_cannot_be_known(
             raise OSError(code, "No locks available")
 
         monkeypatch.setattr("fcntl.flock", refuse)
-        with run_folder.held(tmp_path), run_status.kept(tmp_path, 3):
+        with run_folder.held(tmp_path), run_status.recording_status(tmp_path, 3):
             assert run_status.read(tmp_path) == (Status.running, run_status.NO_LOCKS)
         assert run_status.read(tmp_path) == (Status.finished, "")
         assert "has no locks: nothing keeps a second process out of this run" in capsys.readouterr().err

@@ -19,7 +19,7 @@ AGAIN = "rlft resume runs/x"
 
 
 def fail(config, stage, error):
-    logger = Loggers(())
+    logger = Loggers((), print)
     logger.stage(stage)
     logger.step(StepRecord(step=7, metrics={}, groups=(), rewards={}, total_rewards=(), advantages=()))
     engine = config.generation.engine
@@ -172,7 +172,7 @@ config = build(compose([]))
 torch.ones(10)
 now = int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**26, now + 2**26))
-with explained(Loggers(()), config, "rlft resume run"):
+with explained(Loggers((), print), config, "rlft resume run"):
     torch.ones(2**28)
 """
 

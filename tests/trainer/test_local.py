@@ -10,7 +10,7 @@ import torch
 import rlft
 from rlft.config.model import CriticKind, RewardModelConfig
 from rlft.config.schema import RunConfig
-from rlft.loop.session import update_settings
+from rlft.loop.parts import update_settings
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import open_learned, reward_role
 from rlft.model.roles import POLICY, REFERENCE, Roles

@@ -20,8 +20,8 @@ from torch import Tensor
 import rlft
 from rlft.batch import select
 from rlft.config.schema import RunConfig
+from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.rank_worker import opened_trainer
-from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.packing import prompt_lengths
 from rlft.system.process.member import MemberError, MemberSpec
 from rlft.trainer import ranked_trainer

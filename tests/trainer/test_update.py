@@ -12,7 +12,8 @@ from rlft.batch import select
 from rlft.config.compose import compose
 from rlft.config.model import CriticKind
 from rlft.loop.engines import Engines
-from rlft.loop.session import open_session, update_settings
+from rlft.loop.parts import update_settings
+from rlft.loop.session import open_session
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward, padded_forward, padded_values

@@ -37,7 +37,7 @@ def test_interrupted_in_every_stage_and_resumed_it_is_the_same_run(
 ) -> None:
     # Nothing but interrupts saves here. Each run goes on from the step that the one before has saved.
     stages = [
-        (interrupted_at("rlft.loop.session:load_for_training", 1), 0),  # in a slow start: no step is begun
+        (interrupted_at("rlft.loop.parts:load_for_training", 1), 0),  # in a slow start: no step is begun
         (interrupted_at("rlft.loop.evaluate:summarise", 1), 1),  # before the first step: that one is still made
         (interrupted_at("rlft.loop.session:Session.sample", 1, "terminate"), 2),  # as kill and schedulers do
         (interrupted_at("rlft.trainer.optimizer:Optimizer.update", 1, when="after"), 3),

@@ -95,7 +95,7 @@ CASES = {
     ),
     "dynamic sampling": Case(
         keys=("dynamic_sampling.max_rounds=2",),
-        kills=(("rlft.loop.dynamic_sampling:uninformative", 4), ("rlft.loop.dynamic_sampling:replaced", 2)),
+        kills=(("rlft.loop.sampling:uninformative", 4), ("rlft.loop.sampling:replaced", 2)),
         moves=is_resampled,
     ),
     "old and reference copies": Case(

@@ -17,7 +17,7 @@ SAMPLED = (*SAMPLE, "n=2", "num_prompts=6", "prompts_per_step=2", "data.size=16"
 
 # What is typed after `rlft`, where the signal comes, which one, and what the line says.
 CASES = [
-    ("eval run=run scoring.workers=1", "rlft.loop.session:load_for_training", "interrupt", "nothing was written"),
+    ("eval run=run scoring.workers=1", "rlft.loop.parts:load_for_training", "interrupt", "nothing was written"),
     ("eval run=run scoring.workers=1", "rlft.loop.session:Session.evaluate", "terminate", "nothing was written"),
     ("eval run=run", "rlft.system.files:flush", "interrupt", "nothing was written"),
     ("export run=run out=out", "rlft.commands.export.command:merge", "interrupt", "nothing was exported"),

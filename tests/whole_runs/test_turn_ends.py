@@ -18,7 +18,7 @@ from rlft.config.compose import compose
 from rlft.environment.endpoint.bodies import Chat
 from rlft.environment.endpoint.inbox import Request
 from rlft.environment.endpoint.server import bound
-from rlft.loop.engines import opening_apart
+from rlft.loop.engines import engine_args
 from rlft.plan import sft_plan
 from rlft.plan.train_plan import make_plan
 from rlft.runs.find import NamedRun
@@ -112,10 +112,10 @@ def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) ->
     for style, end in (("chat", END), ("raw", OTHER)):
         plan = sft_plan.make_plan(compose([*keys, f"prompts.style={style}"], verb="sft"))
         config = plan.config
-        opening = opening_apart(config.model, config.prompts, config.generation, lora=config.lora, seed=0)
+        args = engine_args(config, config.lora)
         assert {int(text.ids[-1]) for text in plan.train.texts} == {end}
-        assert opening.ends.ids[0] == end
-        assert plan.ends == opening.ends
+        assert args.ends.ids[0] == end
+        assert plan.ends == args.ends
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rlft.commands.doctor.row import Row, Status, judged
 from rlft.commands.doctor.trial import Trial
+from rlft.generation.engine import Generator
 from rlft.loop.freshness import Gap, Limits, flatten
 from rlft.model.roles import POLICY
-from rlft.types import Adapter, Generator
+from rlft.types import Adapter
 
 SCORED_SEQUENCES, SCORED_TOKENS = 4, 64
 FIRST_SPREAD = 0.01

@@ -19,7 +19,7 @@ from rlft.commands.sweep.page import Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
 from rlft.commands.sweep.trials import Trial, Trials
 from rlft.logger.jsonl import EVALUATIONS
-from rlft.loop.shell import BrokenRunError
+from rlft.loop.driver import BrokenRunError
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.system.out_of_memory import OutOfMemoryError
 from rlft.system.terminal import resuming, say

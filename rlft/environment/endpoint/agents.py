@@ -20,9 +20,9 @@ from typing import IO, Any, ClassVar
 
 from rlft.config.bounds import Port, PositiveInt
 from rlft.config.instantiate import locate
-from rlft.environment.duck_type import accepted, parameters_of
 from rlft.environment.endpoint.server import bound, check_installed
 from rlft.environment.protocol import Environment, Step
+from rlft.environment.tool_class import accepted, parameters_of
 from rlft.types import UserError
 
 SECTION = "environment"

@@ -233,11 +233,11 @@ async def _events(
     """
     loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str]()
 
-    def heard(piece: str) -> None:  # called by the thread that samples
+    def on_text(piece: str) -> None:  # called by the thread that samples
         with contextlib.suppress(RuntimeError):  # the server has ended
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    request = Request(key=key, body=body, heard=heard)
+    request = Request(key=key, body=body, on_text=on_text)
     inbox.put(request)
     reply = asyncio.ensure_future(_reply(http, request, limits))
     try:

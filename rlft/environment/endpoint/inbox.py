@@ -9,13 +9,14 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlft.environment.endpoint.bodies import Body, Refusal
-from rlft.types import Generator, Group, Ongoing, Prompt, Sampling, SaysTokens
+from rlft.generation.engine import Generator, TokenCallback
+from rlft.types import Group, NextTurn, Prompt, Sampling
 
 TICK_S = 0.01
 """How long a request waits for others to be sampled with it: short in comparison with sampling."""
@@ -28,13 +29,13 @@ class Request:
     Attributes:
         key: the secret with which it came, which says whose request it is.
         body: its body.
-        heard: called by the thread that samples with pieces of the reply's text, before the reply.
+        on_text: called by the thread that samples with pieces of the reply's text, before the reply.
         reply: becomes the body of the reply, or a Refusal. The server cancels it when the client has disconnected.
     """
 
     key: str
     body: Body
-    heard: Callable[[str], None] | None = None
+    on_text: Callable[[str], None] | None = None
     reply: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -112,8 +113,8 @@ class Draw:
         n: number of completions.
         seed: seed of the first completion.
         sampling: how they are sampled, and how many tokens they may have.
-        turn: number of the turn in its conversation (`Ongoing`).
-        first_seed: seed of the conversation's first turn (`Ongoing`).
+        turn: number of the turn in its conversation (`NextTurn`).
+        first_seed: seed of the conversation's first turn (`NextTurn`).
     """
 
     prompt: Prompt
@@ -125,14 +126,14 @@ class Draw:
 
 
 def drawn(
-    generator: Generator, draws: Sequence[Draw], heard: Mapping[int, Callable[[int], None]] | None = None
+    generator: Generator, draws: Sequence[Draw], on_token: Mapping[int, Callable[[int], None]] | None = None
 ) -> list[Group]:
     """The completions of each draw, with one call of the engine for all draws that are sampled alike.
 
     Args:
         generator: the engine's.
         draws: what to sample.
-        heard: {index of a draw of one completion: called with each of its tokens}, if the engine reports tokens.
+        on_token: {index of a draw of one completion: called with each of its tokens}, if the engine reports tokens.
     """
     alike: dict[tuple[int, Sampling], list[int]] = {}
     for index, draw in enumerate(draws):
@@ -142,31 +143,29 @@ def drawn(
         prompts = [
             replace(
                 draws[i].prompt,
-                ongoing=Ongoing(turn=draws[i].turn, seed=draws[i].first_seed, max_tokens=draws[i].sampling.max_tokens),
+                next_turn=NextTurn(
+                    turn=draws[i].turn, seed=draws[i].first_seed, max_tokens=draws[i].sampling.max_tokens
+                ),
             )
             for i in indices
         ]
         longest = max(draws[i].sampling.max_tokens for i in indices)
-        with _listening(generator, [(heard or {}).get(i) for i in indices] if n == 1 else ()):
+        if n == 1 and on_token:
+            generator.token_callback = _teller([on_token.get(i) for i in indices])
+        try:
             seeds = [draws[i].seed for i in indices]
             answers = generator.sample(prompts, n, seeds, replace(sampling, max_tokens=longest))
+        finally:
+            generator.token_callback = None
         groups |= dict(zip(indices, answers, strict=True))
     return [groups[index] for index in range(len(draws))]
 
 
-@contextlib.contextmanager
-def _listening(generator: Generator, heard: Sequence[Callable[[int], None] | None]) -> Iterator[None]:
-    """Inside, an engine that reports tokens calls these functions, one for each prompt."""
-    if not any(heard) or not isinstance(generator, SaysTokens):
-        yield
-        return
+def _teller(listeners: Sequence[Callable[[int], None] | None]) -> TokenCallback:
+    """Calls the listener of the row, if it has one."""
 
-    def report(row: int, token: int) -> None:
-        if (listener := heard[row]) is not None:
+    def tell(row: int, token: int) -> None:
+        if (listener := listeners[row]) is not None:
             listener(token)
 
-    generator.heard = report
-    try:
-        yield
-    finally:
-        generator.heard = None
+    return tell

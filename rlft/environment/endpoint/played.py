@@ -23,8 +23,9 @@ from rlft.environment.endpoint.trajectory import Trajectory
 from rlft.environment.pool import EnvironmentPool, Job
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind
+from rlft.generation.engine import Generator, GeneratorOver
 from rlft.tokens.ends import turn_ends
-from rlft.types import Adapter, EnvironmentFailure, Generator, Group, Prompt, Sampling
+from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ AT_ONCE = 4
 """The most requests that an agent may have under way; only one of them is served at a time."""
 
 
-class PlayedByAgents:
+class AgentGenerator(GeneratorOver):
     """A generator whose conversations are held by agents. Make and use it in the thread that samples.
 
     Args:
@@ -57,7 +58,8 @@ class PlayedByAgents:
         longest_row: int,
         traces: Traces | None,
     ) -> None:
-        self.generator, self.environment = generator, environment
+        super().__init__(generator)
+        self.environment = environment
         self._speech = Speech(tokenizer, environment.syntax, f"{SECTION}.syntax")
         self._longest_row, self._traces = longest_row, traces
         self._version: int | None = None
@@ -69,17 +71,8 @@ class PlayedByAgents:
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def load(self, adapter: Adapter) -> None:
-        self.generator.load(adapter)
+        super().load(adapter)
         self._version = adapter.version
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self.generator.score(sequences)
-
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        self.generator.rehearse(prompts, n, max_tokens)
-
-    def sleep(self) -> None:
-        self.generator.sleep()
 
     def close(self) -> None:
         """Ends agents and server, not the engine. Safe to call twice."""

@@ -9,9 +9,10 @@ from rlft.environment.endpoint import replies
 from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Tokenize, normal
 from rlft.environment.endpoint.inbox import Draw, Request, drawn
 from rlft.environment.endpoint.speech import Speech
+from rlft.generation.engine import Generator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
-from rlft.types import Generator, Group, Prompt, Sampling
+from rlft.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,12 +69,12 @@ class Service:
         if not draws:
             return
         try:
-            heard = {
+            on_token = {
                 i: pieces
                 for i, request_and_draw in enumerate(draws)
                 if (pieces := self._pieces(*request_and_draw)) is not None
             }
-            groups = drawn(self._generator, [draw for _, draw in draws], heard)
+            groups = drawn(self._generator, [draw for _, draw in draws], on_token)
         except Exception as error:  # whatever the engine raises is reported to the clients and to the caller
             failed(error)
             problem = f"the engine has failed ({type(error).__name__}: {error})"
@@ -124,14 +125,14 @@ class Service:
 
         It is sent as a whole where calls of tools have to be told from text, and where it includes log-probs.
         """
-        body, heard = request.body, request.heard
-        if heard is None or not isinstance(body, Chat) or body.shown_tools or body.logprobs:
+        body, on_text = request.body, request.on_text
+        if on_text is None or not isinstance(body, Chat) or body.shown_tools or body.logprobs:
             return None
         text = ShownText(plain_decoder(self._speech.tokenizer), draw.sampling, self._ends)
 
         def add(token: int) -> None:
             if piece := text.add(token):
-                heard(piece)
+                on_text(piece)
 
         return add
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rlft.config.bounds import PositiveFraction, PositiveInt
-from rlft.generation.engine import Engine, Missing, Opening
+from rlft.generation.engine import Engine, EngineArgs, Missing
 from rlft.generation.memory import EngineMemory, Load, ModelSizes
 from rlft.generation.vllm import memory as vllm_memory
 from rlft.generation.vllm import options as vllm_options
@@ -71,8 +71,8 @@ class VLLM(Engine):
     def missing(self) -> Missing | None:
         return not_installed()
 
-    def why_two_bases(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
-        return vllm_sharing.why_two_bases(
+    def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
+        return vllm_sharing.base_sharing_obstacle(
             self.share_base, self.options, sleep=self.sleep, device=device, itemsize=itemsize, quantized=quantized
         )
 
@@ -80,20 +80,20 @@ class VLLM(Engine):
     def at_once(self) -> int:
         return self.max_num_seqs
 
-    def apart(self) -> Self:
+    def standalone(self) -> Self:
         if self.weights == "merged":
             problem = "adds the policy to the base that engine and trainer share, and cluster.engines have their own"
             raise UserError("weights", problem, got="merged", remedy="set weights=adapter")
         return replace(self, share_base=False)
 
-    def on_gpus(self, gpus: int) -> Self:
+    def with_gpus(self, gpus: int) -> Self:
         """With tensor parallelism, by vLLM's own processes, which end with the engine's."""
         if gpus == 1:
             return self
         return replace(self, options={**self.options, **vllm_options.tensor_parallel(gpus)})
 
     def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:
-        why = self.why_two_bases(device=device, itemsize=itemsize, quantized=quantized)
+        why = self.base_sharing_obstacle(device=device, itemsize=itemsize, quantized=quantized)
         if self.share_base is True and why is not None:
             remedy = "set it to auto, which shares where that is possible"
             raise UserError("share_base", f"engine and trainer cannot hold one copy: {why}", got="true", remedy=remedy)
@@ -133,26 +133,28 @@ class VLLM(Engine):
             yield replace(self, sleep=True)
 
     def _shares_base(self, model: ModelSizes, load: Load) -> bool:
-        return self.why_two_bases(device=load.device, itemsize=model.itemsize, quantized=model.quantized) is None
+        return (
+            self.base_sharing_obstacle(device=load.device, itemsize=model.itemsize, quantized=model.quantized) is None
+        )
 
-    def open(self, opening: Opening) -> VLLMGenerator:
+    def open(self, args: EngineArgs) -> VLLMGenerator:
         from rlft.generation.vllm.generator import VLLMGenerator
 
         return VLLMGenerator(
-            model_path=opening.model_path,
-            dtype=opening.dtype,
-            trust_remote_code=opening.trust_remote_code,
-            revision=opening.revision,
-            quantization=opening.quantization,
-            max_lora_rank=opening.lora_rank,
-            lora_modules=opening.lora_modules,
-            max_sequence_tokens=opening.max_sequence_tokens,
+            model_path=args.model_path,
+            dtype=args.dtype,
+            trust_remote_code=args.trust_remote_code,
+            revision=args.revision,
+            quantization=args.quantization,
+            max_lora_rank=args.lora_rank,
+            lora_modules=args.lora_modules,
+            max_sequence_tokens=args.max_sequence_tokens,
             max_num_seqs=self.max_num_seqs,
             gpu_memory_utilization=self.gpu_memory_utilization,
             sleep=self.sleep,
             enforce_eager=self.enforce_eager,
-            seed=opening.seed,
-            ends=opening.ends.ids,
+            seed=args.seed,
+            ends=args.ends.ids,
             further=self.options,
             merges=self.weights == "merged",
             batch_invariant=self.batch_invariant,

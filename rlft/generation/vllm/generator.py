@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.engine import Generator, TokenCallback
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm.guest import (
     answers,
@@ -27,7 +28,7 @@ from rlft.generation.vllm.guest import (
 )
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.options import engine_rank
-from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
 
     from rlft.generation.merged_weights import MergedWeights
-    from rlft.generation.shared_base import SharedBase
 
 MIN_TEMPERATURE = 0.01
 """vLLM quietly samples at 0.01 for temperatures between 0 and this, and its log-probs would not be the trainer's."""
@@ -46,7 +46,7 @@ CPU_BATCHED_TOKENS = 8192
 """Tokens of one forward pass on a CPU, unless a sequence or one token of every sequence needs more."""
 
 
-class VLLMGenerator:
+class VLLMGenerator(Generator):
     """A vLLM engine with at most one adapter.
 
     Args:
@@ -143,7 +143,6 @@ class VLLMGenerator:
         self._on_cpu = on_cpu
         self._can_sleep = sleep and not on_cpu
         self._asleep = False
-        self._shared_base: SharedBase | None = None
         self._merges = merges
         self._merged_weights: MergedWeights | None = None
         self._tokenizer = self._llm.get_tokenizer()
@@ -151,11 +150,6 @@ class VLLMGenerator:
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._num_loads = 0
-        self.heard: Heard | None = None
-
-    @property
-    def shared_base(self) -> SharedBase | None:
-        return self._shared_base
 
     def adopt(self, model: nn.Module, device: torch.device) -> None:
         """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device.
@@ -168,9 +162,9 @@ class VLLMGenerator:
         self._release()
         [engine] = self._awake().apply_model(_itself)
         names = getattr(model, "own_names", None)  # of a text model inside a folder's own class
-        self._shared_base = share(model, engine, device, str if names is None else names.outside)
+        self.shared_base = share(model, engine, device, str if names is None else names.outside)
         if self._merges:
-            self._merged_weights = MergedWeights(self._shared_base, model)
+            self._merged_weights = MergedWeights(self.shared_base, model)
 
     def load(self, adapter: Adapter) -> None:
         """Ships this version to the engine; all sampling and scoring from now on uses it.
@@ -236,8 +230,8 @@ class VLLMGenerator:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         # Completions that are all the same are drawn once, and their tokens are not reported.
-        heard = self.heard if copies == 1 else None
-        outputs = self._generate([prompt.token_ids for prompt in prompts], params, heard)
+        callback = self.token_callback if copies == 1 else None
+        outputs = self._generate([prompt.token_ids for prompt in prompts], params, callback)
         return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -252,9 +246,6 @@ class VLLMGenerator:
         outputs = self._generate(sequences, [_scoring() for _ in sequences])
         return [_flat(output.prompt_logprobs, len(ids) - 1) for output, ids in zip(outputs, sequences, strict=True)]
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Does nothing: it took its memory when it started."""
-
     def sleep(self) -> None:
         """Frees the device's memory until the next call; adapters stay. Does nothing on a CPU or with `sleep: false`.
 
@@ -262,7 +253,7 @@ class VLLMGenerator:
         """
         if not self._can_sleep or self._asleep:
             return
-        if self._shared_base is None:
+        if self.shared_base is None:
             self._llm.sleep(level=1)  # level 2 would drop the base and the adapters
         else:
             self._llm.sleep(level=0)
@@ -274,7 +265,7 @@ class VLLMGenerator:
         """Takes the memory again; `load`, `sample` and `score` do so themselves."""
         if not self._asleep:
             return
-        if self._shared_base is None:
+        if self.shared_base is None:
             self._llm.wake_up()
         else:
             self._llm.wake_up(["kv_cache"])
@@ -282,8 +273,8 @@ class VLLMGenerator:
         self._check_addresses()
 
     def _check_addresses(self) -> None:
-        if self._shared_base is not None:
-            self._shared_base.check_addresses()
+        if self.shared_base is not None:
+            self.shared_base.check_addresses()
 
     def close(self) -> None:
         """Ends the engine and removes the adapter folders. Safe to call twice.
@@ -299,9 +290,9 @@ class VLLMGenerator:
     def _release(self) -> None:
         if self._merged_weights is not None:
             self._merged_weights.close()
-        if self._shared_base is not None:
-            self._shared_base.release()
-        self._merged_weights = self._shared_base = None
+        if self.shared_base is not None:
+            self.shared_base.release()
+        self._merged_weights = self.shared_base = None
 
     def _awake(self) -> Any:
         """The engine (vLLM's `LLM`), ready to work."""
@@ -311,11 +302,11 @@ class VLLMGenerator:
         return self._llm
 
     def _generate(
-        self, sequences: Sequence[Sequence[int]], params: Sequence[Any], heard: Heard | None = None
+        self, sequences: Sequence[Sequence[int]], params: Sequence[Any], callback: TokenCallback | None = None
     ) -> list[RequestOutput]:
         llm = self._awake()
         merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
-        with merged, telling_tokens(llm.llm_engine, heard):
+        with merged, telling_tokens(llm.llm_engine, callback):
             return answers(llm, sequences, params, self._on_cpu, lora_request=self._lora)
 
     def _check(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> None:

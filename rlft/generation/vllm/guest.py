@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from rlft.generation.engine import TokenCallback
 from rlft.system.interrupt import Deferred
 from rlft.system.out_of_memory import is_memory_error
-from rlft.types import Heard, UserError
+from rlft.types import UserError
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: kill -9 leaves nothing behind
@@ -240,13 +241,13 @@ def interrupted_between_steps(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
-def telling_tokens(engine: Any, heard: Heard | None) -> Iterator[None]:
-    """Inside, `heard` is called with the tokens of each step of the engine (vLLM's `LLMEngine`), after the step.
+def telling_tokens(engine: Any, callback: TokenCallback | None) -> Iterator[None]:
+    """Inside, `callback` is called with the tokens of each step of the engine (vLLM's `LLMEngine`), after the step.
 
     `LLM.generate` returns whole outputs only; the tokens so far are in the states of the requests, which are in the
     order of the prompts and, for each prompt, of its completions.
     """
-    if heard is None:
+    if callback is None:
         yield
         return
     step, states, num_reported = engine.step, [], []
@@ -259,7 +260,7 @@ def telling_tokens(engine: Any, heard: Heard | None) -> Iterator[None]:
         for row, state in enumerate(states):
             tokens = state.detokenizer.output_token_ids
             for token in tokens[num_reported[row] :]:
-                heard(row, int(token))
+                callback(row, int(token))
             num_reported[row] = len(tokens)
         return outputs
 

@@ -20,7 +20,7 @@ OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offlo
 """Arguments with which vLLM's engine does not hold the base's weights as they are, or not on the device."""
 
 
-def why_two_bases(
+def base_sharing_obstacle(
     share_base: ShareBase, options: Mapping[str, Any], *, sleep: bool, device: str, itemsize: int, quantized: bool
 ) -> str | None:
     """Why engine and trainer hold a base each; None where they share one.

@@ -16,8 +16,8 @@ from rlft.commands.sweep.jobs import JobsFailedError
 from rlft.commands.sweep.measure import curve
 from rlft.commands.sweep.study import Study
 from rlft.logger.jsonl import METRICS, read_lines, silent
+from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
-from rlft.loop.shell import BrokenRunError
 from rlft.runs import run_status
 from rlft.runs.run_folder import read
 from rlft.types import UserError

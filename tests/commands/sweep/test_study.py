@@ -16,7 +16,7 @@ from rlft.commands.sweep.checks import Values
 from rlft.commands.sweep.space import Choice
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Journal
-from rlft.loop.shell import BrokenRunError
+from rlft.loop.driver import BrokenRunError
 from rlft.runs import run_status
 from rlft.types import UserError
 

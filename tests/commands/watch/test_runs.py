@@ -297,7 +297,7 @@ def going_on(made: Path, tmp_path: Path) -> Any:
     (folder / "metrics.jsonl").write_text("")
     with ExitStack() as stack:
         stack.enter_context(run_folder.held(folder))
-        stack.enter_context(run_status.kept(folder, 3))
+        stack.enter_context(run_status.recording_status(folder, 3))
         yield folder, lines, stack.close
 
 

@@ -20,11 +20,12 @@ from rlft.environment.endpoint.inbox import Inbox
 from rlft.environment.endpoint.server import Server, bound
 from rlft.environment.endpoint.service import Service
 from rlft.environment.endpoint.speech import Speech
+from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
-from rlft.types import Generator, Group, Prompt, Sampling, UserError
+from rlft.types import Group, Prompt, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 KEY = "a-secret-key"
@@ -219,12 +220,12 @@ class Slow(Recorder):
         self.next, self.fails = threading.Semaphore(0), fails
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        heard, self.heard = self.heard, None
+        callback, self.token_callback = self.token_callback, None
         groups = super().sample(prompts, n, seeds, sampling)
         for token in groups[0].rollouts[0].completion.token_ids:
             assert self.next.acquire(timeout=20), "the test lets the engine go on"
-            if heard is not None:
-                heard(0, token)
+            if callback is not None:
+                callback(0, token)
         if self.fails:
             raise RuntimeError("no GPU")
         return groups

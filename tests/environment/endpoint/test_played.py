@@ -13,7 +13,7 @@ import pytest
 
 from rlft.batch import fault
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.played import PlayedByAgents
+from rlft.environment.endpoint.played import AgentGenerator
 from rlft.environment.endpoint.traces import Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
@@ -55,13 +55,13 @@ def ids_of(messages: Any, **more: Any) -> list[int]:
 
 
 @pytest.fixture
-def play() -> Iterator[Callable[..., PlayedByAgents]]:
+def play() -> Iterator[Callable[..., AgentGenerator]]:
     """Opens conversations with a scripted policy: `play(["first", ["a", "b"]], agent="endpoint_agents.once")`."""
-    opened: list[PlayedByAgents] = []
+    opened: list[AgentGenerator] = []
 
-    def make(answers: Sequence[Any], traces: Traces | None = None, **keys: Any) -> PlayedByAgents:
+    def make(answers: Sequence[Any], traces: Traces | None = None, **keys: Any) -> AgentGenerator:
         environment = Endpoint(**{**LIMITS, "agent": None, **keys})
-        opened.append(PlayedByAgents(Recorder(answers), environment, QWEN, longest_row=400, traces=traces))
+        opened.append(AgentGenerator(Recorder(answers), environment, QWEN, longest_row=400, traces=traces))
         return opened[-1]
 
     yield make
@@ -79,7 +79,7 @@ def rewards(groups: Sequence[Group]) -> list[list[float | None]]:
     return [[turn.reward for turn in completion.turns] for completion in completions(groups)]
 
 
-def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Callable[..., PlayedByAgents]) -> None:
+def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Callable[..., AgentGenerator]) -> None:
     """The same prompts, seeds and lengths reach the engine, and the same rows come back; with a reward."""
     played = play(["5", "6"], agent="endpoint_agents.once")
     prompts = [prompt("p"), prompt("q")]
@@ -103,7 +103,7 @@ def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Calla
     assert seeds == {"p": {10, 11}, "q": {20, 21}}
 
 
-def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Callable[..., PlayedByAgents]) -> None:
+def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Callable[..., AgentGenerator]) -> None:
     """By OpenAI's own client; the row is what the template writes, with the sampled tokens as they were sampled."""
     played = play([[f"Let me see.\n{CALL}", "It is 5."]], agent="endpoint_agents.adds")
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
@@ -137,7 +137,7 @@ class Letters(Recorder):
         return replace(rollout, completion=completion)
 
 
-def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., PlayedByAgents]) -> None:
+def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., AgentGenerator]) -> None:
     played = play([["user", "assistant"]], agent=TALK)
     played.generator = Letters([["user", "assistant"]])
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
@@ -146,17 +146,17 @@ def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., Playe
     assert letters != QWEN("user")["input_ids"]
     assert list(completion.token_ids[:5]) == [*letters, QWEN.eos_token_id]
     assert completion.branches == ()
-    [second] = [asked[0] for asked, *_ in played.generator.asked if asked[0].ongoing and asked[0].ongoing.turn == 1]
+    [second] = [asked[0] for asked, *_ in played.generator.asked if asked[0].next_turn and asked[0].next_turn.turn == 1]
     assert list(second.token_ids[len(group.prompt.token_ids) :][:5]) == [*letters, QWEN.eos_token_id]
 
 
-def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[..., PlayedByAgents]) -> None:
+def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[..., AgentGenerator]) -> None:
     played = play([["a", "b"]], agent=TALK)
     [group] = played.sample([prompt()], 1, [41], SAMPLING)
     engine = played.generator
     assert isinstance(engine, Recorder)
     assert [own for _, _, own, _ in engine.asked] == [[41], [derive(41, 1, "turn")]]
-    assert [p.ongoing.turn for asked, *_ in engine.asked for p in asked if p.ongoing] == [0, 1]
+    assert [p.next_turn.turn for asked, *_ in engine.asked for p in asked if p.next_turn] == [0, 1]
     [completion] = completions([group])
     end = QWEN.eos_token_id
     assert sum(t == end and not own for t, own in zip(completion.token_ids, completion.mask or (), strict=True)) == 1
@@ -164,7 +164,7 @@ def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[...
     assert completion.text.count("<|im_end|>") == 1
 
 
-def test_history_that_an_agent_rewrites_makes_a_branch(play: Callable[..., PlayedByAgents]) -> None:
+def test_history_that_an_agent_rewrites_makes_a_branch(play: Callable[..., AgentGenerator]) -> None:
     played = play([["first words", "second"]], agent="endpoint_agents.rewrites")
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
     [completion] = completions([group])
@@ -181,7 +181,7 @@ def test_history_that_an_agent_rewrites_makes_a_branch(play: Callable[..., Playe
 
 
 def test_tokens_go_in_and_out_and_those_of_others_are_refused(
-    play: Callable[..., PlayedByAgents],
+    play: Callable[..., AgentGenerator],
 ) -> None:
     played = play([["a b", "c"]], agent="endpoint_agents.by_tokens")
     ids = ids_of(ASKED)
@@ -192,7 +192,7 @@ def test_tokens_go_in_and_out_and_those_of_others_are_refused(
     assert rewards([group]) == [[None, float(len(second))]]
 
 
-def test_limits_end_a_conversation_with_their_reason(play: Callable[..., PlayedByAgents]) -> None:
+def test_limits_end_a_conversation_with_their_reason(play: Callable[..., AgentGenerator]) -> None:
     """Each is told to the agent, by OpenAI's status 400, and is the row's finish reason."""
     for keys, sampling, turns, end in (
         ({"max_turns": 2}, SAMPLING, 2, FinishReason.turns),
@@ -219,7 +219,7 @@ FAILURES = {
 
 
 def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(
-    play: Callable[..., PlayedByAgents],
+    play: Callable[..., AgentGenerator],
 ) -> None:
     played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=3.0)
     groups = played.sample([prompt(how, how=how) for how in FAILURES], 1, [0] * len(FAILURES), SAMPLING)
@@ -242,7 +242,7 @@ def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward
 
 
 def test_agents_none_of_which_asks_anything_end_the_run(
-    play: Callable[..., PlayedByAgents],
+    play: Callable[..., AgentGenerator],
 ) -> None:
     played = play(["word"], command=["sh", "-c", "echo lost >&2; exit 3"])
     with pytest.raises(EnvironmentFailure, match=r"none of 2 agents has asked .*sh ended with exit code 3: lost\); "):
@@ -250,7 +250,7 @@ def test_agents_none_of_which_asks_anything_end_the_run(
 
 
 def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(
-    play: Callable[..., PlayedByAgents],
+    play: Callable[..., AgentGenerator],
 ) -> None:
     played = play(["word"], agent="endpoint_agents.asks_at_once")
     assert rewards(played.sample([prompt()], 1, [0], SAMPLING)) == [[400.0]]  # n=2
@@ -271,7 +271,7 @@ print({"number": 0.25, "object": '{"reward": 0.75}', "nothing": "null", "words":
 
 
 def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(
-    play: Callable[..., PlayedByAgents], tmp_path: Path
+    play: Callable[..., AgentGenerator], tmp_path: Path
 ) -> None:
     program = tmp_path / "play.py"
     program.write_text(PROGRAM)
@@ -286,7 +286,7 @@ def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(
 
 
 def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_back_to_it(
-    play: Callable[..., PlayedByAgents], tmp_path: Path
+    play: Callable[..., AgentGenerator], tmp_path: Path
 ) -> None:
     """An agent by the clock plays otherwise each time, but what is recorded; a row that branches comes back, too."""
     agent = "endpoint_agents.by_the_clock"

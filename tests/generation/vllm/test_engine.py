@@ -404,11 +404,11 @@ def test_tokens_are_said_when_they_are_sampled(bench: Bench) -> None:
     load(bench, 1)
     silent = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
     said: list[tuple[int, int]] = []
-    bench.generator.heard = lambda row, token: said.append((row, token))
+    bench.generator.token_callback = lambda row, token: said.append((row, token))
     try:
         groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
     finally:
-        bench.generator.heard = None
+        bench.generator.token_callback = None
     assert ids(groups) == ids(silent)
     by_row = [[token for row, token in said if row == own] for own in range(2 * len(groups))]
     assert by_row == [list(own) for group in ids(groups) for own in group]

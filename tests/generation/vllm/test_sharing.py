@@ -51,7 +51,7 @@ def engine(**changes: Any) -> VLLM:
     ],
 )
 def test_one_copy_of_the_base_where_it_can_be(keys: dict[str, Any], base: dict[str, Any], why: str | None) -> None:
-    found = engine(**keys).why_two_bases(**{**ON_CUDA, **base})
+    found = engine(**keys).base_sharing_obstacle(**{**ON_CUDA, **base})
     assert (found is None) if why is None else (found is not None and why in found)
     for name, value in (("share_base", True), ("weights", "merged")):
         if why is not None and keys.get("share_base") is not False:
@@ -65,12 +65,12 @@ def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_al
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm_sharing, "installed_version", lambda: (0, 30))
-    assert engine().why_two_bases(**ON_CUDA) is None
-    assert "only vLLM 0.31 and later" in str(engine(sleep=True).why_two_bases(**ON_CUDA))
+    assert engine().base_sharing_obstacle(**ON_CUDA) is None
+    assert "only vLLM 0.31 and later" in str(engine(sleep=True).base_sharing_obstacle(**ON_CUDA))
     monkeypatch.setattr(vllm_sharing, "installed_version", lambda: (0, 31))
-    assert engine(sleep=True).why_two_bases(**ON_CUDA) is None
+    assert engine(sleep=True).base_sharing_obstacle(**ON_CUDA) is None
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    assert "another process" in str(engine().why_two_bases(**ON_CUDA))
+    assert "another process" in str(engine().base_sharing_obstacle(**ON_CUDA))
 
 
 def test_the_installed_release_is_read_without_an_import() -> None:

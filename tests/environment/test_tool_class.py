@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from rlft.environment.conversations import Conversations
-from rlft.environment.duck_type import DuckType
+from rlft.environment.tool_class import ToolClass
 from rlft.types import EnvironmentFailure
 from tests.environment.test_conversations import LIMITS, SAMPLING, TOKENIZER, Recorder, call, one, prompt
 
 
-def made_for_trl(name: str, **keys: Any) -> DuckType:
-    return DuckType(**{**LIMITS, "reward": "get_reward", **keys}, factory=f"trl_environments.{name}")
+def made_for_trl(name: str, **keys: Any) -> ToolClass:
+    return ToolClass(**{**LIMITS, "reward": "get_reward", **keys}, factory=f"trl_environments.{name}")
 
 
 @pytest.fixture
 def converse() -> Iterator[Callable[..., Conversations]]:
     opened: list[Conversations] = []
 
-    def make(answers: Mapping[str, Sequence[Any]], environment: DuckType) -> Conversations:
+    def make(answers: Mapping[str, Sequence[Any]], environment: ToolClass) -> Conversations:
         environment.check()
         opened.append(Conversations(Recorder(answers), environment, TOKENIZER, at_once=None, longest_row=1200))
         return opened[-1]

@@ -1,4 +1,4 @@
-"""The shell of every training run: what happens before its first step, after each one, and at its end.
+"""What surrounds the steps of every training run: before the first one, after each one, and at the end.
 
 `rlft train`, `sft`, `rm` and `dpo` differ in their steps. Resuming, loggers, notes, the rehearsal, evaluations,
 checkpoints and interruptions are the same for all of them, and are implemented here.
@@ -10,21 +10,21 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from rlft.config import command as verbs
 from rlft.config.command import LOSS
-from rlft.generation.shared_base import SharedBase
+from rlft.generation.engine import Generator
 from rlft.logger.hints import Hint
 from rlft.logger.loggers import Loggers
-from rlft.loop.engines import largest_of
-from rlft.loop.outcome import Outcome
-from rlft.loop.rehearsal import noting_what_it_took
+from rlft.loop.engines import base_sharing_obstacle, largest_of
+from rlft.loop.rehearsal import log_peak
 from rlft.loop.saving import Saver
-from rlft.model.backbone import resolve_device, resolve_dtype
+from rlft.model.backbone import resolve_device
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
 from rlft.runs import checkpoint, run_folder
@@ -33,7 +33,7 @@ from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.memory import gc_frozen, keep_blocks
 from rlft.system.out_of_memory import explained
 from rlft.system.terminal import Say
-from rlft.types import Evaluation, Generator, RunInfo, StepRecord
+from rlft.types import Evaluation, RunInfo, StepRecord
 
 CHECKSUMS = "base_checksums"
 """Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
@@ -43,18 +43,53 @@ class BrokenRunError(RuntimeError):
     """A number is not finite; this step was not saved."""
 
 
-class RunShell(ABC):
-    """The parts of a run around its steps, which `open_run` opens and closes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The number of steps that a run has finished, and whether it ended before its last one."""
 
-    A subclass adds a verb's own parts and steps, and implements the abstract methods.
+    step: int
+    interrupted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """What a run has before its model is loaded, which `open_run` opens and closes.
+
+    Attributes:
+        plan: the planned run.
+        folder: the run's folder.
+        logger: the run's loggers; notes are printed until they have started.
+        interrupt: the signals that end the run.
+        again: the command that resumes the run after a failure; None for an evaluation, which has no step to finish
+            when it is interrupted.
     """
 
-    def __init__(self, plan: Plan, folder: Path, logger: Loggers, interrupt: Interrupt, say: Say) -> None:
-        self.folder, self.logger, self.interrupt = folder, logger, interrupt
-        self.say = say  # prints a line before the loggers have started
-        self._plan, self._config = plan, plan.config
-        self.shared_base: SharedBase | None = None
-        self.saver = Saver(run_folder.checkpoints(folder), self._config.checkpoint, interrupt, plan.num_steps)
+    plan: Any
+    folder: Path
+    logger: Loggers
+    interrupt: Interrupt
+    again: str | None
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a memory error is explained by the stage in which it happens."""
+        return explained(self.logger, self.plan.config, self.again, largest_of(self.plan))
+
+
+class RunDriver(ABC):
+    """The parts of a run around its steps. A subclass adds a verb's own parts and steps.
+
+    Args:
+        run: the open run.
+        generator: samples in this run; None if nothing is sampled.
+    """
+
+    def __init__(self, run: OpenRun, generator: Generator | None = None) -> None:
+        self.run, self.folder, self.logger, self.interrupt = run, run.folder, run.logger, run.interrupt
+        self._plan, self._config = run.plan, run.plan.config
+        self.shared_base = None if generator is None else generator.shared_base
+        self.saver = Saver(
+            run_folder.checkpoints(run.folder), self._config.checkpoint, run.interrupt, run.plan.num_steps
+        )
 
     # -- what a verb's run implements ----------------------------------------------------------------------------------
     @abstractmethod
@@ -99,7 +134,7 @@ class RunShell(ABC):
         """
         saved = None
         if self._config.resume is not None:
-            saved = checkpoint.load_newest(run_folder.checkpoints(self.folder), self.say)
+            saved = checkpoint.load_newest(run_folder.checkpoints(self.folder), self.logger.note)
         if saved is not None:
             self.restore(saved)
             if self.shared_base is not None:
@@ -132,7 +167,7 @@ class RunShell(ABC):
 
     def rehearse(self, step: int) -> None:
         """Decodes the longest rows, and runs the largest micro-batch forward and backward; keeps nothing."""
-        with noting_what_it_took(self.logger.note), torch.random.fork_rng():
+        with log_peak(self.logger.note), torch.random.fork_rng():
             self.logger.stage("rehearse sampling")
             self.rehearse_sampling(step)
             self.logger.stage("rehearse update")
@@ -177,13 +212,16 @@ class RunShell(ABC):
             return BaseCopies(1, self.shared_base.text)
         if self._plan.engine is None:
             return None
-        model, engine = self._config.model, self._config.generation.named(self._plan.engine)
-        device = resolve_device(model.device)
-        itemsize, quantized = resolve_dtype(model.dtype, device).itemsize, model.quantization is not None
-        why = engine.why_two_bases(device=str(device), itemsize=itemsize, quantized=quantized)
+        why = base_sharing_obstacle(self._config.generation.named(self._plan.engine), self._config.model)
         return BaseCopies(2, why) if why else None
 
     # -- from the first step to the last -------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Entered once everything is open; loggers get the reason of a failure before the exception propagates."""
+        with gc_frozen(), logging_the_end(self.logger, lambda: self.interrupted), self.run.explained():
+            yield
+
     def outcome_of(self, loop: Callable[[], int]) -> Outcome:
         """Runs `loop`, which returns the number of finished steps; if a step is abandoned, saves the one before it."""
         try:
@@ -193,41 +231,26 @@ class RunShell(ABC):
         return Outcome(step=step, interrupted=self.interrupted and step < self._plan.num_steps)
 
 
-Run = TypeVar("Run", bound=RunShell)
-
-
-def shared_base_of(generator: Generator | None) -> SharedBase | None:
-    """The base that the trainer shares with this engine; None where they share none."""
-    return getattr(generator, "shared_base", None)
-
-
 @contextlib.contextmanager
-def open_run(
-    plan: Plan, say: Say, again: str | None, make: Callable[[ExitStack, Loggers, Interrupt], Run]
-) -> Iterator[Run]:
-    """Opens a run. Loggers get the reason of an interruption or a failure before the exception propagates.
+def open_run(plan: Plan, folder: Path, say: Say, again: str | None) -> Iterator[OpenRun]:
+    """Opens a run, for the model to be loaded inside.
 
     Args:
         plan: the planned run.
+        folder: the run's folder.
         say: prints a line before the loggers have started.
-        again: the command that resumes the run after a failure; None for an evaluation, which has no step to finish
-            when it is interrupted.
-        make: loads the model and makes the run; the stack closes whatever it opens.
+        again: as in `OpenRun`.
     """
     config = plan.config
+    interrupt = Interrupt(say, config.checkpoint.on_signal)
+    run = OpenRun(plan=plan, folder=folder, logger=Loggers(plan.loggers, say), interrupt=interrupt, again=again)
     with ExitStack() as stack:
-        interrupt = Interrupt(say, config.checkpoint.on_signal)
         if again is not None:
             stack.enter_context(interrupt)
-        logger = Loggers(plan.loggers)
-        largest = largest_of(plan)
-        stack.enter_context(explained(logger, config, again, largest))
+        stack.enter_context(run.explained())
         keep_blocks(config.token_budget)
         stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
-        run = make(stack, logger, interrupt)
-        stack.enter_context(gc_frozen())
-        with logging_the_end(logger, lambda: run.interrupted), explained(logger, config, again, largest):
-            yield run
+        yield run
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ GET_REWARD = "get_reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DuckType(Environment):
+class ToolClass(Environment):
     """The keys of `environment=class`.
 
     Attributes:

@@ -3,14 +3,14 @@ from collections import Counter
 import pytest
 
 from rlft.data.arithmetic import Arithmetic
-from rlft.environment.whom_to_ask import HELPERS, NOBODY, WhomToAsk
+from rlft.environment.oracle_game import HELPERS, NOBODY, OracleGame
 from rlft.types import Split
 
 ROW = {"prompt": [{"role": "user", "content": "What is 812 - 345?"}], "answer": "467", "id": "812-345"}
 
 
-def game() -> WhomToAsk:
-    started = WhomToAsk()
+def game() -> OracleGame:
+    started = OracleGame()
     assert "A, B or C" in started.reset(**ROW)
     return started
 
@@ -44,7 +44,7 @@ def test_whoever_asks_at_random_is_right_in_a_third_of_the_games() -> None:
     prompts = data.load(Split.train)
     for prompt in prompts:
         for name in HELPERS:
-            play = WhomToAsk()
+            play = OracleGame()
             play.reset([dict(message) for message in prompt.messages], prompt.answer)
             heard, _, _ = play.step(f"<ask>{name}</ask>")
             right[name] += play.step(f"<answer>{heard}</answer>")[1] == 1.0
@@ -55,4 +55,4 @@ def test_whoever_asks_at_random_is_right_in_a_third_of_the_games() -> None:
 
 def test_another_question_is_refused() -> None:
     with pytest.raises(ValueError, match="use data=arithmetic"):
-        WhomToAsk().reset(prompt=[{"role": "user", "content": "Who is it?"}], answer="1")
+        OracleGame().reset(prompt=[{"role": "user", "content": "Who is it?"}], answer="1")

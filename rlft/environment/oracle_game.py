@@ -20,7 +20,7 @@ _ASK = re.compile(rf"<ask>([{''.join(HELPERS)}])</ask>")
 _ANSWER = re.compile(r"<answer>(-?[0-9]+)</answer>")
 
 
-class WhomToAsk:
+class OracleGame:
     """The first turn asks by `<ask>A</ask>`, and the next answers by `<answer>132</answer>`; so may the first."""
 
     def reset(self, prompt: list[dict[str, str]], answer: str, **row: object) -> str:
