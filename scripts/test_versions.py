@@ -1,4 +1,4 @@
-"""Runs the quick tests with the oldest and with the newest versions that pyproject.toml allows; `make test` calls it.
+"""Runs the quick tests with the oldest and with the newest versions that pyproject.toml allows; `make test-all` does.
 
     .venv/bin/python scripts/test_versions.py              # both
     .venv/bin/python scripts/test_versions.py newest       # one of them
@@ -114,7 +114,7 @@ def lowest(requirement: str) -> str:
 def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
     """The quick tests there, with every FutureWarning an error; their output is in `stdout`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
-    options = ["-q", "-p", "no:cacheprovider", "-W", "error::FutureWarning"]
+    options = ["-q", "-m", "", "-p", "no:cacheprovider", "-W", "error::FutureWarning"]
     options += [f"--deselect={test}" for test in TIMED]
     command = [python(folder), "-m", "pytest", *options, *QUICK_TESTS]
     return subprocess.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,11 @@ torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses names that differ from process to process, and puts files that take long first."""
+    """Refuses names that differ from process to process, and puts whole runs, which take long, first."""
     for item in items:
         if " at 0x" in item.nodeid:  # pytest-xdist runs nothing when two of its workers see different names
             raise pytest.UsageError(f"{item.nodeid}: the name holds an address; give parametrize its ids")
-    seconds: defaultdict[Path, float] = defaultdict(float)
-    for item in items:
-        seconds[item.path] += 10.0 if item.get_closest_marker("slow") else 0.1
-    items.sort(key=lambda item: -seconds[item.path])
+    items.sort(key=lambda item: "whole_runs" not in item.path.parts)
 
 
 Row = tuple[int, Sequence[int], Sequence[int]]

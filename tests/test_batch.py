@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.batch import collate, select
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Scores, StepScores, Turn
@@ -326,7 +327,7 @@ def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
         collate(groups, Scores(total=torch.ones(1, 1), by_reward={}), undecoded)
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "problem"),
     [
         (talk((True,) * 4, logprobs=(0.0,) * 5), "a mask of 4 entries for 5 tokens"),

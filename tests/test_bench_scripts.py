@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlft.commands.doctor.arithmetic import Shape, step_flops
 from rlft.commands.doctor.work import Size, Work, make_model, write_prompts
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -86,7 +88,6 @@ def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Siz
     assert logits.shape[-1] == small.vocabulary
 
 
-@pytest.mark.slow
 def test_a_step_is_measured_and_told(run: Run, tmp_path: Path) -> None:
     words = ["--only", "rlft", "--shapes", "tiny", "--groups", "2", "--rounds", "1", "--steps", "2"]
     said = run("bench_step", *words, "--out", tmp_path, "--override", "model.device=cpu")
@@ -104,7 +105,6 @@ def test_a_step_is_measured_and_told(run: Run, tmp_path: Path) -> None:
     assert "of 1 processes x 2 steps, engine transformers." in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "file", "told"),
     [
@@ -130,7 +130,6 @@ def test_the_overlap_is_measured_in_turn(run: Run, tmp_path: Path) -> None:
     assert "times as long as with it" in table
 
 
-@pytest.mark.slow
 def test_conversations_are_measured_beside_single_turns_at_equal_tokens(run: Run, tmp_path: Path) -> None:
     words = ["--size", "1m", "--prompt", "8", "--tokens", "8", "--group", "2", "--rounds", "1", "--steps", "1"]
     run("bench_turns", *words, "--out", tmp_path)

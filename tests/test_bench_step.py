@@ -20,6 +20,8 @@ from card_memory import CardMemory
 
 from rlft.commands.doctor.work import Work
 
+pytestmark = pytest.mark.slow
+
 WORK = Work(group=2, prompt_tokens=8, completion_tokens=4)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from in_one_test import each
 from run_processes import Ended, Nursery
 
 import rlft as package
@@ -121,7 +122,7 @@ def test_the_version_is_told(arguments: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("rlft 0.")
 
 
-@pytest.mark.parametrize("verb", ["resume", "eval", "recipes", "algorithms"])
+@each("verb", ["resume", "eval", "recipes", "algorithms"])
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([verb, "--help"]) == 0
     assert f"rlft {verb}" in capsys.readouterr().out
@@ -218,6 +219,7 @@ def test_a_reward_that_raises_ends_the_run_with_1_and_a_line(forks: Nursery, own
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     """As in `rlft train .. 2>&1 | head -1`: both streams are pipes whose reader has ended."""
     reading, writing = os.pipe()
@@ -234,6 +236,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_users_folder_named_like_a_library_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('the wrong one')")

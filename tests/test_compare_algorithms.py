@@ -22,6 +22,8 @@ import yaml
 import rlft
 from rlft.types import UserError
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(rlft.__file__).parents[1] / "scripts" / "compare_algorithms.py"
 
 
@@ -803,7 +805,6 @@ def test_the_page_has_the_numbers_that_were_measured(compare: ModuleType) -> Non
 
 
 # -- the real thing ----------------------------------------------------------------------------------------------------
-@pytest.mark.slow
 def test_a_real_run_is_stopped_resumed_and_then_not_repeated(tmp_path: Path) -> None:
     tiny = ["prompts_per_step=4", "group_size=2", "eval.num_prompts=4", "eval.num_samples=1", "eval.every=6"]
     words = ["--only", "grpo", "--seeds", "0", "--out", "out", "--completions", "96", "--override", *tiny]

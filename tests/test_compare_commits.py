@@ -200,7 +200,7 @@ compare_commits.main()
         assert happens(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
         assert worktrees(repository) == 3
         process.send_signal(number)
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
     finally:
         process.kill()
     assert process.stderr is not None

@@ -9,6 +9,8 @@ from typing import Any
 import compare_conversations as compare
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "steps=1", "prompts_per_step=2", "group_size=2", "data.size=16", "data.held_out_size=4", "eval.num_prompts=2",
     "eval.num_samples=1", "eval.every=1", "lora.rank=2", "scoring.workers=0", "environment.workers=1",
@@ -58,7 +60,6 @@ def test_a_curve_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     assert [len(panel.lines) for panel in drawn.axes] == [2, 1, 1, 1]
 
 
-@pytest.mark.slow
 def test_a_case_is_trained_and_a_finished_one_left_alone(tmp_path: Path) -> None:
     words = ["--only", "ppo_calculator_turn", "--seeds", "7", "--out", str(tmp_path), "--override", *TINY]
     compare.main(words)

@@ -12,6 +12,8 @@ import yaml
 
 from rlft import cli
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "steps=1", "data.size=16", "data.held_out_size=4", "eval.num_prompts=2", "eval.num_samples=1", "lora.rank=2",
     "lora.alpha=2", "scoring.workers=0", "model.device=cpu", "generation=transformers", "generation.max_tokens=12",
@@ -67,7 +69,6 @@ def test_what_is_not_there_a_run_that_fails_and_ctrl_c_are_a_line_and_an_exit_co
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_the_teacher_its_traces_and_its_students_are_made_and_left_alone_when_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

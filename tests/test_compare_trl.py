@@ -23,6 +23,8 @@ from rlft.reward.workers.reward_spec import specs
 from rlft.runs import run_folder
 from rlft.types import Prompt, UserError
 
+pytestmark = pytest.mark.slow
+
 RECIPE = ("+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "logger=[jsonl]")
 
 
@@ -210,7 +212,6 @@ def test_an_adapter_is_evaluated_as_the_run_that_trained_it_evaluates_its_policy
 
 
 # -- the real thing ----------------------------------------------------------------------------------------------------
-@pytest.mark.slow
 def test_a_run_of_trl_leaves_the_files_of_a_run(tmp_path: Path) -> None:
     small = ["steps=3", "prompts_per_step=4", "group_size=8", "eval.every=2", "eval.num_prompts=8", "eval.kl_base=true"]
     words = [*RECIPE, *small, "trainer.lr=0.01", f"hydra.run.dir={tmp_path / 'run'}"]

@@ -36,6 +36,7 @@ def test_its_files_import_and_hold_tests(file: Path) -> None:
     assert all(callable(getattr(module, name)) for name in tests)
 
 
+@pytest.mark.slow
 def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a_gpu(
     request: pytest.FixtureRequest,
 ) -> None:

@@ -62,6 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return found - {"step", "examples"}
 
 
+@pytest.mark.slow
 def test_every_metric_that_a_run_writes_is_explained(written: set[str]) -> None:
     patterns = [pattern(name) for name in named()]
     assert len(written) > 50

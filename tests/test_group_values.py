@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from in_one_test import each
 
 from rlft.commands.ask import ask
 from rlft.config import catalog
@@ -29,7 +30,7 @@ def override(group: str, value: str) -> str:
     return f"{'+' if group == 'recipe' else ''}{group}={value}"
 
 
-@pytest.mark.parametrize(("verb", "group"), GROUPS)
+@each(("verb", "group"), GROUPS)
 def test_what_is_no_name_is_refused_by_the_groups_key(verb: str, group: str) -> None:
     for value in NO_NAMES:
         with pytest.raises(UserError) as refused:
@@ -38,14 +39,14 @@ def test_what_is_no_name_is_refused_by_the_groups_key(verb: str, group: str) -> 
         assert refused.value.remedy
 
 
-@pytest.mark.parametrize(("verb", "group"), GROUPS)
+@each(("verb", "group"), GROUPS)
 def test_what_is_no_choice_is_refused(verb: str, group: str) -> None:
     for value in NO_CHOICES:
         with pytest.raises(UserError):
             compose([override(group, value)], verb=verb)
 
 
-@pytest.mark.parametrize(("verb", "group"), [pair for pair in GROUPS if pair not in MAY_BE_NULL])
+@each(("verb", "group"), [pair for pair in GROUPS if pair not in MAY_BE_NULL])
 def test_null_is_refused_where_something_must_be_chosen(verb: str, group: str) -> None:
     with pytest.raises(UserError, match="something must be chosen, got null; "):
         compose([override(group, "null")], verb=verb)

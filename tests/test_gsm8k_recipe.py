@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 
 
@@ -37,7 +39,6 @@ def brief_path(long_context_path: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path, brief_path: Path) -> None:
     assert len((PROBLEMS / "train.jsonl").read_text().splitlines()) >= 20
     result = run(tmp_path, f"model.path={brief_path}", f"data.path={PROBLEMS}", "steps=1")

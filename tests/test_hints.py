@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 
 from rlft import cli
 from rlft.system.interrupt import Interrupt
@@ -71,18 +72,17 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "number"),
     [
-        (["train", "+recipe=grpo_arithmetic", *TRAIN], 5),
+        slow(["train", "+recipe=grpo_arithmetic", *TRAIN], 5),
         (["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 3),
-        (["sft", *TEACH], 3),
-        (["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0",
+        slow(["sft", *TEACH], 3),
+        slow(["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0",
           "lora.target_modules=[q_proj,v_proj]", "lora.use_rslora=true"], 3),
-        (["sft", *[w for w in TEACH if not w.startswith("lora.")], "lora=null"], 3),
-        (["rm", *RANK, "lora.target_modules='.*mlp.*(up|down)_proj'"], 1),
-        (["dpo", *RANK], 3),
+        slow(["sft", *[w for w in TEACH if not w.startswith("lora.")], "lora=null"], 3),
+        slow(["rm", *RANK, "lora.target_modules='.*mlp.*(up|down)_proj'"], 1),
+        slow(["dpo", *RANK], 3),
         (["sample", "n=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=48", "data.size=16",
           "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"], 3),
     ],

@@ -12,6 +12,8 @@ from run_processes import Nursery
 
 import rlft
 
+pytestmark = pytest.mark.slow
+
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -23,7 +25,6 @@ def processor_time(forks: Nursery) -> float:
     return times.children_user + times.children_system
 
 
-@pytest.mark.slow
 def test_the_demo_learns_in_two_minutes(forks: Nursery, tmp_path: Path) -> None:
     before = processor_time(forks)
     done = forks.run("train", "+recipe=grpo_arithmetic", "hydra.run.dir=run", cwd=tmp_path)
@@ -38,7 +39,6 @@ def test_the_demo_learns_in_two_minutes(forks: Nursery, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery, tmp_path: Path) -> None:
     settings = ["generation.max_tokens=48", "prompts.max_tokens=64", "eval.num_prompts=256", "eval.num_samples=8"]
     done = forks.run("eval", "model.path=embedded:tiny-arithmetic", *settings, cwd=tmp_path)
@@ -50,7 +50,6 @@ def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery
     assert 0.60 <= metrics["eval/reward/format"] <= 0.90
 
 
-@pytest.mark.slow
 def test_chains_are_solved_seldom_in_one_attempt_and_mostly_in_sixteen(forks: Nursery, tmp_path: Path) -> None:
     folder = Path(rlft.__file__).parent / "assets" / "tiny-chains"
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000

@@ -28,6 +28,8 @@ from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.plan.preference_plan import make_plan
 from rlft.trainer.optimizer import Optimizer, learning_rate
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PIPELINES = ("rlhf_arithmetic", "r1_arithmetic")
 # What a recipe must be given before it composes: here things that are there.
@@ -338,7 +340,6 @@ def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero
     assert 0 < last < 1e-3 * trainer["lr"]
 
 
-@pytest.mark.slow
 def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
     """Weights that differ by 1e-7 of themselves, as after sums in another order, give scores that differ by less than
     2e-6 of their deviation after ten updates: 9e-7 was measured; at five times the rate 2.8e-6, at 25 times 1.3e-3.

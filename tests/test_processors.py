@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DECODING = "tests/generation/test_transformers.py::test_"
 COMPARING = [
@@ -38,7 +40,6 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_comparisons_hold_as_another_processor_computes(processor):
     capability, instructions, threads, tests = PROCESSORS[processor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_but
 
 from rlft import cli
 from rlft.config import command as verbs
@@ -23,7 +25,7 @@ from rlft.plan import rules
 from rlft.plan.checks import check_early
 from rlft.types import UserError
 
-EXAMPLES = int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000"))
+NUMBERS_OF_EXAMPLES = (100, int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000")))
 SEEDED = "RLFT_RANDOM_CONFIGS" not in os.environ
 """With more examples asked for, they are other ones each time."""
 
@@ -123,22 +125,35 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield place
 
 
-@settings(max_examples=EXAMPLES, derandomize=SEEDED, database=None, deadline=None,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(changed_configs())
-def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, example: tuple[str, Any]) -> None:
-    verb, changes = example
-    plain = composed(verb)
-    for key, value in changes:
-        plain = changed(plain, key, value)
-    refused = refusal(verb, plain)
-    assert refused is None or (refused.key and refused.problem and refused.remedy)
+def tried(examples: int, of: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """Checks so many examples."""
+    given(of)(
+        settings(
+            max_examples=examples, derandomize=SEEDED, database=None, deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )(check)
+    )()  # fmt: skip
 
 
-@settings(max_examples=max(60, EXAMPLES // 10), derandomize=SEEDED, database=None, deadline=None,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(data=st.data())
-def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", slow_but(100, NUMBERS_OF_EXAMPLES))
+def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, examples: int) -> None:
+    def check(example: tuple[str, list[tuple[str, Any]]]) -> None:
+        verb, changes = example
+        plain = composed(verb)
+        for key, value in changes:
+            plain = changed(plain, key, value)
+        refused = refusal(verb, plain)
+        assert refused is None or (refused.key and refused.problem and refused.remedy)
+
+    tried(examples, changed_configs(), check)
+
+
+@pytest.mark.parametrize("examples", slow_but(100, NUMBERS_OF_EXAMPLES))
+def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, examples: int) -> None:
+    tried(examples // 10, st.data(), lambda data: check_words(nowhere, data))
+
+
+def check_words(nowhere: Path, data: st.DataObject) -> None:
     verb = data.draw(st.sampled_from(verbs.OWN))
     keys = st.sampled_from([key for key in known_keys(verb) if key not in OUTSIDE])
     words = data.draw(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import yaml
+from in_one_test import each
 
 from rlft.config import catalog
 from rlft.config import command as verbs
@@ -41,7 +41,7 @@ def composed(recipe: str, *words: str):
     return compose([f"+recipe={recipe}", *TOLD.get(recipe, []), *words], verb=verb_of(recipe))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_a_recipe_begins_with_its_package_and_says_what_it_is(recipe: str) -> None:
     file = catalog.recipe_folder() / f"{recipe}.yaml"
     lines = file.read_text().splitlines()
@@ -50,12 +50,12 @@ def test_a_recipe_begins_with_its_package_and_says_what_it_is(recipe: str) -> No
     assert catalog.first_comment(file) == lines[1].removeprefix("# ")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_a_recipe_is_named_as_its_file(recipe: str) -> None:
     assert yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text())["name"] == recipe
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
     plain = composed(recipe)
     config = build(plain, verbs.named(verb_of(recipe)).root, verb_of(recipe))
@@ -63,7 +63,7 @@ def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
     assert len(loggers) == len(config.logger)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_the_command_line_goes_before_a_recipe(recipe: str) -> None:
     verb = verb_of(recipe)
     config = build(composed(recipe, "trainer.lr=0.25", "steps=7"), verbs.named(verb).root, verb)

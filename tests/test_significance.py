@@ -8,9 +8,10 @@ import random
 
 import pytest
 import significance
+from in_one_test import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("share", "dof", "quantile"),
     [
         # Tables of Student's t (Abramowitz and Stegun, table 26.10).
@@ -26,7 +27,7 @@ def test_quantiles_are_those_of_the_tables(share: float, dof: int, quantile: flo
     assert significance.t_quantile(share, dof) == pytest.approx(quantile, abs=1e-6)
 
 
-@pytest.mark.parametrize("t", [0.0, 0.3, -1.0, 2.776445, 40.0])
+@each("t", [0.0, 0.3, -1.0, 2.776445, 40.0])
 def test_p_values_are_those_of_the_closed_forms(t: float) -> None:
     # 1 degree of freedom is Cauchy's distribution: P(|T| >= t) = 1 - 2 atan(t) / pi.
     assert significance.two_sided_p(t, 1) == pytest.approx(1 - 2 * math.atan(abs(t)) / math.pi, abs=1e-12)

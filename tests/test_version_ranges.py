@@ -1,4 +1,4 @@
-"""What scripts/test_versions.py installs at both ends of the ranges, and that `make test` runs it first."""
+"""What scripts/test_versions.py installs at both ends of the ranges, and that `make test-all` runs it first."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def test_a_requirement_without_a_lower_bound_is_refused(script: Any, capsys: pyt
     assert "x<2 has no lower bound" in capsys.readouterr().err
 
 
-def test_make_test_runs_it_before_the_suite_and_stops_where_it_fails() -> None:
-    lines = (REPOSITORY / "Makefile").read_text().partition("\ntest:")[2].partition("\n\n")[0].splitlines()
-    places = [next(i for i, line in enumerate(lines) if name in line) for name in ("test_versions.py", "-m pytest")]
+def test_make_test_all_runs_it_before_every_test_and_stops_where_it_fails() -> None:
+    lines = (REPOSITORY / "Makefile").read_text().partition("\ntest-all:")[2].partition("\n\n")[0].splitlines()
+    places = [
+        next(i for i, line in enumerate(lines) if name in line) for name in ("test_versions.py", '$(PYTEST) -m ""')
+    ]
     assert places == sorted(places)
     assert not lines[places[0]].lstrip("\t@").startswith("-"), "make goes on after a line that begins with a dash"
     assert "|| true" not in lines[places[0]]

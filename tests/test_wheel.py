@@ -21,8 +21,6 @@ REPOSITORY = Path(__file__).parents[1]
 MODEL = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 PAGE = ("report.html", "report.css", "report.js", "uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -128,6 +126,7 @@ def test_the_installed_wheel_shows_help_and_recipes(installed: Callable[..., sub
     assert "for instance 100 (turns of the loop" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_trains_the_embedded_model(
     installed: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

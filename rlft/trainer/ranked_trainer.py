@@ -21,7 +21,7 @@ from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import TrainerState
-from rlft.trainer.ranks import Exchange, LaneShare, RanksError, Rendezvous, open_store
+from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
 from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
 
@@ -31,6 +31,8 @@ START_S = 900.0
 """The least time limit of a rank that starts: it imports torch and loads the base."""
 GRACE_S = 2.0
 """How long a rank may take to notice that another one has failed, before it is replaced, too."""
+DEATH_S = 60.0
+"""How long a busy machine may take to say that a rank has died, after the connection to it was lost."""
 OWN_ERROR_S = 5.0
 """Seconds that rank 0 continues after another rank has raised an error, since it may meet and raise the same error."""
 
@@ -218,7 +220,7 @@ class RankedTrainer:
         """Ends the members that have failed or do not answer. Raises RankError after too many failures in a row."""
         self._num_failures += 1
         self._leave()
-        wait_for(self._pending.values(), GRACE_S)
+        self._wait_for_causes(error)
         causes: list[str] = []
         for i, member in enumerate(self._members):
             future = None if member is None else self._pending.get(member)
@@ -232,6 +234,15 @@ class RankedTrainer:
         if self._num_failures >= MOST_FAILURES:
             raise RankError(f"the ranks failed {MOST_FAILURES} times in a row; the last time {text}") from error
         self._note(f"a rank is replaced, and the work of the ranks done again: {text.splitlines()[0]}")
+
+    def _wait_for_causes(self, error: RanksError) -> None:
+        """Until each member has answered or had its time; where a connection was lost, until it is known who failed."""
+        pending, clock = self._pending.values(), RunningTime()
+        limit = GRACE_S if isinstance(error, LateRankError) else DEATH_S
+        while late := wait_for(pending, TICK_S).not_done:
+            is_known = any(future not in late and not _has_only_lost_another(future) for future in pending)
+            if clock() >= (GRACE_S if is_known else limit):
+                return
 
     # -- calls and answers ---------------------------------------------------------------------------------------------
     def _call(self, method: str, *args: Any) -> None:
@@ -250,7 +261,7 @@ class RankedTrainer:
             self._watch(patience=0.0)
             if clock() >= limit:
                 names = ", ".join(member.name for member, future in self._pending.items() if future in late)
-                raise RanksError(f"no answer to {what} from {names} in {limit:g} s (cluster.timeout)")
+                raise LateRankError(f"no answer to {what} from {names} in {limit:g} s (cluster.timeout)")
         self._watch(patience=0.0)
         answers = [future.result() for future in self._pending.values()]
         self._pending.clear()

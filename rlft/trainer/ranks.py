@@ -38,6 +38,10 @@ class RanksError(RuntimeError):
     """A rank is gone, or did not take part in an exchange within the time limit."""
 
 
+class LateRankError(RanksError):
+    """A rank did not take part within the time limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
     """Where ranks find each other.
@@ -135,7 +139,8 @@ class Exchange:
         clock, pause = RunningTime(), FIRST_PAUSE_S
         while not done():
             if clock() >= self._rendezvous.timeout:
-                raise RanksError(f"rank {self._rank} waited {self._rendezvous.timeout:g} s (cluster.timeout) to {what}")
+                limit = f"{self._rendezvous.timeout:g} s (cluster.timeout)"
+                raise LateRankError(f"rank {self._rank} waited {limit} to {what}")
             self._watch()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
 
 import rlft
 from rlft.config import catalog
@@ -15,7 +16,7 @@ NAMES = catalog.choices("algorithm")
 EXTRAS = {"": {}, "all terms": {"kl_coef": 0.1, "entropy_coef": 0.02, "mismatch": "token_mask"}}
 OF_COMPLETIONS = {name: {"mismatch": "sequence_mask", "mismatch_low": 0.8} for name in ("gspo", "gmpo")}
 """Instead of the weights of single tokens, which these refuse."""
-algorithms = pytest.mark.parametrize(("name", "extra"), [(name, extra) for name in NAMES for extra in EXTRAS])
+algorithms = each(("name", "extra"), [(name, extra) for name in NAMES for extra in EXTRAS])
 INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "old_values")
 
 
@@ -89,7 +90,7 @@ def test_gradient_agrees_with_central_differences(made, full_step, scale_of, los
             close(gradient[tuple(position)], difference, tol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_at_the_old_policy_it_has_the_policy_gradient(make, full_step, scale_of, loss_of, close, name):
     outputs, batch = full_step()
     algorithm = make(name)
@@ -249,7 +250,7 @@ def test_log_probs_and_values_100_apart_give_no_nan_and_no_inf(made, full_step, 
         assert all(value.isfinite() for value in loss.metrics.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_kl_in_the_loss_is_never_negative_and_pulls_with_a_finite_gradient(make, hand_batch, scale_of, name):
     # d = 100 and -100: k3 is 99 + e^-100 and, clamped at -20, e^20 - 21. Both finite, and so is their gradient.
     batch = hand_batch([1, 1], [0, 0], [0, 0], advantages=[0, 0])
@@ -263,7 +264,7 @@ def test_kl_in_the_loss_is_never_negative_and_pulls_with_a_finite_gradient(make,
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if rlft.load_algorithm(name).min_group_size == 2])
+@each("name", [name for name in NAMES if rlft.load_algorithm(name).min_group_size == 2])
 def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(make, hand_batch, loss_of, name):
     algorithm = make(name)
     for batch in (
@@ -282,7 +283,7 @@ def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(
         assert not any(value.isnan() for value in loss.metrics.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_completions_without_a_token_give_exactly_0(make, hand_batch, loss_of, name):
     algorithm = make(name, kl_coef=0.1, entropy_coef=0.1)
     batch = hand_batch([0, 0], [0, 1], [0, 0])
@@ -323,7 +324,7 @@ def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(made, ful
     assert all(value.shape == () for value in loss.metrics.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_it_reads_only_what_it_says_it_needs(make, full_step, scale_of, name):
     outputs, batch = full_step()
     algorithm = make(name)

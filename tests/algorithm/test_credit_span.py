@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.types import Batch, UserError
 
@@ -76,7 +77,7 @@ PPO = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "advantages"), PPO)
+@each(("keys", "advantages"), PPO)
 def test_ppo(make, batch, keys, advantages):
     batch = replace(batch, truncated=torch.tensor([True, False]))
     credited = make("ppo", gamma=0.5, lam=0.5, whiten=False, **keys).credit(batch)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_one_test import each
 from torch import Tensor
 
 import rlft
@@ -339,12 +340,12 @@ def agrees(loss_on_a_random_step, close):
     return agrees
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_the_printed_loss_of_every_yaml_is_the_loss_that_is_computed(make, agrees, name):
     agrees(make(name))
 
 
-@pytest.mark.parametrize(("family", "keys"), SETTINGS, ids=words)
+@each(("family", "keys"), SETTINGS, ids=words)
 def test_the_printed_loss_is_the_computed_one_with_every_choice(make, agrees, family, keys):
     agrees(make(family, **keys))
 

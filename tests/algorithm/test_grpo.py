@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.advantage import Std
 from rlft.algorithm.ops.aggregate import Aggregate
@@ -24,7 +25,7 @@ VARIANTS = {
     "reward": {"kl_coef": 0.1, "kl_in": "reward", "std": "batch", "mismatch": "sequence_truncate"},
     "entropy": {"entropy_coef": 0.01, "aggregate": "token_mean"},
 }
-variants = pytest.mark.parametrize("variant", VARIANTS)
+variants = each("variant", VARIANTS)
 
 
 def close(value, expected, tol=1e-12):
@@ -65,7 +66,7 @@ def test_advantages_have_the_dtype_of_the_batch(make, hand_batch):
     assert make("grpo").credit(batch).advantages.dtype == torch.float32
 
 
-@pytest.mark.parametrize("std", Std)
+@each("std", Std)
 def test_equal_groups_and_singletons_get_advantage_0_exactly(make, hand_batch, std):
     batch = hand_batch([2, 2, 2, 2, 2], [0.1, 0.1, 0.1, 9.0, -9.0], [0, 0, 0, 1, 2])
     assert (make("grpo", std=std, eps=0.0).credit(batch).advantages == 0).all()
@@ -199,7 +200,7 @@ def test_dual_clip_by_hand(make, hand_batch, scale_of):
     close(loss.metrics["ratio/dual_clip_fraction"], 0.5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("estimator", "value", "slope"),
     [
         # At d = log 2, with ratio r = 2 to the old policy: value, and gradient in lp.
@@ -235,7 +236,7 @@ def test_entropy_bonus_lowers_the_loss(make, hand_batch, scale_of):
     close(gradient, [[0, -0.025, -0.025, 0], [0, -0.05, 0, 0]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("mode", "weights", "dropped"),
     [
         # Trainer over generator: 4 and 1 on row 0 (geometric mean 2), 0.25 on row 1.
@@ -541,7 +542,7 @@ def test_metrics_of_what_is_not_there_are_absent(make, random_step, scale_of):
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "reference", "entropy", "old_in_credit"),
     [
         ({}, False, False, False),
@@ -596,8 +597,8 @@ def test_yaml_defaults_are_those_of_the_maths_page(make):
     assert (grpo.kl_in, grpo.kl_estimator, grpo.mismatch) == (KLPlace.loss, KLEstimator.auto, Mismatch.auto)
 
 
-@pytest.mark.parametrize("way", ["truncate", "mask"])
-@pytest.mark.parametrize(
+@each("way", ["truncate", "mask"])
+@each(
     ("keys", "joined"),
     [
         ({"ratio": "sequence"}, "ratio=sequence"),

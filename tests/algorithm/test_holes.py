@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.config import catalog
 from rlft.types import Batch, Outputs
@@ -50,8 +51,8 @@ def widened(outputs, position, width):
     )
 
 
-@pytest.mark.parametrize("extra", [{}, ALL_TERMS], ids=["as it is", "all terms"])
-@pytest.mark.parametrize("name", NAMES)
+@each("extra", [{}, ALL_TERMS], ids=["as it is", "all terms"])
+@each("name", NAMES)
 def test_holes_change_no_advantage_no_loss_no_metric_and_no_gradient(
     make, full_step, scale_of, loss_of, close, name, extra
 ):
@@ -142,7 +143,7 @@ def test_ppo_by_hand(make):
     assert sampled(credited.returns) == [2.0, 3.0, 3.0, 1.25, 4.0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("how", "weights"),
     [
         ("token_mean", [1 / 5] * 5),  # five tokens were sampled, of fourteen

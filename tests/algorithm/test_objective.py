@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.surrogate import importance
 from rlft.types import Outputs, UserError
@@ -53,7 +54,7 @@ def test_at_the_first_update_the_policy_has_no_distance_from_itself(make, full_s
 # --- the coefficient that moves -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("controller", "kl", "coef"),
     [
         # Target 0.03: 0.02 and 0.045 are target / 1.5 and 1.5 target, the ends that do not move it yet.
@@ -134,7 +135,7 @@ def test_the_importance_surrogate_is_the_ratio_times_the_advantage_and_nothing_b
     assert not (surrogate.low | surrogate.high | surrogate.dual).any()
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "loss", "slope", "low", "high"),
     [
         # Token 0: A = 1, r = 3; token 1: A = -2, r = 1/2; old log-probs -1, so lp = log 3 - 1 and -log 2 - 1.
@@ -160,7 +161,7 @@ def test_each_surrogate_by_hand(make, hand_batch, scale_of, close, kind, loss, s
 # --- what is refused, and what is warned of -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "overrides", "message"),
     [
         ("grpo", {"kl_to": "old", "kl_in": "reward"}, r"algorithm\.kl_in: .*, got reward; use algorithm\.kl_in=loss"),

@@ -5,6 +5,7 @@ from math import log
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.types import LossScale, Outputs, UserError
 
@@ -83,7 +84,7 @@ def test_the_divergence_of_the_teachers_most_likely_tokens_is_a_term_of_the_loss
     assert (student.grad[batch.loss_mask] != 0).all()
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "weights"),
     [
         # p_old / p_sampled of the three tokens are 1.5, 0.25 and 4; the geometric mean of the first row's is 0.6124.
@@ -150,7 +151,7 @@ def test_what_it_asks_for(make):
     assert make("opd", supervision="process", reward_coef=1.0).needs_steps
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "key", "problem"),
     [
         ({"divergence": "forward"}, "algorithm.divergence", "only the reverse KL can be estimated"),
@@ -192,7 +193,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(make, full_step, s
             close(part, of_all[index])
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "key"),
     [
         ({"ratio": "sequence"}, "algorithm.ratio"),

@@ -1,8 +1,8 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
+from in_one_test import each
 
 from rlft.types import Outputs
 
@@ -24,7 +24,7 @@ def test_steps_count_up_to_where_they_end(make, hand_batch, close):
     close(make("reinforce", reward_to_go=False).credit(batch).advantages, [[0, 5, 5, 5, 0]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("baseline", "expected"),
     [
         # G_0 with gamma 1/2: of R = 4 on two tokens 2, of 4 on one 4, in group 0; of 9 on one 9, alone in group 1.
@@ -105,8 +105,8 @@ def test_reinforce_pp_by_hand(make, hand_batch, scale_of, close):
     close(loss.metrics["ratio/clip_low_fraction"], 1 / 4)
 
 
-@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
-@pytest.mark.parametrize("to_go", [True, False])
+@each("baseline", ["group", "leave_one_out"])
+@each("to_go", [True, False])
 def test_equal_groups_get_exactly_0_and_zero_gradient(make, hand_batch, baseline, to_go):
     # Three times 0.1 is not 0.3 in floating point.
     batch = hand_batch([2, 3, 1, 1, 2], [0.1, 0.1, 0.1, 0, 1], [0, 0, 0, 1, 1])

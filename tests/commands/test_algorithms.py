@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from in_one_test import each
 
 import rlft
 from rlft import cli
@@ -111,7 +112,7 @@ def test_a_key_is_explained_first_and_then_why_a_variant_changes_it(pages: Pages
     assert len(comments["clip_low"]) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_page_prints_the_loss_the_paper_and_a_recipe(name: str, pages: Pages) -> None:
     page, text = pages[name]
     assert page["loss"]["lines"][0].startswith("L = agg(")

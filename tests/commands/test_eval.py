@@ -63,6 +63,7 @@ def test_keys_that_only_training_reads_are_said_to_change_nothing(
     assert notes == [f"note: {key} {told}" for key in ("steps", "trainer.lr")]
 
 
+@pytest.mark.slow
 def test_greedy_evaluations_are_greedy_however_they_are_asked_for(
     completions: Callable[..., list[tuple[str, str]]], capsys: pytest.CaptureFixture[str]
 ) -> None:

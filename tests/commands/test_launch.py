@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_one_test import each
 
 from rlft import cli
 from rlft.commands.launch import after_the_end
@@ -16,7 +17,7 @@ RUN = Path("run")
 MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
 
 
-@pytest.mark.parametrize(
+@each(
     ("verb", "schedule", "remedy"),
     [
         ("train", "constant", f"{MORE}, or {EVALUATE}"),

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console as Terminal
 from run_processes import Nursery, start_fresh
+from slow_cases import slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlft
@@ -143,7 +144,7 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
 
 
-@pytest.mark.parametrize("recipe", ["grpo_gsm8k", "ppo_gsm8k", "gspo_gsm8k"])
+@pytest.mark.parametrize("recipe", [slow("grpo_gsm8k"), slow("ppo_gsm8k"), "gspo_gsm8k"])
 def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
     recipe: str,
     no_weights: Path,
@@ -273,6 +274,7 @@ def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureF
     assert "prompts longer than prompts.max_tokens=60 were dropped" in train["left_out"]
 
 
+@pytest.mark.slow
 def test_the_json_stays_small_however_large_the_data_are(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{i} " * (1 + i % 40), "answer": f"{i} is " + "long " * 10_000} for i in range(4000)]
     (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -300,15 +302,14 @@ def test_lengths_are_summed_up() -> None:
     assert plan.summary([]) == {"items": 0}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "fresh"),
     [
-        (("+recipe=grpo_arithmetic",), False),
-        (("+recipe=ppo_arithmetic", "token_budget=4000", "steps=2"), True),
-        (("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"), False),
+        slow(("+recipe=grpo_arithmetic",), False),
+        slow(("+recipe=ppo_arithmetic", "token_budget=4000", "steps=2"), True),
+        slow(("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"), False),
         (("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"), False),
-        (("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"), True),
+        slow(("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"), True),
     ],
     ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout"],
 )
@@ -359,6 +360,7 @@ SEVEN_B = {
 TABLE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
+@pytest.mark.slow
 def test_a_7b_model_is_planned_for_24_gib_as_the_page_says(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

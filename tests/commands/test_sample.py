@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from in_one_test import each
+from slow_cases import slow
 
 from rlft import cli
 from rlft.commands import sample
@@ -31,7 +33,7 @@ def config(*keys: str) -> SampleConfig:
 TOKENS = [(1,), (1,), (2,), (3,), (1,)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "rewards", "places"),
     [
         (["dedupe=false"], [0, 0, 1, 1, 0], [0, 1, 2, 3, 4]),
@@ -226,7 +228,7 @@ def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys:
     assert (tmp_path / "run" / "samples.jsonl").read_bytes() == (sampled / "samples.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("lora", [["lora.rank=2", "lora.alpha=4"], ["lora=null"]], ids=["adapter", "all weights"])
+@pytest.mark.parametrize("lora", [["lora.rank=2", "lora.alpha=4"], slow(["lora=null"])], ids=["adapter", "all weights"])
 def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequence[str], tmp_path: Path) -> None:
     words = ["+recipe=sft_arithmetic", "steps=1", "examples_per_step=2", "generation=transformers", "model.device=cpu"]
     words += ["scoring.workers=0", "eval.every=0", "logger=[]", *lora]

@@ -36,7 +36,6 @@ def addressed(started: Started) -> tuple[str, str]:
     raise AssertionError(started.err.read_text())
 
 
-@pytest.mark.slow
 def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(
     forks: Nursery, trained: Path, tmp_path: Path
 ) -> None:
@@ -60,7 +59,7 @@ def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(
     ended = started.wait()
     assert ended.code == 130
     assert ended.err.endswith("\nrlft: interrupted: the server has ended\n")
-    assert time.monotonic() - started_at < 10
+    assert time.monotonic() - started_at < 60
 
 
 def said_by(run: Path, folder: Path | None = None) -> Any:

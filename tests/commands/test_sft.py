@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from slow_cases import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -219,7 +220,7 @@ def test_all_weights_learn_the_same_with_gradient_checkpointing(
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "keys"), [("adapted", "lora.path", TINY), ("whole", "model.path", ALL_WEIGHTS)]
+    ("kind", "key", "keys"), [("adapted", "lora.path", TINY), slow("whole", "model.path", ALL_WEIGHTS)]
 )
 def test_another_run_goes_on_from_a_runs_newest_checkpoint(
     kind: str, key: str, keys: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from in_one_test import each
 
 from rlft import cli
 from rlft.config import command as verbs
@@ -28,7 +29,7 @@ def test_the_table_is_large() -> None:
     assert len(peer_names()) > 250
 
 
-@pytest.mark.parametrize("name", peer_names())
+@each("name", peer_names())
 def test_every_target_is_a_key_of_a_verb_and_is_suggested_to_those_alone_that_have_it(name: str) -> None:
     for verb, target in targets(name):
         assert any(key_of(target) in known_keys(v) for v in ([verb] if verb else verbs.OWN)), target
@@ -41,7 +42,7 @@ def test_every_target_is_a_key_of_a_verb_and_is_suggested_to_those_alone_that_ha
         assert {one.key for one in meant} <= allowed
 
 
-@pytest.mark.parametrize("name", [name for name in peer_names() if name not in known_keys("train")])
+@each("name", [name for name in peer_names() if name not in known_keys("train")])
 def test_the_command_line_names_the_key_that_a_peers_name_means(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     meant = suggestions(name, "train")
     code = cli.run(["train", f"--{name}", "1"])
@@ -97,7 +98,7 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "key", "fragment"), SAID, ids=[typed for typed, *_ in SAID])
+@each(("typed", "key", "fragment"), SAID, ids=[typed for typed, *_ in SAID])
 def test_a_name_of_another_library_leads_to_ours(
     typed: str, key: str, fragment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

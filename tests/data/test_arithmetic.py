@@ -1,4 +1,5 @@
 import pytest
+from in_one_test import each
 
 from rlft.data.arithmetic import Arithmetic, split_of
 from rlft.types import Split, UserError
@@ -44,7 +45,7 @@ def test_the_split_of_a_problem_is_fixed() -> None:
     assert split_of(12, "+", 83) is Split.train
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "split", "key"),
     [
         ({"difficulty": 0}, Split.train, "data.difficulty"),

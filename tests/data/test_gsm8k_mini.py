@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-import pytest
+from in_one_test import each
 
 HERE = Path(__file__).parent / "gsm8k_mini"
 PROBLEMS = [
@@ -25,7 +25,7 @@ def test_there_are_enough_problems_and_none_twice() -> None:
     assert len({p["question"] for p in PROBLEMS}) == 32
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=range(len(PROBLEMS)))
+@each("problem", PROBLEMS, ids=range(len(PROBLEMS)))
 def test_every_worked_step_is_true_and_the_last_one_is_the_answer(problem: dict[str, str]) -> None:
     steps = re.findall(r"([-+*/0-9.]+)=<<([^=]+)=([^>]+)>>(-?[0-9.]+)", problem["answer"])
     assert len(steps) == problem["answer"].count("<<") >= 1

@@ -144,6 +144,7 @@ def test_without_network_and_files_it_stops_in_time_naming_both_keys(tmp_path: P
     assert seconds < 15
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_costs_the_probe_only(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         seconds, ended = load_in_a_fresh_process(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")

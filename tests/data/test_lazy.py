@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
+from in_one_test import each
 
 from rlft.data.lazy import Chosen, Lazy, joined, mapped
 
@@ -30,7 +31,7 @@ SEQUENCES: dict[str, tuple[Sequence[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("lazy", "held"), SEQUENCES.values(), ids=list(SEQUENCES))
+@each(("lazy", "held"), SEQUENCES.values(), ids=list(SEQUENCES))
 def test_a_lazy_sequence_is_read_as_a_list_is(lazy: Sequence[Any], held: list[Any]) -> None:
     assert isinstance(lazy, Lazy)
     assert (len(lazy), list(lazy)) == (len(held), held)

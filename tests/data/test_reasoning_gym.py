@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 
 import rlft
 from rlft.data import reasoning_gym as module
@@ -37,7 +38,7 @@ def test_an_entry_becomes_a_prompt_with_all_its_verifier_needs(make_data) -> Non
 FEW = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 
 
-@pytest.mark.parametrize(("task", "options"), [("chain_sum", FEW), ("gsm_symbolic", {})])
+@pytest.mark.parametrize(("task", "options"), [("chain_sum", FEW), slow("gsm_symbolic", {})])
 def test_splits_are_disjoint_by_construction_also_between_seeds(make_data, task: str, options) -> None:
     data = [make_data("reasoning_gym", **SMALL, task=task, options=options, seed=seed) for seed in (0, 1)]
     train = {identity([{"role": "user", "content": q}]) for d in data for q in questions(d.load(Split.train))}
@@ -52,6 +53,7 @@ def test_no_question_comes_twice_in_a_task_with_few_of_them(make_data) -> None:
     assert len(set(asked)) == 40
 
 
+@pytest.mark.slow
 def test_ransom_note_is_the_same_under_every_hash_seed(tmp_path: Path) -> None:
     # The library makes this task from a set: without a fixed hash seed a resumed run would see changed data.
     code = (

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from in_one_test import each
 
 from rlft.environment.calculator import calculate
 
 
-@pytest.mark.parametrize(
+@each(
     ("expression", "value"),
     [
         ("2+3*4", "14"),
@@ -21,7 +22,7 @@ def test_it_computes(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
-@pytest.mark.parametrize(
+@each(
     "expression", ["", "2+", "a", "2**9", "(1).real", "True", "'a'*9", "[1]", "1<2", "9*" * 200 + "9", "f(1)", "(" * 99]
 )
 def test_it_computes_nothing_else(expression: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from in_one_test import each
 
 from rlft.environment.calls import CallReader, DescribedCalls, JsonCalls, TemplateCalls, XmlCalls, reader_of
 from rlft.types import UserError
@@ -50,7 +51,7 @@ def written(family: str, number: int) -> str:
     return str(text)[len(str(before)) :].strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "number"),
     [(family, n) for family in FORMS for n in (1, 2) if (family, n) != ("llama-3", 2)],  # which writes one call a turn
 )
@@ -63,14 +64,14 @@ def test_what_a_template_writes_is_read(family: str, number: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("family", FORMS)
+@each("family", FORMS)
 def test_text_without_a_call_has_none(family: str) -> None:
     reader = reader_of("template", family_tokenizer(family), [ADD], OPENING)
     for text in ("", "It is 5.", '{"answer": 5}', "a {b} c", "<think>{</think>"):
         assert reader.calls(text) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "problem"),
     [
         ("<tool_call>", "not valid JSON"),

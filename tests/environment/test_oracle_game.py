@@ -1,6 +1,7 @@
 from collections import Counter
 
 import pytest
+from in_one_test import each
 
 from rlft.data.arithmetic import Arithmetic
 from rlft.environment.oracle_game import HELPERS, NOBODY, OracleGame
@@ -23,7 +24,7 @@ def test_each_helper_does_the_same_whatever_the_question_and_the_answer_alone_is
     assert play.step(f"<answer>{says}</answer>") == ("", float(says == "467"), True)
 
 
-@pytest.mark.parametrize("said", ["A", "<ask>D</ask>", "<ask>AB</ask>", "", "<ask>A"])
+@each("said", ["A", "<ask>D</ask>", "<ask>AB</ask>", "", "<ask>A"])
 def test_who_asks_nobody_hears_nothing_and_still_answers(said: str) -> None:
     play = game()
     assert play.step(said) == (NOBODY, None, False)

@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(pool: EnvironmentPool) -
     for child in psutil.Process().children():
         if child.pid in {worker.pid for worker in pool._workers.all}:
             os.kill(child.pid, signal.SIGKILL)
-            child.wait(10)
+            child.wait(120)
     replies = [reply for [reply] in pool.run([job(2, "a"), job(3, "b")])]
     # Its death is noticed when the order is sent, or just after: then it is told as the order's end.
     assert all(reply.text in ("a", "b") or reply.cause is Cause.died for reply in replies)

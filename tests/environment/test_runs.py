@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from run_folders import check_same
 from run_processes import Nursery
+from slow_cases import slow
 
 KEYS = (
     "+recipe=grpo_arithmetic", "steps=3", "prompts_per_step=2", "group_size=3", "generation=transformers",
@@ -20,7 +21,6 @@ KEYS = (
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 
 
-@pytest.mark.slow
 def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_apart(
     forks: Nursery, tmp_path: Path
 ) -> None:
@@ -51,8 +51,7 @@ REWRITING = """\
 """The embedded model's chat template, but for a word that it drops of earlier turns, as Qwen3's drops thinking."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [("algorithm=grpo",), ("algorithm=ppo", "critic.kind=shared")])
+@pytest.mark.parametrize("algorithm", [("algorithm=grpo",), slow(("algorithm=ppo", "critic.kind=shared"))])
 def test_a_policy_learns_in_branches_what_it_sampled_in_them(
     algorithm: tuple[str, ...], forks: Nursery, tiny_path: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from in_one_test import each
 from transformers import AutoTokenizer
 from turn_shapes import EOS, shaped_tokenizer
 
@@ -134,7 +135,7 @@ def test_a_conversation_put_together_has_the_tokens_of_its_template(family, role
     assert row == whole
 
 
-@pytest.mark.parametrize(("family", "role"), FAMILIES_AND_ROLES)
+@each(("family", "role"), FAMILIES_AND_ROLES)
 def test_a_turn_that_a_limit_ended_is_ended_in_the_suffix(family, role):
     template = TurnTemplate(family_tokenizer(family), [role], tools=[ADD] if role == "tool" else [])
     answers = answers_of(role, ["2"])
@@ -200,7 +201,7 @@ REWRITING = [
 ]
 
 
-@pytest.mark.parametrize(("family", "tools", "system"), REWRITING)
+@each(("family", "tools", "system"), REWRITING)
 def test_where_a_user_makes_a_template_rewrite_earlier_turns_the_whole_is_read_again(family, tools, system):
     tokenizer, opening, schemas = family_tokenizer(family), asked(system), [ADD] if tools else []
     template = TurnTemplate(tokenizer, ["user"], tools=schemas, opening=opening)  # type: ignore[list-item]
@@ -253,7 +254,7 @@ def test_tools_of_a_template_that_rewrites_for_users_have_a_suffix():
     assert template.suffix([], answers_of("tool", ["2"]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "problem"),
     [
         (None, "tokenizer has no chat template, which says what stands between turns"),

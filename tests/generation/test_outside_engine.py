@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from run_processes import Ended, Nursery
+from slow_cases import slow
 
 from rlft import cli
 
@@ -263,21 +264,21 @@ INTERRUPT = {"at": "rlft.loop.session:Session.score", "call": 2, "do": "interrup
 @pytest.mark.parametrize(
     ("words", "events", "code", "said"),
     [
-        (
+        slow(
             (),
             [{"at": "rlft.trainer.local:LocalTrainer.update", "call": 2, "do": "fail"}],
             1,
             "this failure was planted",
         ),
         (("generation.canned.fails_at=2",), [], 1, "the can is empty"),
-        ((), [INTERRUPT], 130, "stopped after step 2, saved"),
+        slow((), [INTERRUPT], 130, "stopped after step 2, saved"),
         (
             (),
             [INTERRUPT, {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "interrupt"}],
             130,
             "stopped at once",
         ),
-        (
+        slow(
             ("generation.canned.fails_at=2", "generation.canned.runs_out=true"),
             [],
             1,

@@ -204,6 +204,7 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_on_a_shared_base_is_the_same_run_to_the_bit_also_killed_and_resumed(
     forks: Nursery, train: Callable[..., Ended], tmp_path: Path
 ) -> None:

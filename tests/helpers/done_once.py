@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import composed_once
 import hypothesis
+import planned_once
 import pytest
-import yaml_once
-from omegaconf import OmegaConf
 
 _ = hypothesis  # first: it looks for what refers to the generators of other packages, and sees nothing that is frozen
 
@@ -29,8 +29,9 @@ def collected() -> Iterator[None]:
 def done_once() -> Iterator[None]:
     gc.collect()
     gc.freeze()
+    composed_once.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
-        patch.setattr(OmegaConf, "load", yaml_once.load)
+        planned_once.install(patch)
         patch.setattr("rlft.loop.driver.gc_frozen", collected)
         yield

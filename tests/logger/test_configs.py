@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
+from in_one_test import each
 from omegaconf import OmegaConf
 
 LOGGERS = Path(__file__).parents[2] / "configs" / "logger"
@@ -34,7 +35,7 @@ def test_loggers_are_chosen_and_overridden_on_the_command_line(composed):
     assert chosen.console.plain_seconds == 2.5
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in LOGGERS.glob("*.yaml")))
+@each("name", sorted(path.stem for path in LOGGERS.glob("*.yaml")))
 def test_every_key_is_a_field_and_every_field_has_its_key(name, composed):
     section = composed(f"logger=[{name}]")[name]
     fields = {field.name for field in dataclasses.fields(get_class(section._target_))}
@@ -42,6 +43,6 @@ def test_every_key_is_a_field_and_every_field_has_its_key(name, composed):
     assert instantiate(section) is not None
 
 
-@pytest.mark.parametrize("path", sorted(LOGGERS.glob("*.yaml")), ids=lambda path: path.stem)
+@each("path", sorted(LOGGERS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_first_line_says_what_it_is(path):
     assert path.read_text().startswith("# ")

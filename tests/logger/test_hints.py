@@ -3,7 +3,7 @@
 import json
 import math
 
-import pytest
+from in_one_test import each
 
 from rlft.logger.hints import Hints
 
@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_each_trouble_is_told_once_with_its_reason(case, make_step):
     changes, rewards, steps, words = CASES[case]
     heard = hear(make_step, 40, rewards=rewards, **changes)
@@ -113,8 +113,8 @@ def test_groups_of_one_are_never_called_equal(make_step):
     assert hear(make_step, 10, rewards=(1.0,), waste__zero_advantage_fraction=1.0) == []
 
 
-@pytest.mark.parametrize("name", ["loss/total", "loss/kl", "policy/grad_norm"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@each("name", ["loss/total", "loss/kl", "policy/grad_norm"])
+@each("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_stops_the_run(name, value, make_step):
     (hint,) = Hints().check(make_step(7, **(HEALTHY | {name: value})))
     assert hint.fatal

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.logger import jsonl
 from rlft.logger.jsonl import Jsonl, encode, evaluation_line, read_lines
@@ -118,7 +119,7 @@ def test_a_line_without_its_newline_counts_as_torn(tmp_path):
     assert read_lines(path) == [{"step": 1}]
 
 
-@pytest.mark.parametrize("nasty", ["\u2028", "\x85", "\u202e", "\ud800", "\x1b[2J", "\x00", "\n"])
+@each("nasty", ["\u2028", "\x85", "\u202e", "\ud800", "\x1b[2J", "\x00", "\n"])
 def test_no_character_breaks_a_line_or_survives_unescaped(nasty):
     data = encode({"text": f"a{nasty}b 答"})
     assert data.count(b"\n") == 1

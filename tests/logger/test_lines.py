@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
+from in_one_test import each
 
 from rlft.logger.lines import Lost, complete_lines, lost_text
 
@@ -26,7 +26,7 @@ def test_one_bad_byte_costs_one_line() -> None:
     assert read(raw) == ([1, 2, 4, 5], "metrics.jsonl: line 3 (step 3) is damaged and left out")
 
 
-@pytest.mark.parametrize(
+@each(
     ("raw", "steps", "told"),
     [
         # The step itself is gone: as many as the lines that are lost lie between, or not.

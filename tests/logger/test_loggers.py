@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+from in_one_test import each
 
 from rlft.config.compose import compose
 from rlft.logger.console import Console
@@ -105,7 +106,7 @@ class AnyPlan(Plan):
     num_steps = 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("sections", "page", "metrics"),
     [({"screen": LIVE}, True, False), ({"console": JSONL}, False, True), ({}, False, False), (None, True, False)],
 )

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from in_one_test import each
 from rich.console import Console as Terminal
 
 from rlft.logger.jsonl import Jsonl
@@ -113,7 +114,7 @@ def test_a_run_of_one_step_has_no_curve(make_run, make_step):
     assert "reward/mean" not in page(make_run().folder, 80)
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [1.0, 1.0], [-3.0, 250.0], [1e-9, 2e-9], [0.1 + 1e-12, 0.1]])
+@each("values", [[0.0, 0.0], [1.0, 1.0], [-3.0, 250.0], [1e-9, 2e-9], [0.1 + 1e-12, 0.1]])
 def test_any_rewards_can_be_drawn(values):
     for ascii_only in (False, True):
         drawing = curve(list(enumerate(values, 1)), [], width=60, ascii_only=ascii_only)

@@ -1,9 +1,9 @@
-import pytest
+from in_one_test import each
 
 from rlft.logger.text import ASCII, UNICODE, duration, glyphs_for, one_line, sparkline, visible
 
 
-@pytest.mark.parametrize(
+@each(
     ("raw", "shown"),
     [
         ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
@@ -39,9 +39,7 @@ def test_sparkline_of_equal_or_missing_values_is_flat_or_empty():
     assert sparkline([float("nan"), 1.0, 2.0], 5, "01") == "01"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (11045, "3:04:05"), (183845, "2d 3:04:05")]
-)
+@each(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (11045, "3:04:05"), (183845, "2d 3:04:05")])
 def test_durations_read_like_a_clock(seconds, text):
     assert duration(seconds) == text
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.config.schema import FreshnessConfig
 from rlft.generation.engine import Generator
@@ -216,7 +217,7 @@ def test_in_bfloat16_an_engine_with_few_tokens_to_compare_is_judged_by_their_mea
         Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1).check(0, *scored(3 * bfloat16_gaps(60, 0, largest=0.0)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("spread", "share"),
     [
         (0.15, 1.0),  # a stale adapter that has moved every token by some tenths of a nat

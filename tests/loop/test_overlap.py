@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from slow_cases import slow_but
 
 from rlft import cli
 from rlft.config.compose import build, compose
@@ -40,7 +41,7 @@ class Engine:
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         self.threads.append(threading.current_thread().name)
-        assert self.may_go_on.wait(10)
+        assert self.may_go_on.wait(120)
         return [group_of(prompt, self.version, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
 
     def sleep(self) -> None: ...
@@ -157,7 +158,9 @@ def test_a_checkpoint_keeps_masks_turns_and_branches() -> None:
     )
 
 
-@pytest.mark.parametrize("word", ["seed=1", "group_size=8", "generation.temperature=0.5", "prompts_per_step=2"])
+@pytest.mark.parametrize(
+    "word", slow_but("seed=1", ["seed=1", "group_size=8", "generation.temperature=0.5", "prompts_per_step=2"])
+)
 def test_a_fork_with_other_samples_does_not_take_the_groups(word: str) -> None:
     assert derived_from(sampler_with(Engine()), 2) == derived_from(sampler_with(Engine(), "trainer.lr=1"), 2)
     assert derived_from(sampler_with(Engine()), 2) != derived_from(sampler_with(Engine(), word), 2)
@@ -232,6 +235,7 @@ def test_a_run_that_is_made_longer_equals_one_that_was_long_from_the_start(strai
     assert_equal(straight, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_with_the_groups_unless_it_samples_others(straight: Path, tmp_path: Path) -> None:
     checkpoint = str(straight / "checkpoints" / "step_000002")
     assert cli.run(["resume", checkpoint, f"hydra.run.dir={tmp_path / 'same'}"]) == 0
@@ -253,6 +257,7 @@ def test_sampling_beside_the_update_gives_the_same_bits_also_after_a_resume(stra
     assert_equal(straight, tmp_path / "beside")
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_groups_by_the_newest_version_and_repeats(tmp_path: Path) -> None:
     words = ("dynamic_sampling.max_rounds=1", "eval.correct_at=0.5", "steps=4")
     run(tmp_path / "run", *words)

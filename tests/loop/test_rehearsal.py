@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow, slow_but
 from transformers import AutoConfig
 
 from rlft import cli
@@ -37,7 +38,7 @@ def run(folder: Path, *words: str) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
 
 
-@pytest.mark.parametrize("words", RECIPES)
+@pytest.mark.parametrize("words", slow_but(RECIPES[1], RECIPES))
 def test_a_run_is_the_same_with_and_without_it(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed = run(tmp_path / "a", *words.split(), "lora.dropout=0.1")
     monkeypatch.setattr(RunDriver, "rehearse", lambda self, step: None)
@@ -90,7 +91,7 @@ def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forw
     assert max(tokens for _, tokens in seen) == longest + 2 * of_the_hint
 
 
-@pytest.mark.parametrize("verb", ["train", "sft"])
+@pytest.mark.parametrize("verb", [slow("train"), "sft"])
 def test_an_evaluation_is_rehearsed_with_all_its_samples(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

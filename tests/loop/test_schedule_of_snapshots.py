@@ -14,6 +14,7 @@ import shutil
 
 import pytest
 import torch
+from slow_cases import slow
 
 from rlft.algorithm.grpo import GRPO
 from rlft.config.compose import compose
@@ -134,7 +135,7 @@ def run(recorder, tmp_path):
     return go
 
 
-@pytest.mark.parametrize("updates", ["epochs=2", "minibatches=2"])
+@pytest.mark.parametrize("updates", [slow("epochs=2"), "minibatches=2"])
 def test_a_run_copies_samples_and_updates_in_the_order_of_the_algorithm(updates, run, recorder):
     run(updates)
     print("\n".join(recorder.events))
@@ -151,6 +152,7 @@ def test_a_run_copies_samples_and_updates_in_the_order_of_the_algorithm(updates,
     assert len(recorder.versions) == 1 + 2 * 6
 
 
+@pytest.mark.slow
 def test_the_copies_after_the_last_step_are_those_that_a_longer_run_goes_on_from(run, recorder):
     run("epochs=2", "steps=7")
     whole = [event for event in recorder.events if event != SAMPLE]
@@ -158,6 +160,7 @@ def test_the_copies_after_the_last_step_are_those_that_a_longer_run_goes_on_from
     assert whole == schedule(MATHS_8) + NEXT_ITERATION + seventh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_resumed_run_goes_on_from_the_snapshots_that_were_saved(stop, run, recorder, tmp_path):
     # A stop in the middle of an outer iteration and one at its end, whose copies are already in the checkpoint.
@@ -179,8 +182,8 @@ def test_a_resumed_run_goes_on_from_the_snapshots_that_were_saved(stop, run, rec
     [
         # The reference stays the policy of the start: one copy, at the start.
         (("snapshot.refresh_every=0", "snapshot.old=auto"), ["reference <- policy"]),
-        (("snapshot.reference=base", "snapshot.refresh_every=0", "snapshot.old=auto"), []),
-        (("snapshot.refresh_every=1",), ["reference <- policy", "old <- policy"] * 3),
+        slow(("snapshot.reference=base", "snapshot.refresh_every=0", "snapshot.old=auto"), []),
+        slow(("snapshot.refresh_every=1",), ["reference <- policy", "old <- policy"] * 3),
     ],
 )
 def test_nothing_is_copied_that_the_config_does_not_ask_for(overrides, expected, run, recorder):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from in_one_test import each
+from slow_cases import slow
 
 from rlft import cli
 from rlft.loop.token_inspection import Inspection, chosen_rows, pieces
@@ -41,7 +43,7 @@ def without(lines: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("words", [(), ("algorithm=ppo", "critic.kind=adapter", "epochs=2", "snapshot.old=copy")])
+@pytest.mark.parametrize("words", [(), slow(("algorithm=ppo", "critic.kind=adapter", "epochs=2", "snapshot.old=copy"))])
 def test_looking_at_tokens_changes_nothing_of_the_run(words: tuple[str, ...], tmp_path: Path) -> None:
     looked, blind = (
         run(tmp_path / "a", *words, "token_values.every=2"),
@@ -130,7 +132,7 @@ def test_whole_groups_are_chosen_those_that_teach_first() -> None:
     assert chosen_rows(groups, zero_rows, 9).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("text", ["12+3=15", "n\u00e9 \u2192 \U0001f600!", "<think>7</think>\n\n x", "\u00e9\u00e9"])
+@each("text", ["12+3=15", "n\u00e9 \u2192 \U0001f600!", "<think>7</think>\n\n x", "\u00e9\u00e9"])
 def test_the_pieces_are_the_text(text: str, backbone: Backbone) -> None:
     ids = backbone.tokenizer(text)["input_ids"]
     found = pieces(ids, backbone.decode_all)

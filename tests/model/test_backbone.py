@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_one_test import each
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -130,7 +131,7 @@ def test_every_model_is_loaded_with_the_attention_that_is_right_for_it(kind, exp
     assert model.config._attn_implementation == expected
 
 
-@pytest.mark.parametrize(("kind", "matrices"), [("llama", 7), ("qwen3", 7), ("gpt2", 4), ("gemma2", 7)])
+@each(("kind", "matrices"), [("llama", 7), ("qwen3", 7), ("gpt2", 4), ("gemma2", 7)])
 def test_the_layers_of_a_model_and_their_matrices_are_found(kind, matrices, random_model):
     """Queries, keys, values and outputs, and three of a gated MLP; GPT-2 has one for the first three, and two."""
     model = random_model(kind)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -454,13 +455,13 @@ def test_what_lies_under_the_padding_does_not_reach_the_values(packed, random_mo
 
 
 # -- which forward ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", PACKED)
+@each("kind", PACKED)
 def test_these_models_are_packed(kind, random_model):
     chosen = choose(random_model(kind))
     assert (chosen.packed, chosen.reason) == (True, "packed rows, each prompt once per group")
 
 
-@pytest.mark.parametrize("kind", REASONS)
+@each("kind", REASONS)
 def test_a_model_that_cannot_be_packed_is_padded_for_a_reason_that_names_why(kind, random_model):
     chosen = choose(random_model(kind))
     assert not chosen.packed

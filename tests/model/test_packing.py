@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.batch import select
 from rlft.model.packing import micro_batches, num_packed_tokens, pack, padded_micro_batches, prompt_lengths
@@ -168,7 +169,7 @@ def test_only_sampled_tokens_are_predicted_and_all_are_in_the_row(make_batch):
     assert packed.columns.tolist() == [2, 5, 6, 3]
 
 
-@pytest.mark.parametrize("budget", [20, 30, 44, 100])
+@each("budget", [20, 30, 44, 100])
 def test_micro_batches_keep_to_the_budget_where_completions_begin_with_other_answers(budget, make_batch):
     generator = torch.Generator().manual_seed(1)
     lead = torch.randint(0, 6, (60,), generator=generator).tolist()

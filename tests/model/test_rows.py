@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
+from in_one_test import each
 from torch import Tensor
 
 from rlft.model.backbone import Backbone
@@ -71,9 +71,9 @@ def tokens_by_hand(items: Sequence[Item], packed: bool, ending: int) -> int:
     return num_packed_tokens(batch) if packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
 
 
-@pytest.mark.parametrize("ending", [0, 1])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("budget", [1, 40, 100, 300, 10_000])
+@each("ending", [0, 1])
+@each("packed", [True, False])
+@each("budget", [1, 40, 100, 300, 10_000])
 def test_parts_are_those_that_counting_each_batch_gives(budget: int, packed: bool, ending: int) -> None:
     items = drawn(60)
     by_hand: list[list[Item]] = []

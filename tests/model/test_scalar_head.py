@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from in_one_test import each
 
 from rlft.model.critic import ScalarHead
 
@@ -23,7 +23,7 @@ def test_a_head_is_a_weighted_sum_plus_a_bias_and_keeps_the_leading_shape():
     assert head(hidden).tolist() == [[-0.5, -5.5, -2.25]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("base", "head"),
     [
         (torch.bfloat16, torch.float32),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_one_test import each
 from transformers import AutoModelForCausalLM
 
 from rlft.config.model import Old, Quantization, SnapshotConfig, teacher_settings
@@ -355,7 +356,7 @@ def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, m
     assert 1e-4 < gap < 0.5
 
 
-@pytest.mark.parametrize(
+@each(
     ("base", "own", "expected"),
     [
         (("float32", None), (None, None), ("float32", None)),

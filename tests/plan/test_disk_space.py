@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import compose
@@ -28,7 +29,8 @@ def on_disk(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["snapshot.reference=ema", "snapshot.ema_decay=0.9", "algorithm.kl_coef=0.1", "snapshot.old=copy"]]
+    "words",
+    [[], slow(["snapshot.reference=ema", "snapshot.ema_decay=0.9", "algorithm.kl_coef=0.1", "snapshot.old=copy"])],
 )
 def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -21,6 +21,8 @@ from rlft.config.compose import compose
 from rlft.config.model_paths import resolve_path
 from rlft.types import UserError
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 4
 TOKENIZER = Path(resolve_path("embedded:tiny-arithmetic"))
 RUN = (
@@ -77,7 +79,6 @@ def plan_of(folder: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
     return plan.as_dict(plan.plan_of({**plain, "model": {**plain["model"], "path": str(folder)}}, None))
 
 
-@pytest.mark.slow
 def test_every_type_of_model_is_planned_or_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "trials_of", lambda plan: [])  # the rewards are the same for all
     transformers.logging.set_verbosity_error()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.config.compose import compose
 from rlft.generation.memory import peak
@@ -26,7 +27,7 @@ def wide():
     return model, plan.demand(model, recompute=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 512 * MIB), ("8000000000", 8_000_000_000)],
 )
@@ -34,7 +35,7 @@ def test_sizes_are_read_as_they_are_written(text, expected):
     assert read_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "24 gigs", "-3GB", "0", "1e9"])
+@each("text", ["", "GiB", "24 gigs", "-3GB", "0", "1e9"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UserError, match=r"^device_memory: must be a size, .*write it as 24GiB"):
         read_bytes(text)

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_one_test import each
+from slow_cases import slow
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,7 +48,7 @@ def test_parameters_are_those_that_roles_have(targets, make_roles, model_config)
     assert found.adapted == sum(total.numel() for total in sums)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "expected"),
     [
         ({}, (70, 60)),  # a group of 10 + 3 x 20; a second one would make 140
@@ -76,11 +78,11 @@ def test_the_peak_is_what_is_always_there_and_the_larger_of_two_times():
     ("override", "part", "factor"),
     [
         ("lora.rank=32 lora.alpha=32", "optimizer and gradients", 2),
-        ("token_budget=900", "activations", None),
+        slow("token_budget=900", "activations", None),
         ("critic.kind=adapter algorithm=ppo", "optimizer and gradients", None),
         ("snapshot.reference=copy algorithm.kl_coef=0.1", "adapters", 1.5),  # policy and the engine's, now three
-        ("generation.max_tokens=96", "keys and values", None),
-        ("generation.transformers.weights=apart", "base and policy added up", 0),
+        slow("generation.max_tokens=96", "keys and values", None),
+        slow("generation.transformers.weights=apart", "base and policy added up", 0),
         ("generation.transformers.weights=merged_bfloat16", "base and policy added up", 0.5),
     ],
 )

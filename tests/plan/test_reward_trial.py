@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from slow_cases import slow
 
 from rlft.config.compose import compose
 from rlft.config.token_budget import resolved
@@ -62,8 +63,8 @@ def test_sound_rewards_raise_no_doubt():
     ("function", "doubt"),
     [
         ("always", "reward.mine gave all of these 1: it may read something that they do not have"),
-        ("contrary", "reward.mine gives a wrong answer more than the reference, in both forms"),
-        ("broken", "reward.mine failed: "),
+        slow("contrary", "reward.mine gives a wrong answer more than the reference, in both forms"),
+        slow("broken", "reward.mine failed: "),
     ],
 )
 def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):

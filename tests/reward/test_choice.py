@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.choice import Choice, choices_of
@@ -73,7 +74,7 @@ VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "by_letter", "by_text", "why"), VERDICTS)
+@each(("answer", "by_letter", "by_text", "why"), VERDICTS)
 def test_verdicts(group, answer, by_letter, by_text, why):
     made = group([f"<think>hm</think><answer>{answer}</answer>"], answer="B")
     assert choice()(made) == [float(by_letter)], why
@@ -81,7 +82,7 @@ def test_verdicts(group, answer, by_letter, by_text, why):
 
 
 # Numbers as the text of a choice, reference D (18): compared as exact_match compares them.
-@pytest.mark.parametrize(
+@each(
     ("answer", "right"),
     [
         ("18", True),
@@ -98,7 +99,7 @@ def test_verdicts_on_texts_that_are_numbers(group, answer, right):
     assert choice(choices_field="choices")(made) == [float(right)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "right"),
     [
         ("<answer>B</answer>", True),
@@ -121,7 +122,7 @@ def test_case_can_matter(group):
     assert choice(ignore_case=False, choices_field="choices")(made) == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("reference", ["B", "(B)", "b", "Paris"])
+@each("reference", ["B", "(B)", "b", "Paris"])
 def test_the_reference_answer_may_be_written_in_every_way_an_answer_may(group, reference):
     made = with_choices(group(["<answer>B</answer>", "<answer>Paris</answer>"], answer=reference), CITIES)
     assert choice(choices_field="choices")(made) == [1.0, 1.0]
@@ -150,7 +151,7 @@ def test_a_prompt_without_the_field_is_an_error_not_a_zero(group):
         choice(choices_field="choices")(group(["<answer>A</answer>"], answer="A"))
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         ["Rome", "Paris"],
@@ -168,7 +169,7 @@ def test_choices_may_have_numbers(group):
     assert choice(choices_field="choices")(made) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         None,

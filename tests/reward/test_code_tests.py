@@ -1,6 +1,6 @@
 """What the source of a test says: who decides, and what crosses between it and the program."""
 
-import pytest
+from in_one_test import each
 
 from rlft.reward.code_tests import Doubt, doubts
 
@@ -66,11 +66,11 @@ DOUBTFUL = [
 ]
 
 
-@pytest.mark.parametrize("source", SOUND)
+@each("source", SOUND)
 def test_sound_tests_are_left_alone(source):
     assert doubts(source) == set()
 
 
-@pytest.mark.parametrize(("source", "doubt"), DOUBTFUL)
+@each(("source", "doubt"), DOUBTFUL)
 def test_doubtful_tests_are_named(source, doubt):
     assert doubts(source) == {doubt}

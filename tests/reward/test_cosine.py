@@ -2,6 +2,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.cosine import Cosine
@@ -45,7 +46,7 @@ def test_what_exceeds_the_limit_loses_a_fixed_value_right_or_wrong(group):
 
 
 # At no tokens a right answer earns 2 and a wrong one -10. What is right is decided as in exact_match.
-@pytest.mark.parametrize(
+@each(
     ("text", "reference", "right"),
     [
         ("<answer>18</answer>", "18", True),
@@ -64,9 +65,7 @@ def test_verdicts_on_right_answers(group, text, reference, right):
     assert cosine()(sized(group, [text], [0], answer=reference)) == [2.0 if right else -10.0]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("wrong_at_0", 1.0), ("wrong_at_max", 1.5), ("exceeded", 1.0), ("right_at_max", -0.5)]
-)
+@each(("key", "value"), [("wrong_at_0", 1.0), ("wrong_at_max", 1.5), ("exceeded", 1.0), ("right_at_max", -0.5)])
 def test_values_with_which_a_wrong_answer_may_earn_as_much_as_a_right_one_are_refused(key, value):
     # The least that a right answer earns is 1; with right_at_max=-0.5 it is that, and wrong_at_max=0 is more.
     refused = "wrong_at_max" if key == "right_at_max" else key

@@ -1,4 +1,5 @@
 import pytest
+from in_one_test import each
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.exact_match import ExactMatch
@@ -48,13 +49,13 @@ VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "reference", "right", "why"), VERDICTS)
+@each(("answer", "reference", "right", "why"), VERDICTS)
 def test_verdicts_on_numbers(group, answer, reference, right, why):
     scores = exact_match()(group([f"<think>hm</think><answer>{answer}</answer>"], answer=reference))
     assert scores == [float(right)], why
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "right"),
     [
         ("<answer>18</answer>", True),

@@ -3,6 +3,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.reward.language import Language, counts, windows, words
 from rlft.reward.workers.reward_spec import specs
@@ -41,13 +42,13 @@ def asked(group, question, texts):
     return replace(made, prompt=replace(made.prompt, messages=({"role": "user", "content": question},)))
 
 
-@pytest.mark.parametrize("code", TEXTS)
+@each("code", TEXTS)
 def test_a_text_is_wholly_in_its_language_and_in_no_other(group, code):
     scores = language(target=code)(group(list(TEXTS.values())))
     assert dict(zip(TEXTS, scores, strict=True)) == {other: float(other == code) for other in TEXTS}
 
 
-@pytest.mark.parametrize("code", TEXTS)
+@each("code", TEXTS)
 def test_the_target_can_be_the_prompts_own_language(group, code):
     assert language()(asked(group, TEXTS[code], [TEXTS[code], GERMAN])) == [1.0, float(code == "de")]
 
@@ -93,13 +94,13 @@ NO_LANGUAGE = [
 ]
 
 
-@pytest.mark.parametrize("text", [text.removesuffix(" and") for text in NO_LANGUAGE])
+@each("text", [text.removesuffix(" and") for text in NO_LANGUAGE])
 def test_markup_digits_and_formulas_are_no_language(group, text):
     assert list(words(text)) == []
     assert language(target="de")(group([f"{text} {GERMAN} {text}"])) == [1.0]
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         f"${CHINESE}$",
@@ -122,7 +123,7 @@ def test_dollars_may_be_money(group):
     assert language(target="en")(group([text])) == [1.0]
 
 
-@pytest.mark.parametrize("text", ["", "<answer>18</answer>", "8 + 10 = 18", "also drei Wörter", "?!"])
+@each("text", ["", "<answer>18</answer>", "8 + 10 = 18", "also drei Wörter", "?!"])
 def test_too_little_to_judge_has_a_score_of_its_own(group, text):
     assert language(target="de")(group([text])) == [0.0]
     assert language(target="de", too_little=0.25)(group([text])) == [0.25]
@@ -153,7 +154,7 @@ def test_the_missing_library_is_told_before_anything_starts(monkeypatch):
         specs({"language": CONFIG | {"target": "prompt"}})
 
 
-@pytest.mark.parametrize("target", ["deutsch", "DE", "xx", "yue", ""])
+@each("target", ["deutsch", "DE", "xx", "yue", ""])
 def test_an_unknown_language_is_refused(target):
     with pytest.raises(UserError, match=r"reward.language.target: is neither prompt nor the ISO 639-1 code"):
         specs({"language": CONFIG | {"target": target}})
@@ -167,4 +168,4 @@ def test_a_million_characters_take_no_time(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.monotonic()
     windows(text, 12)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60

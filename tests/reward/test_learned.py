@@ -1,4 +1,5 @@
 import pytest
+from in_one_test import each
 
 from rlft.reward.learned import Learned
 from rlft.reward.workers.reward_spec import specs
@@ -26,7 +27,7 @@ def test_a_path_may_be_none():
     assert specs({"learned": LEARNED | {"path": None}})["learned"].kwargs["path"] is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "message"),
     [
         ({"token_budget": 0}, "reward.learned.token_budget: must be greater than 0, got 0"),

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.length import Length, Mode
@@ -43,7 +44,7 @@ def test_equal_lengths_give_nothing(group, texts):
 
 
 # The shorter of two completions: a right one gets 0.5, a wrong one nothing. What is right is decided as in exact_match.
-@pytest.mark.parametrize(
+@each(
     ("text", "reference", "right"),
     [
         ("<answer>18</answer>", "18", True),

@@ -1,11 +1,11 @@
 import time
 
-import pytest
+from in_one_test import each
 
 from rlft.reward.notation import differ, number, plain, same_number, same_text, words
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "bare"),
     [
         (r"\boxed{\left(\dfrac{1}{2},\,3\right)}.", r"(\frac{1}{2}, 3)"),
@@ -57,7 +57,7 @@ def test_differences_that_a_parser_drops_are_seen_in_both_directions():
     assert not same_text("1 2", "12")
 
 
-@pytest.mark.parametrize(
+@each(
     "piece",
     [
         "{",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from in_one_test import each
 
 from rlft.reward.pattern_text import written_for
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "answer"),
     [
         (r"(?i)answer:\s*(-?\d+)", "18"),

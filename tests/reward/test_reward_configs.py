@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from in_one_test import each
 from omegaconf import OmegaConf
 
 from rlft.reward.workers.reward_spec import specs
@@ -88,7 +89,7 @@ def test_a_reward_from_outside_the_tree_joins_in(composed):
     assert built["mine"].kwargs == {"bonus": 4.0}
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "reward").glob("*.yaml")), ids=lambda path: path.stem)
+@each("path", sorted((CONFIGS / "reward").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_builds_its_namesake(composed, path):
     assert path.read_text().startswith("# ")
     spec = specs(composed(f"reward={path.stem}"))[path.stem]

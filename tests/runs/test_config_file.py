@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from slow_cases import slow
 
 from rlft.config.compose import compose
 from rlft.runs import config_file
@@ -71,7 +72,9 @@ def test_equal_sections_of_many_runs_are_read_once(folder: Path, monkeypatch: py
     assert number == len(yaml.safe_load(file.read_bytes())) + 49, "all of the first, and the seed of each of the others"
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, "a: " + "{" * 50_000, "a:\n" + " -" * 50_000, "? " * 50_000])
+@pytest.mark.parametrize(
+    "content", [slow("[" * 100_000), slow("a: " + "{" * 50_000), "a:\n" + " -" * 50_000, "? " * 50_000]
+)
 def test_what_is_nested_too_deeply_is_damage_and_no_crash(content: str, folder: Path) -> None:
     """libyaml's loader overflows the stack there, so this is asked in a process of its own."""
     (folder / config_file.CONFIG).write_text(content)

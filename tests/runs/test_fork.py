@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import changed, compose
@@ -28,7 +29,7 @@ def checkpoint_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step_{step:06d}"
 
 
-@pytest.mark.parametrize("words", [SFT, RM], ids=["sft", "rm"])
+@pytest.mark.parametrize("words", [SFT, slow(RM)], ids=["sft", "rm"])
 def test_a_fork_of_a_supervised_run_does_what_the_run_did(words: tuple[str, ...], tmp_path: Path) -> None:
     run, fork = tmp_path / "run", tmp_path / "fork"
     assert cli.run([*words, f"hydra.run.dir={run}"]) == 0

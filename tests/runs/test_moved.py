@@ -62,6 +62,7 @@ def moved(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     (built / "gone").rename(built / "work")
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_moved_pipeline_works(moved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["resume", str(moved / "4-train"), "steps=3"]) == 0
     assert cli.run(["eval", f"run={moved / '4-train'}"]) == 0

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+from in_one_test import each
 
 from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
 from rlft.data.records import identity, split_of
@@ -34,7 +34,7 @@ def test_only_what_the_file_suffices_for_is_suggested(tmp_path: Path) -> None:
     assert [command.split()[1] for command in commands(tmp_path, [[0.0, 1.0]] * 3)] == ["sft", "rm", "dpo"]
 
 
-@pytest.mark.parametrize("number", [2, 3, 5, 8, 24, 500])
+@each("number", [2, 3, 5, 8, 24, 500])
 def test_both_splits_have_a_question(number: int) -> None:
     questions = [identity([{"role": "user", "content": f"question {i}"}]) for i in range(number)]
     fraction = held_out_fraction(questions)

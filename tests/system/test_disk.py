@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from in_one_test import each
 
 from rlft.system import disk
 from rlft.system.disk import DiskError, errno_of, explained, failure_of, named_by, size_text, writing
@@ -54,7 +55,7 @@ def test_every_error_while_writing_is_one_line_with_its_name(code: int, free: Si
     assert "\n" not in line
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         Exception("File too large (os error 27)"),  # tokenizers
@@ -68,9 +69,7 @@ def test_libraries_say_it_in_words(error: Exception) -> None:
     assert "raise the limit (ulimit -f unlimited), then go on" in failed(error)
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyError("[Errno] 28"), ConnectionResetError(104, "x"), OSError("x")]
-)
+@each("error", [ValueError("x"), KeyError("[Errno] 28"), ConnectionResetError(104, "x"), OSError("x")])
 def test_other_errors_go_on_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explained("again"), writing(Path("x"), 1):
         raise error

@@ -56,5 +56,5 @@ def test_other_threads_leave_the_handlers_alone() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert handlers == [signal.default_int_handler]

@@ -74,6 +74,7 @@ def test_blocks_of_a_step_are_used_again_without_a_page_fault() -> None:
     assert printed(FAULTS, "assert keep_blocks(4096)") < 1024
 
 
+@pytest.mark.slow
 def test_with_large_micro_batches_blocks_that_are_freed_leave_no_holes() -> None:
     if sys.platform == "linux":
         # What stays is 16 x 64 KiB = 1 MiB, and a few MiB of whatever torch begins to use; each hole is 8 MiB or more.

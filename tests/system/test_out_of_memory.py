@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft import cli
 from rlft.logger.loggers import Loggers
@@ -28,7 +29,7 @@ def fail(config, stage, error):
         raise error
 
 
-@pytest.mark.parametrize(
+@each(
     ("stage", "told"),
     [
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-import pytest
+from in_one_test import each
 from tokenizers import AddedToken
 
 from rlft.generation.stops import GrowingText, plain_decoder, shown_texts
@@ -31,7 +31,7 @@ def with_special(*tokens, family="qwen2.5", template=None):
     return tokenizer
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "family", "template"),
     [
         (("<think>", "</think>", "<answer>", "</answer>"), "qwen2.5", None),
@@ -109,7 +109,7 @@ STARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "expected"), STARTS)
+@each(("template", "expected"), STARTS)
 def test_the_tail_of_a_prompt_is_what_its_template_has_begun_and_left_open(template, expected):
     from rlft.tokens.chat_template import render
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from reused_members import ReusedProcesses
+from reused_members import ReusedMember, ReusedProcesses
+from slow_cases import slow, slow_but
 from torch import Tensor
 
 import rlft
@@ -212,7 +214,7 @@ def alone(make_config: Callable[[str], RunConfig], texts: Texts, batches: list[B
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but("ppo, a critic with an adapter", CASES))
 def test_two_ranks_give_the_bits_of_one(
     case: str,
     alone: Callable[[str], Trained],
@@ -226,6 +228,7 @@ def test_two_ranks_give_the_bits_of_one(
         assert_same(train(trainer, case, batches), expected)
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_bits_of_one(
     alone: Callable[[str], Trained],
     make_config: Callable[[str], RunConfig],
@@ -238,7 +241,7 @@ def test_four_ranks_give_the_bits_of_one(
         assert_same(train(trainer, "ppo with pretraining text", batches), expected)
 
 
-@pytest.mark.parametrize("case", ["ppo with pretraining text", "opd, the base with a hint"])
+@pytest.mark.parametrize("case", [slow("ppo with pretraining text"), "opd, the base with a hint"])
 def test_two_ranks_that_divide_the_base_give_the_bits_of_one(
     case: str,
     alone: Callable[[str], Trained],
@@ -285,7 +288,11 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize(("point", "number"), [*((p, signal.SIGKILL) for p in POINTS), ("update", signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [slow(p, signal.SIGKILL) if p != "update" else (p, signal.SIGKILL) for p in POINTS]
+    + [slow("update", signal.SIGSTOP)],
+)
 def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
     point: str,
     number: signal.Signals,
@@ -309,6 +316,40 @@ def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
     assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
 
 
+def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
+    alone: Callable[[str], Trained],
+    make_config: Callable[[str], RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The connection of the exchange is lost long before."""
+    expected = alone(GRPO)
+    call = ReusedMember.call
+
+    def told_late(member: ReusedMember, *args: Any, **kwargs: Any) -> Future[Any]:
+        shown: Future[Any] = Future()
+
+        def tell(future: Future[Any]) -> None:
+            if (error := future.exception()) is None:
+                shown.set_result(future.result())
+            else:
+                threading.Timer(1.0, shown.set_exception, [error]).start()
+
+        call(member, *args, **kwargs).add_done_callback(tell)
+        return shown
+
+    monkeypatch.setattr(ReusedMember, "call", told_late)
+    monkeypatch.setattr(ranked_trainer, "GRACE_S", 0.1)
+    with opened(make_config(GRPO), texts, launcher, ranks=2, timeout=60.0) as (trainer, _):
+        at_call(monkeypatch, POINTS["update"], lambda: os.kill(launcher.started[0].pid, signal.SIGKILL))
+        assert_same(train(trainer, GRPO, batches), expected)
+    assert "was killed by SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "call"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 37)])
 def test_a_rank_that_dies_or_hangs_between_two_layers_costs_no_step_and_no_bit(
     number: signal.Signals,

@@ -34,7 +34,7 @@ def met(where: Rendezvous) -> Iterator[list[Exchange]]:
     others: list[Future[Any]] = [
         in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(1, where.ranks)
     ]
-    exchanges = [Exchange(where, 0, CPU), *(other.result(20) for other in others)]
+    exchanges = [Exchange(where, 0, CPU), *(other.result(120) for other in others)]
     try:
         yield exchanges
     finally:
@@ -51,14 +51,14 @@ def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
                 for e, t in zip(exchanges, tensors, strict=True)
             ]
             for future in sent:
-                future.result(20)
+                future.result(120)
             assert all(torch.equal(tensor, torch.full((1000,), float(root))) for tensor in tensors)
 
 
 def test_every_rank_hears_the_numbers_of_all(store: Any) -> None:
     with met(meeting(store, "numbers", 3)) as exchanges:
         heard = [in_background(lambda e=e, n=n: e.numbers(n)) for n, e in enumerate(exchanges, start=-1)]
-        assert [future.result(20) for future in heard] == [[-1, 0, 1]] * 3
+        assert [future.result(120) for future in heard] == [[-1, 0, 1]] * 3
 
 
 def test_the_lanes_of_a_rank_are_neighbours() -> None:
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(store: Any) -> 
     begun = time.monotonic()
     with pytest.raises(RanksError, match=r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to meet the others$"):
         Exchange(meeting(store, "absent", 2, timeout=0.5), 0, CPU)
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 60
 
 
 def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> None:
@@ -93,7 +93,7 @@ def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monke
         time.sleep(1.5)
         assert not sent.done()
         second.broadcast(torch.ones(3), 1)
-        sent.result(20)
+        sent.result(120)
         assert torch.equal(received, torch.ones(3))
 
 
@@ -109,7 +109,7 @@ def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: py
         with pytest.raises(RanksError, match="to exchange gradients with rank 0"):
             first.broadcast(torch.zeros(2**24), 0)
         monkeypatch.setattr(ranks, "in_background", is_ahead)
-        in_background(first.close).result(10)
+        in_background(first.close).result(120)
 
 
 def test_a_process_that_ends_after_closing_is_not_aborted() -> None:
@@ -120,7 +120,7 @@ store, cpu = open_store(LOOPBACK), torch.device("cpu")
 where = Rendezvous(host=LOOPBACK, port=store.port, name="ends", ranks=2, timeout=20.0)
 other = in_background(lambda: Exchange(where, 1, cpu))
 first = Exchange(where, 0, cpu)
-other.result(20).close()
+other.result(120).close()
 first.close()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -137,7 +137,7 @@ def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
 
     is_known, where = False, meeting(store, "known", 2)
     other = in_background(lambda: Exchange(where, 1, CPU))
-    with closing(Exchange(where, 0, CPU, watch)) as first, closing(other.result(20)):
+    with closing(Exchange(where, 0, CPU, watch)) as first, closing(other.result(120)):
         is_known = True
         with pytest.raises(KnownError):
             first.broadcast(torch.zeros(3), 1)

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from slow_cases import slow
 
 from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import Schedule, TrainerConfig
@@ -385,7 +386,7 @@ def test_broken_gradients_name_the_key_that_helps(make_refresh):
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("killed_after", [1, 2, 3])
+@pytest.mark.parametrize("killed_after", [slow(1), 2, slow(3)])
 def test_a_run_killed_and_resumed_is_the_uninterrupted_one_bit_for_bit(killed_after, make_refresh, tmp_path):
     keys = {"dropout": 0.2, "replay": 0.4, "pairs_per_group": 3, "pairs_per_update": 4, "epochs": 2, "capacity": 7}
 

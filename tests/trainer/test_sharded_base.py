@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -159,7 +160,7 @@ def summed(values: dict[str, Tensor], share: LaneShare) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "kernels", "checkpointing"),
-    [(1, "auto", True), (2, "auto", True), (2, "plain", False), (4, "plain", True)],
+    [(1, "auto", True), slow(2, "auto", True), slow(2, "plain", False), slow(4, "plain", True)],
 )
 def test_a_divided_base_trains_as_a_whole_one(
     ranks: int,
@@ -287,7 +288,7 @@ def test_a_rank_that_leaves_in_a_backward_is_missed_there(met: Callable[..., lis
         with sharded.passes(first):
             loss = forward(model)
             with pytest.raises(ZeroDivisionError):
-                gone.result(20)
+                gone.result(120)
             loss.backward()
 
     with pytest.raises(RanksError, match=r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to hear from all"):

@@ -33,7 +33,7 @@ SCOPES = ("main", "everybody")
 FATAL = {"QUIT": -signal.SIGQUIT, "KILL": -signal.SIGKILL}
 TIMEOUT_S, PAUSE_S = 1.0, 2.5
 """scoring.timeout, and how long a job is stopped: beyond the pool's own second of grace, too."""
-END_S = 10.0
+END_S = 60.0
 HEARD = "interrupted: finishing this step, then saving; once more stops at once"
 
 # It runs a program, which a signal to everybody ends; without that program its score is another one.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_folders import check_same, learned
+from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
@@ -35,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
     halted = tmp_path / "halted"
     assert cli.run([*WORDS, "steps=2", f"hydra.run.dir={halted}"]) == 0
@@ -82,7 +84,7 @@ def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys
     assert len((sampled / "samples.jsonl").read_text().splitlines()) > 0
 
 
-@pytest.mark.parametrize("verb", ["sft", "rm"])
+@pytest.mark.parametrize("verb", ["sft", slow("rm")])
 def test_supervised_verbs_learn_such_adapters(verb: str, tmp_path: Path) -> None:
     words = [f"+recipe={verb}_arithmetic", *BOTH, "steps=2", "logger=[jsonl]", "eval.every=0", "checkpoint.every=0"]
     assert cli.run([verb, *words, f"hydra.run.dir={tmp_path / verb}"]) == 0

@@ -22,6 +22,8 @@ from rlft.runs import run_folder
 from rlft.tokens import chat_template
 from rlft.types import UserError
 
+pytestmark = pytest.mark.slow
+
 Today = Callable[[str], None]
 
 

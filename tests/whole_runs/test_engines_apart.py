@@ -11,7 +11,9 @@ import pytest
 from run_folders import checkpoints, files_of, metrics, rollouts
 from run_processes import Nursery, Started, happens, marked
 
-END_S = 10.0
+pytestmark = pytest.mark.slow
+
+END_S = 60.0
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 CONVERSATIONS = (
     "environment=game", "environment.factory=conversation_tools.Letters", "environment.workers=1",

@@ -67,6 +67,7 @@ def check_failed(done: Ended, folder: Path, named: str, cause: str) -> None:
         assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_wherever_the_disk_fails_the_run_says_so_and_goes_on_to_the_same_end(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def small_disk(place: Path, size: str) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "larger", "named", "stand_in"),
     [
@@ -175,6 +177,7 @@ def test_other_verbs_say_it_too_and_leave_nothing(rough: Nursery, undisturbed: P
             assert "length/mean" in done.out, "what was measured is printed all the same"
 
 
+@pytest.mark.slow
 def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(
     rough: Nursery, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -191,6 +194,7 @@ def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(
     assert len(whole_lines(tmp_path / "swept" / "0" / "metrics.jsonl")) == 1, "what failed first has gone on"
 
 
+@pytest.mark.slow
 def test_supervised_runs_say_it_too(rough: Nursery, tmp_path: Path) -> None:
     small = ("steps=2", "model.device=cpu", "lora.rank=2", "eval.every=0", "logger=[jsonl]", "checkpoint.every=1")
     for verb in ("sft", "rm"):

@@ -82,7 +82,6 @@ def killed_and_finished(
     return folder
 
 
-@pytest.mark.slow
 def test_killed_in_every_stage_and_resumed_it_is_the_same_run(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:

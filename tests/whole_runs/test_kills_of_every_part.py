@@ -12,6 +12,8 @@ import pytest
 from run_folders import check_same, check_so_far, checkpoints, learned, metrics
 from run_processes import Nursery
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -143,7 +145,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_killed_and_resumed_it_is_the_same_run(
     case: Case,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from run_folders import check_same, check_so_far, checkpoints, metrics, whole_lines
 from run_processes import Nursery
+from slow_cases import slow
 
 KILLED = -9
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
@@ -99,31 +100,37 @@ def killed_at_random(nursery: Nursery, words: tuple[str, ...], place: Path, paus
     assert started.wait().code == KILLED, started.wait().err
 
 
-@pytest.mark.slow
+# With the gradients of step 2 at work; with step 2 done and not saved; within its checkpoint's files; resuming.
+IN_A_CHECKPOINT = {"half": "optimizer.safetensors", "call": 1}
+KILLS: list[dict[str, Any]] = [
+    {"at": UPDATE, "call": 2, "do": "kill", "when": "after"},
+    {"at": SAVED, "call": 1, "do": "kill"},
+    IN_A_CHECKPOINT,
+    {"half": "metrics.jsonl", "call": 3},
+    {"half": "eval.jsonl", "call": 1},
+]
+
+
+@pytest.mark.parametrize("kills", [[IN_A_CHECKPOINT], slow(KILLS)], ids=["once", "everywhere"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_killed_and_resumed_it_is_the_same_run(case: Case, quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
+def test_killed_and_resumed_it_is_the_same_run(
+    case: Case, kills: list[dict[str, Any]], quiet: Nursery, rough: Nursery, tmp_path: Path
+) -> None:
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     every = ("checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed")
     done = quiet.run(*case.words, *every, cwd=tmp_path)
     assert done.code == 0, done.err
     check_something_was_learned(undisturbed, case)
     words = (*case.words, "checkpoint.every=2", "checkpoint.keep=2", "hydra.run.dir=run")
-    # With the gradients of step 2 at work; with step 2 done and not saved; within its checkpoint's files; resuming.
-    events: list[dict[str, Any]] = [
-        {"at": UPDATE, "call": 2, "do": "kill", "when": "after"},
-        {"at": SAVED, "call": 1, "do": "kill"},
-        {"half": "optimizer.safetensors", "call": 1},
-        {"half": "metrics.jsonl", "call": 3},
-        {"half": "eval.jsonl", "call": 1},
-    ]
-    for event in events:
+    for event in kills:
         done = rough.run(*words, cwd=tmp_path, events=[event])
         assert done.code == KILLED, f"{event}: {done.err}"
         check_so_far(folder, undisturbed)
         words = ("resume", "run")
-    seconds = sum(json.loads(line)["time/step"] for line in whole_lines(undisturbed / "metrics.jsonl"))
-    killed_at_random(rough, words, tmp_path, "rlft.loop.supervised:SupervisedRun.update", seconds / 5)
-    check_so_far(folder, undisturbed)
+    if kills is KILLS:
+        seconds = sum(json.loads(line)["time/step"] for line in whole_lines(undisturbed / "metrics.jsonl"))
+        killed_at_random(rough, words, tmp_path, "rlft.loop.supervised:SupervisedRun.update", seconds / 5)
+        check_so_far(folder, undisturbed)
     done = rough.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     check_same(folder, undisturbed)
@@ -153,7 +160,6 @@ SAMPLE = (
 )
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
     begun = time.monotonic()
     done = quiet.run(*SAMPLE, "hydra.run.dir=undisturbed", cwd=tmp_path)

@@ -10,6 +10,8 @@ import torch
 from run_processes import Nursery
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1.15
 
 
@@ -50,7 +52,6 @@ def peak_bytes(quiet: Nursery, folder: Path, model: Path, *keys: str) -> int:
     return lines[-1]["memory/peak_bytes"]
 
 
-@pytest.mark.slow
 def test_a_critic_adapter_adds_little_to_the_peak_memory(quiet: Nursery, larger_model: Path, tmp_path: Path) -> None:
     grpo = peak_bytes(quiet, tmp_path / "grpo", larger_model)
     ppo = peak_bytes(quiet, tmp_path / "ppo", larger_model, "algorithm=ppo", "critic.kind=adapter")

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
 
+pytestmark = pytest.mark.slow
+
 REWARD = """
 def reward(group):
     return [float(sum(rollout.completion.token_ids) % 7) for rollout in group.rollouts]
@@ -50,7 +52,6 @@ def train(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return run
 
 
-@pytest.mark.slow
 def test_every_family_with_recurrent_layers_trains_and_agrees_with_transformers(train) -> None:
     kinds = hybrid_models.known()
     release = tuple(map(int, transformers.__version__.split(".")[:2]))

@@ -38,7 +38,7 @@ def test_ranks_that_are_killed_and_resumed_as_others_are_the_same_run(
     kill = {"at": UPDATE, "call": 5, "do": "kill"}
     started = rough.start("train", *keys, "cluster.ranks=2", "hydra.run.dir=run", cwd=tmp_path, events=[kill])
     assert started.wait().code == -9
-    assert happens(lambda: not marked(started.mark), within_s=5)
+    assert happens(lambda: not marked(started.mark), within_s=60)
     check_so_far(tmp_path / "run", one_process)
     done = rough.run("resume", "run", "cluster.ranks=3", cwd=tmp_path)
     assert done.code == 2
@@ -59,14 +59,13 @@ def test_ranks_that_divide_the_base_are_killed_and_resumed_as_the_same_run(
     started = rough.start("train", *keys, *words, cwd=tmp_path, events=[kill])
     done = started.wait()
     assert done.code == -9, done.err
-    assert happens(lambda: not marked(started.mark), within_s=5)
+    assert happens(lambda: not marked(started.mark), within_s=60)
     check_so_far(tmp_path / "run", one_process)
     done = rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path)
     assert done.code == 0, done.err
     check_same(tmp_path / "run", one_process)
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_an_update_of_ranks_leaves_no_process_and_loses_no_step(
     rough: Nursery, keys: tuple[str, ...], one_process: Path, tmp_path: Path
 ) -> None:
@@ -76,13 +75,12 @@ def test_ctrl_c_in_an_update_of_ranks_leaves_no_process_and_loses_no_step(
     done = started.wait()
     assert done.code == 130, done.err
     assert "saving the last finished step" in done.err
-    assert happens(lambda: not marked(started.mark), within_s=5)
+    assert happens(lambda: not marked(started.mark), within_s=60)
     done = rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path)
     assert done.code == 0, done.err
     check_same(tmp_path / "run", one_process)
 
 
-@pytest.mark.slow
 def test_the_lanes_of_a_run_are_its_first_ranks(rough: Nursery, keys: tuple[str, ...], tmp_path: Path) -> None:
     """And `auto` means them in every later resume, whatever the ranks are then."""
     auto = tuple("cluster.lanes=auto" if key == "cluster.lanes=4" else key for key in keys)

@@ -133,7 +133,6 @@ def local_data(tiny: tuple[str, ...], tmp_path: Path) -> list[str]:
     return [key for key in tiny if not key.startswith(("data.", "steps="))] + [*mine, *text, "steps=3"]
 
 
-@pytest.mark.slow
 def test_changed_data_texts_and_base_are_refused_and_put_back_they_are_taken(
     rough: Nursery, local_data: list[str], tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +224,7 @@ def test_a_finished_run_trained_on_is_the_longer_run(
     check_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_changed_adapter_folder_is_refused(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:

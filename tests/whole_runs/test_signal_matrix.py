@@ -1,4 +1,4 @@
-"""A part of the table that signal_matrix.py fills: the stages and signals that most is done for, in few processes."""
+"""The table that signal_matrix.py fills, and a part of it in few processes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import pytest
 from run_processes import Nursery
 from signal_matrix import VERBS, Cell, cells, run_verb
 
-PARTS = {
-    "train": [
-        ("scoring", "TERM", "everybody"),
-        ("scoring", "STOP", "everybody"),
-        ("publish", "QUIT", "everybody"),
-        ("checkpoint", "HUP", "everybody"),
-    ],
-    "rm": [("update", "TERM", "main"), ("checkpoint", "QUIT", "main")],
-    "sample": [("scoring", "STOP", "everybody"), ("scoring", "HUP", "everybody")],
-}
+PART = [
+    Cell(stage="scoring", signal="TERM", scope="everybody"),
+    Cell(stage="checkpoint", signal="HUP", scope="everybody"),
+]
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_signal_in_a_stage_changes_nothing(name: str, rough: Nursery, tmp_path: Path) -> None:
-    chosen = [Cell(stage=stage, signal=number, scope=scope) for stage, number, scope in PARTS[name]]
-    assert [(cell, problem) for cell, problem in run_verb(name, rough, tmp_path, chosen) if problem] == []
+def problems(verb: str, nursery: Nursery, place: Path, chosen: list[Cell] | None) -> list[tuple[Cell, str]]:
+    return [(cell, problem) for cell, problem in run_verb(verb, nursery, place, chosen) if problem]
+
+
+def test_a_signal_in_a_stage_changes_nothing(rough: Nursery, tmp_path: Path) -> None:
+    assert problems("train", rough, tmp_path, PART) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_signal_in_every_stage_changes_nothing(verb: str, rough: Nursery, tmp_path: Path) -> None:
+    assert problems(verb, rough, tmp_path, None) == []
 
 
 def test_the_table_has_every_stage_signal_and_scope() -> None:

@@ -47,7 +47,7 @@ def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_writte
         started = rough.start(*words.split(), cwd=tmp_path, events=[{"at": at, "call": 1, "do": signal}])
         done = started.wait()
         assert (done.code, done.err.splitlines()) == (130, [f"rlft: interrupted: {line}"]), (words, at, done.err)
-        assert happens(lambda mark=started.mark: not marked(mark), within_s=10), "whoever it started ends with it"
+        assert happens(lambda mark=started.mark: not marked(mark), within_s=60), "whoever it started ends with it"
         assert files_of(tmp_path / "run") == before, words
         left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("process_")]
         assert left == ["run"], (words, at)
@@ -74,17 +74,17 @@ from rlft.system import interrupt
 def press():
     try:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
+        time.sleep(600)
     except KeyboardInterrupt:
         pass  # as a library might, and a destructor does
 """
 ENDS = {
-    "a verb": "with interrupt.ends_promptly('nothing was written'):\n    press(); time.sleep(60)",
+    "a verb": "with interrupt.ends_promptly('nothing was written'):\n    press(); time.sleep(600)",
     "a run, twice": """
 with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda text: None) as pressed:
     os.kill(os.getpid(), signal.SIGINT)
     assert pressed.requested
-    press(); time.sleep(60)""",
+    press(); time.sleep(600)""",
 }
 
 
@@ -92,9 +92,9 @@ with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda 
 def test_a_signal_that_a_library_swallows_ends_the_process_all_the_same(code: str) -> None:
     start = time.monotonic()
     command = [sys.executable, "-c", SWALLOWED + code]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (130, "rlft: interrupted: nothing was written\n")
-    assert time.monotonic() - start < 45, "neither of the minutes was slept"
+    assert time.monotonic() - start < 300, "neither of the pauses was slept"
 
 
 def test_what_is_in_its_own_hands_is_not_ended() -> None:
@@ -106,7 +106,7 @@ with interrupt.ends_promptly(''), interrupt.handled_inside():
 print('alive')"""
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
@@ -128,13 +128,13 @@ main()
 def test_a_signal_at_the_very_start_leaves_130_and_a_line(name: str) -> None:
     heard = f"import signal\nsignal.signal(signal.{name}, signal.SIG_DFL)\n"  # whatever the suite was started by: nohup
     command = [sys.executable, "-c", heard + STARTING.replace("SIGNAL", name)]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "rlft: interrupted: nothing was begun\n")
 
 
 def test_what_nohup_has_started_is_deaf_to_a_dropped_connection() -> None:
     command = ["nohup", sys.executable, "-c", STARTING.replace("SIGNAL", "SIGHUP")]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["rlft"]), done.stderr
 
 
@@ -161,6 +161,6 @@ except interrupt.Terminated:
     pass
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
     heard = "interrupted: ending before a step is begun; once more stops at once"
     assert (done.returncode, done.stdout.splitlines()) == (0, [heard, "a second one", "cleaned up"]), done.stderr

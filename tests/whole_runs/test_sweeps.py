@@ -85,7 +85,6 @@ def accuracy(folder: Path) -> float:
     return json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])["accuracy"]
 
 
-@pytest.mark.slow
 def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is_repeated(
     keys: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
 ) -> None:

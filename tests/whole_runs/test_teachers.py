@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from run_folders import check_same, learned, metrics
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config import command as verbs
@@ -37,6 +38,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_though_it_has_moved(
     teacher: Path, tmp_path: Path
 ) -> None:
@@ -83,7 +85,7 @@ def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: P
     assert metrics(tmp_path / "fork")[-1]["kl/teacher"] > 1e-5
 
 
-@pytest.mark.parametrize("beside", [(), ("overlap.lag=1", "algorithm.mismatch=token_truncate")], ids=["", "lag"])
+@pytest.mark.parametrize("beside", [(), slow(("overlap.lag=1", "algorithm.mismatch=token_truncate"))], ids=["", "lag"])
 def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
     beside: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_what_a_teacher_takes_is_not_free_for_activations(
     assert told == [True]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_loaded_teacher_teaches(
     tmp_path: Path,
 ) -> None:

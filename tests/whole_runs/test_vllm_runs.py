@@ -15,7 +15,7 @@ from rlft.generation.adapter_files import PREFIX, memory_folder
 
 TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
 SAMPLE = "rlft.generation.vllm.generator:VLLMGenerator.sample"
-END_S = 5.0
+END_S = 60.0
 
 
 def start(place: Path, name: str, *words: str, events: tuple[dict[str, Any], ...] = ()) -> Started:
@@ -36,22 +36,37 @@ def adapter_folders(pid: int) -> list[Path]:
     return list(memory_folder().glob(f"{PREFIX}{pid}-*"))
 
 
-@pytest.mark.slow
-def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_same_run(
-    tiny: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def keys(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     changed = ("generation=", "steps=", "eval.", "scoring.")
     keys = [key for key in tiny if not key.startswith(changed)]
     keys += ["generation=vllm", "generation.vllm.max_num_seqs=16", "steps=2", "eval.every=0", "scoring.workers=1"]
     # Of Llama's shape, with a head of its own, which vLLM would wrap; lengths vary where nothing is learned yet.
-    keys += [f"model.path={model_folders.llama(tmp_path / 'llama')}"]
-    keys += ["reward=length", "reward.length.mode=target", "reward.length.target=12"]
+    keys += [f"model.path={model_folders.llama(tmp_path_factory.mktemp('model') / 'llama')}"]
+    return [*keys, "reward=length", "reward.length.mode=target", "reward.length.target=12"]
 
-    whole = start(tmp_path, "whole", "train", *keys, "hydra.run.dir=undisturbed")
+
+@pytest.fixture(scope="module")
+def undisturbed(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Started]:
+    """The place of a run that has ended, and its process."""
+    place = tmp_path_factory.mktemp("vllm")
+    return place, start(place, "whole", "train", *keys, "hydra.run.dir=undisturbed")
+
+
+def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed: tuple[Path, Started]) -> None:
+    place, whole = undisturbed
     assert whole.wait().code == 0, whole.wait().err
     assert happens(lambda: not marked(whole.mark), within_s=END_S)
     assert adapter_folders(whole.pid) == []
+    assert [line["step"] for line in metrics(place / "undisturbed")] == [1, 2]
 
+
+@pytest.mark.slow
+def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_same_run(
+    keys: list[str], undisturbed: tuple[Path, Started], tmp_path: Path
+) -> None:
+    place, whole = undisturbed
+    assert whole.wait().code == 0, whole.wait().err
     # The first call is the check of decoding.
     kill = {"at": SAMPLE, "call": 3, "do": "kill", "when": "after"}
     killed = start(tmp_path, "killed", "train", *keys, "checkpoint.every=1", "hydra.run.dir=run", events=(kill,))
@@ -65,12 +80,12 @@ def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_
     assert happens(lambda: not marked(resumed.mark), within_s=END_S)
     assert adapter_folders(killed.pid) == adapter_folders(resumed.pid) == [], "the next engine does it"
 
-    checked, *seeds = [line["argument"] for line in noted(tmp_path / "whole")]
+    checked, *seeds = [line["argument"] for line in noted(place / "whole")]
     assert len(seeds) == 2
     assert seeds[0] != seeds[1]
     assert [line["argument"] for line in noted(tmp_path / "resumed")] == [checked, *seeds[1:]]
     for step in (1, 2):
-        expected, found = completions(tmp_path / "undisturbed", step), completions(tmp_path / "run", step)
+        expected, found = completions(place / "undisturbed", step), completions(tmp_path / "run", step)
         assert [line["policy_version"] for line in found] == [step - 1] * 12
         for one, other in zip(expected, found, strict=True):
             for name in ("prompt_id", "index", "policy_version", "token_ids", "reward", "finish_reason"):

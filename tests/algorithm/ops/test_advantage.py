@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.advantage import (
     Std,
@@ -59,8 +60,8 @@ def test_zscore_with_std_batch_centres_in_the_group_and_divides_by_the_std_of_al
     close(group_zscore(REWARDS, IDS, Std.batch, 0.5), [-2 / std, -2 / std, -1 / std, 2 / std, 3 / std])
 
 
-@pytest.mark.parametrize("std", Std)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("std", Std)
+@each("dtype", [torch.float32, torch.float64])
 def test_equal_groups_and_singletons_get_exactly_0_even_with_eps_0(std, dtype):
     # Three times 0.1 sums to 0.30000000000000004: centred naively, z-scores of rounding noise would come out.
     rewards = torch.tensor([0.1, 0.1, 0.1, 5.0], dtype=dtype)
@@ -69,7 +70,7 @@ def test_equal_groups_and_singletons_get_exactly_0_even_with_eps_0(std, dtype):
     assert leave_one_out(rewards, ids).tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("std", Std)
+@each("std", Std)
 def test_one_row_alone_in_the_batch_gets_0_not_nan(std):
     assert group_zscore(torch.tensor([3.0]), torch.tensor([9]), std, 1e-6).tolist() == [0]
 
@@ -175,8 +176,8 @@ def test_without_bootstrap_and_without_truncation_the_value_past_the_end_is_0(es
     assert differs.tolist() == (truncated & mask.any(-1)).tolist()
 
 
-@pytest.mark.parametrize("estimate", ESTIMATORS, ids=["gae", "n_step"])
-@pytest.mark.parametrize("junk", [nan, inf, -inf, 1e300])
+@each("estimate", ESTIMATORS, ids=["gae", "n_step"])
+@each("junk", [nan, inf, -inf, 1e300])
 def test_what_lies_outside_the_mask_has_no_influence_on_credit(estimate, junk):
     rewards, values, mask, truncated = random_rows(1)
     expected = estimate(rewards, values, mask, truncated=truncated, bootstrap=True)
@@ -209,8 +210,8 @@ def defined(rewards, values, past, t, gamma, lam, n):
     )
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 10**9])
-@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+@each("n", [1, 2, 3, 8, 9, 10**9])
+@each("gamma", [0.0, 0.7, 1.0])
 def test_gae_and_n_step_are_the_sums_that_define_them(gamma, n):
     rewards, values, mask, truncated = random_rows(3)
     by_gae, _ = gae(rewards, values, mask, gamma=gamma, lam=0.6, truncated=truncated, bootstrap=True)
@@ -293,7 +294,7 @@ STEP_SCORES = table(
 STEP_IDS = torch.tensor([5, 1, 5, 1, 8])
 
 
-@pytest.mark.parametrize(
+@each(
     ("std", "divisor"),
     [
         (Std.sample, math.sqrt(14 / 2) + 0.5),
@@ -313,7 +314,7 @@ def test_process_advantages_sum_the_normalised_scores_of_the_steps_that_still_en
     assert torch.equal(everywhere, got)
 
 
-@pytest.mark.parametrize("std", Std)
+@each("std", Std)
 def test_groups_of_equal_step_scores_or_of_none_get_exactly_0_from_process_rewards(std):
     got = process_advantages(STEP_SCORES, STEP_ENDS, STEP_MASK, STEP_IDS, std, 0.0)
     assert got[[1, 3, 4]].tolist() == [[0] * 6] * 3

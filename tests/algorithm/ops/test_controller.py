@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from in_one_test import each
 
 from rlft.algorithm.ops.kl import KLController, next_coefficient
 
@@ -11,12 +12,12 @@ def after(controller, kl, *, coef=0.25, target=3.0, gain=0.5):
     return next_coefficient(controller, coef, kl, target=target, gain=gain)
 
 
-@pytest.mark.parametrize("kl", [0.0, 1.0, 3.0, 1e9])
+@each("kl", [0.0, 1.0, 3.0, 1e9])
 def test_a_fixed_coefficient_never_moves(kl):
     assert after(KLController.fixed, kl) == 0.25
 
 
-@pytest.mark.parametrize(
+@each(
     ("kl", "expected"),
     [
         (0.0, 0.125),
@@ -36,7 +37,7 @@ def test_adaptive_knows_no_gain():
     assert after(ADAPTIVE, 9.0, gain=0.0) == after(ADAPTIVE, 9.0, gain=7.0) == 0.5
 
 
-@pytest.mark.parametrize(
+@each(
     ("kl", "expected"),
     [
         (3.0, 0.25),

@@ -5,6 +5,7 @@ from math import log
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.distillation import Divergence, agreement, log1mexp, teacher_advantages, top_k_divergence
 
@@ -91,8 +92,8 @@ def distributions(seed, size):
     return (torch.randn(size, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
 
 
-@pytest.mark.parametrize("divergence", Divergence)
-@pytest.mark.parametrize("of_rest", [-2.0, -20.0])
+@each("divergence", Divergence)
+@each("of_rest", [-2.0, -20.0])
 def test_a_rest_of_one_token_gives_the_divergence_over_the_whole_vocabulary_and_its_gradient(divergence, of_rest):
     """Also where the student gives that token 1e-9: 1 - sum keeps 7 digits of it then."""
     logits, teacher = distributions(0, 7)
@@ -154,8 +155,8 @@ def test_jensen_shannon_goes_to_either_kl_at_its_ends():
     close(top_k_divergence(teacher, student, Divergence.jensen_shannon), half)
 
 
-@pytest.mark.parametrize("divergence", Divergence)
-@pytest.mark.parametrize("rest", [3.0, -5.0])
+@each("divergence", Divergence)
+@each("rest", [3.0, -5.0])
 def test_gradients_agree_with_finite_differences(divergence, rest):
     """Of logits of four tokens and one that is not among the most likely, of probability about 0.8 and 1e-3."""
     generator = torch.Generator().manual_seed(0)
@@ -166,8 +167,8 @@ def test_gradients_agree_with_finite_differences(divergence, rest):
     assert torch.autograd.gradcheck(function, logits.requires_grad_(), atol=1e-8, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("divergence", Divergence)
+@each("dtype", [torch.float32, torch.float64])
+@each("divergence", Divergence)
 def test_where_the_tokens_have_all_of_the_probability_numbers_and_gradients_stay_finite(divergence, dtype):
     """A sum above 1 by rounding, 1 to the last digit, and a student that rules a token out."""
     for student in ([1e-6, -20.0], [0.0, -1e3], [-1e3, 0.0]):

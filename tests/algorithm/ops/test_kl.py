@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.kl import KLEstimator, k1, k2, k3, k3_unbiased, kl
 
@@ -51,7 +52,7 @@ def test_k3_unbiased_weighs_k3_by_the_ratio_and_its_gradient_is_ratio_times_log_
     close(gradient, [3 * math.log(2)])
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@each("estimator", ESTIMATORS)
 def test_every_estimator_is_0_with_finite_gradient_at_the_reference(estimator):
     logprobs = REFERENCE.clone().requires_grad_()
     value = kl(logprobs, REFERENCE, REFERENCE, estimator)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.ratio import Mismatch, far_off_policy, mismatch_correction
 
@@ -16,7 +17,7 @@ def correct(mode, old=OLD, sampled=SAMPLED, mask=MASK):
     return mismatch_correction(old, sampled, mask, mode, low=0.5, high=2.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("mode", "weight", "dropped", "capped"),
     [
         (Mismatch.off, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
@@ -89,7 +90,7 @@ def test_a_long_row_with_a_small_gap_on_every_token_is_not_dropped_by_the_sequen
     assert correction.weight[0, 0].item() == pytest.approx(math.exp(0.01), abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", Mismatch)
+@each("mode", Mismatch)
 def test_no_gradient_flows_through_the_weight(mode):
     assert not correct(mode, old=OLD.clone().requires_grad_()).weight.requires_grad
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from in_one_test import each
 
 from rlft.algorithm.ops.pass_at import pass_at, pass_sizes
 
 
-@pytest.mark.parametrize(("k", "sizes"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+@each(("k", "sizes"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_pass_at_is_given_for_powers_of_two_and_for_all_samples(k, sizes):
     assert pass_sizes(k) == sizes
 

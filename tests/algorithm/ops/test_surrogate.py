@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.surrogate import (
     cispo,
@@ -29,7 +30,7 @@ def at(r, a, dual_clip=None):
     return clipped.loss.item(), gradient.item(), clipped.low.item(), clipped.high.item(), clipped.dual.item()
 
 
-@pytest.mark.parametrize(
+@each(
     ("r", "a", "loss", "gradient", "low", "high"),
     [
         (3.0, 1.0, -1.28, 0.0, False, True),  # above, and would gain: clipped
@@ -228,7 +229,7 @@ def test_gmpo_gives_each_token_the_mean_that_its_own_advantage_asks_for():
     assert surrogate.low.tolist() == [[False, True]]
 
 
-@pytest.mark.parametrize("junk", [nan, inf, -inf, 1e308])
+@each("junk", [nan, inf, -inf, 1e308])
 def test_gmpo_is_exactly_0_outside_the_mask_and_does_not_look_there(junk):
     # The mean is over the two masked tokens: (0.1 + 0.3) / 2. The second row has none.
     surrogate, gradient = geometric([[0.1, junk, 0.3], [junk] * 3], [[1.0] * 3] * 2, [[True, False, True], [False] * 3])

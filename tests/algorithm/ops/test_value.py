@@ -1,5 +1,5 @@
-import pytest
 import torch
+from in_one_test import each
 
 from rlft.algorithm.ops.value import value_loss
 
@@ -28,20 +28,20 @@ def at(value, target, old, clip, scale):
     return loss.item(), values.grad.item(), binds.item()
 
 
-@pytest.mark.parametrize(("value", "target", "loss", "gradient", "binds"), CASES)
+@each(("value", "target", "loss", "gradient", "binds"), CASES)
 def test_the_larger_of_the_plain_and_the_clipped_error_by_hand(value, target, loss, gradient, binds):
     assert at(value, target, 10.0, 2.0, 1.0) == (loss, gradient, binds)
 
 
-@pytest.mark.parametrize(("value", "target", "loss", "gradient", "binds"), CASES)
+@each(("value", "target", "loss", "gradient", "binds"), CASES)
 def test_in_units_of_4_times_the_scale_the_loss_is_the_same_and_the_gradient_a_quarter(
     value, target, loss, gradient, binds
 ):
     assert at(4 * value, 4 * target, 40.0, 2.0, 4.0) == (loss, gradient / 4, binds)
 
 
-@pytest.mark.parametrize(("value", "target"), [case[:2] for case in CASES])
-@pytest.mark.parametrize(("old", "clip"), [(10.0, None), (None, 2.0), (None, None)])
+@each(("value", "target"), [case[:2] for case in CASES])
+@each(("old", "clip"), [(10.0, None), (None, 2.0), (None, None)])
 def test_without_a_clip_or_old_values_it_is_half_the_squared_error(value, target, old, clip):
     error = value - target
     assert at(value, target, old, clip, 1.0) == (error**2 / 2, error, False)

@@ -385,6 +385,7 @@ export_verb.export(asked, print)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(
     policy_run: Callable[..., NamedRun], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from in_one_test import each
 
 from rlft import cli
 from rlft.commands.export import push
@@ -318,7 +319,7 @@ def test_ids_of_repositories() -> None:
     assert read_target("an-org/Mine_0.5B", "false") == Target(repo_id="an-org/Mine_0.5B", private=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("repo_id", "private", "message"),
     [
         *((word, None, f"push: is not a repository id .*, got {word or 'nothing'}; write push=<user>/<name>") for word

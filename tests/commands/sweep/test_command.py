@@ -95,6 +95,7 @@ def test_seeds_metric_and_direction_are_those_of_the_words(begin: Begin) -> None
     assert [row["trial"] for row in table()] == sorted(values, key=lambda trial: sum(values[trial]))
 
 
+@pytest.mark.slow
 def test_the_sweeps_seed_decides_which_values_are_drawn(begin: Begin) -> None:
     rates = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -154,6 +155,7 @@ def test_a_study_whose_journal_is_damaged_is_refused_and_left_as_it_is(begin: Be
     assert Path("sweep", record.FILE).read_text() == before
 
 
+@pytest.mark.slow
 def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
     begin: Begin, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_grid_that_is_done_cannot_be_made_longer(begin: Begin) -> None:
     assert begin("sweep.sampler=grid", "lora.rank=4,8").ran == [(0, 0), (1, 0)]
     said = refusal(lambda: begin(again="sweep"))
@@ -193,6 +196,7 @@ def test_data_that_change_between_two_parts_of_a_sweep_are_refused(path: str, ch
     assert len(begin("sweep.trials=4", again="sweep").ran) == 2
 
 
+@pytest.mark.slow
 def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin: Begin) -> None:
     begin(*RATES, "--config-dir", "mine", "+recipe=two,one")
     file = Path("mine", "recipe", "one.yaml")
@@ -207,6 +211,7 @@ def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin: Be
     assert len(begin("sweep.trials=4", again="sweep").ran) == 2, "neither loggers nor names change a trial"
 
 
+@pytest.mark.slow
 def test_the_same_command_with_another_folder_of_yaml_is_another_sweep(begin: Begin) -> None:
     begin(*RATES, "--config-dir=mine")
     shutil.copytree("mine", "yours")

@@ -25,6 +25,8 @@ from rlft.commands.watch import report as report_verb
 from rlft.commands.watch.report_completions import MAX_TEXT, safe
 from rlft.logger.jsonl import encode
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[3]
 SCREENSHOTS = REPOSITORY / "build" / "screenshots"
 USABLE_SECONDS = 2.0

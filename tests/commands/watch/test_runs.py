@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from in_one_test import each
 from rich.console import Console as Terminal
 
 from rlft import cli
@@ -79,7 +80,7 @@ def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.Capture
     assert third["loss"] > 0, "of a supervised run its loss, under that name"
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "expected"),
     [
         ([], ["second/c", "first/a", "first/b"]),  # the newest last
@@ -149,6 +150,7 @@ def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
     assert "loss" in lines[0]
 
 
+@pytest.mark.slow
 def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,7 +349,7 @@ def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.Ca
     assert run_status.read(made / "second" / "c")[0] is Status.stopped
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "message"),
     [
         ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),

@@ -59,7 +59,7 @@ class Recorder(ScriptedGenerator):
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         self.begun.set()
-        assert self.may.wait(20), "the test lets the engine go on"
+        assert self.may.wait(120), "the test lets the engine go on"
         self.calls.append((len(prompts), n, sampling.max_tokens))
         return super().sample(prompts, n, seeds, sampling)
 
@@ -101,7 +101,7 @@ class Served:
 
     def close(self) -> None:
         self.ends = True
-        self.thread.join(20)
+        self.thread.join(120)
         self.inbox.close()
         self.server.close()
 
@@ -319,7 +319,7 @@ def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_oth
 
     first = threading.Thread(target=ask, args=({},))
     first.start()
-    assert engine.begun.wait(20)
+    assert engine.begun.wait(120)
     threads = [threading.Thread(target=ask, args=(wish,)) for wish in wishes]
     for thread in threads:
         thread.start()
@@ -328,7 +328,7 @@ def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_oth
         time.sleep(0.01)
     engine.may.set()
     for thread in (first, *threads):
-        thread.join(20)
+        thread.join(120)
     assert engine.calls[0] == (1, 1, 40)
     assert sorted(engine.calls[1:]) == [(1, 1, 40), (1, 2, 40), (8, 1, 10)]  # the longest of 3 .. 10
     assert len(replies) == 11
@@ -417,13 +417,13 @@ def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Cal
     engine.may.clear()
     first = threading.Thread(target=served.post, args=("/v1/chat/completions", {"messages": ASKED}))
     first.start()
-    assert engine.begun.wait(20)
+    assert engine.begun.wait(120)
     refused = served.post("/v1/chat/completions", {"messages": ASKED})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.headers["x-should-retry"] == "true"
     assert "1 requests are under way (serve.requests)" in refused.json()["error"]["message"]
     engine.may.set()
-    first.join(20)
+    first.join(120)
     assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 200
 
 
@@ -448,7 +448,7 @@ def test_a_client_that_goes_away_costs_nothing(serve: Callable[..., Served]) -> 
     engine.may.clear()
     stays = threading.Thread(target=served.post, args=("/v1/chat/completions", {"messages": ASKED}))
     stays.start()
-    assert engine.begun.wait(20)
+    assert engine.begun.wait(120)
     body = json.dumps({"messages": ASKED}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
     gone = [socket.create_connection(("127.0.0.1", served.server.port), timeout=20) for _ in range(2)]
@@ -463,7 +463,7 @@ def test_a_client_that_goes_away_costs_nothing(serve: Callable[..., Served]) -> 
         client.close()
     time.sleep(0.2)  # until the server has seen it
     engine.may.set()
-    stays.join(20)
+    stays.join(120)
     while waiting.qsize() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 200
@@ -484,7 +484,7 @@ def test_a_server_that_ends_refuses_what_waits(serve: Callable[..., Served]) -> 
     engine = Recorder("five")
     served = serve(engine)
     served.ends = True
-    served.thread.join(20)
+    served.thread.join(120)
     status: list[int] = []
     late = threading.Thread(
         target=lambda: status.append(served.post("/v1/chat/completions", {"messages": ASKED}).status_code)
@@ -494,7 +494,7 @@ def test_a_server_that_ends_refuses_what_waits(serve: Callable[..., Served]) -> 
     while not served.inbox._waiting.qsize() and time.monotonic() < deadline:
         time.sleep(0.01)
     served.inbox.close()
-    late.join(20)
+    late.join(120)
     assert status == [503]
     assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 503  # after the end, too
     assert engine.calls == []

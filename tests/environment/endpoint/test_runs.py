@@ -56,7 +56,6 @@ def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: 
     assert (tmp_path / "again/rollouts/step_000003.jsonl").read_bytes() != third
 
 
-@pytest.mark.slow
 def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(
     forks: Nursery, tmp_path: Path
 ) -> None:

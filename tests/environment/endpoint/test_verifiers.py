@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from run_processes import Nursery
 
+pytestmark = pytest.mark.slow
+
 WANTED = "verifiers==0.4.*"
 AGENT = Path(__file__).parents[2] / "helpers" / "verifiers_agent"
 INSTALL_S = 600.0
@@ -37,7 +39,6 @@ def environment_with_verifiers() -> Path:
     return folder / "bin/python"
 
 
-@pytest.mark.slow
 def test_an_environment_of_verifiers_trains_unmodified(forks: Nursery, tiny_path: Path, tmp_path: Path) -> None:
     """By its client for training, which tokenises by itself, asks for tokens and reads their log-probs."""
     command = ",".join(map(str, [environment_with_verifiers(), AGENT / "play.py", "train", tiny_path]))

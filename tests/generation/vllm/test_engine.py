@@ -30,6 +30,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
@@ -504,7 +505,9 @@ def test_requests_the_engine_would_quietly_change_are_refused(
         bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), Sampling(**changes))
 
 
-@pytest.mark.parametrize(("include", "by_token"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("include", "by_token"), [slow(False, False), slow(True, False), slow(False, True), (True, True)]
+)
 def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_stops(
     bench: Bench, include: bool, by_token: bool
 ) -> None:
@@ -611,6 +614,7 @@ def test_sleep_is_harmless_on_a_cpu(bench: Bench) -> None:
     assert bench.trainer.gap(bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT), 1.0) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
     files = AdapterFiles(tmp_path)
     folder = files.write(bench.trainer.adapter(1))
@@ -684,6 +688,7 @@ def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Benc
         bench.generator.score([[5, 6, 7]])
 
 
+@pytest.mark.slow
 def test_another_engine_can_be_started_after_the_first_is_closed(bench: Bench) -> None:
     bench.generator.close()
     second = new_generator()
@@ -709,6 +714,7 @@ def session_of(leader: int) -> set[int]:
 
 
 # -- with another engine -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_base_whose_head_vllm_would_wrap_is_scored_and_sampled_as_by_the_trainer(tmp_path: Path) -> None:
     """vLLM wraps the head of a Llama for LoRA unless it is given modules, and the wrapper computes no prompts."""
     folder = model_folders.llama(tmp_path / "llama")

@@ -227,6 +227,7 @@ def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_the_policys_engine_works_beside_it_and_after_it(teacher: VLLMTeacher, by_transformers: Any) -> None:
     """The policy's base is another model; a second teacher ends before both."""
     row, model = ROWS[3], AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-chains", dtype=torch.float32).eval()

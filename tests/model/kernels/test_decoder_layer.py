@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from in_one_test import each
 from peft import LoraConfig, get_peft_model
 
 from rlft.config.model import KernelChoice
@@ -145,7 +146,7 @@ def test_attention_that_drops_out_is_its_own(random_model, awkward_batch, calls)
     assert "attention" not in calls
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2_full", "gpt_oss", "gpt2", "falcon"])
+@each("kind", ["granite", "gemma2_full", "gpt_oss", "gpt2", "falcon"])
 def test_layers_that_do_more_are_left_as_they_are(kind, random_model):
     assert not decoder_layer.narrows(installed(random_model(kind)))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from in_one_test import each
 from torch import Tensor
 
 from rlft.model.kernels import layer_branches
@@ -97,8 +97,8 @@ def compared(found: Tensor, expected: Tensor, x: Tensor, layers: list[Operands])
     )
 
 
-@pytest.mark.parametrize("lent", [False, True])
-@pytest.mark.parametrize("adapted", ["111", "100", "010", "001", "000"])
+@each("lent", [False, True])
+@each("adapted", ["111", "100", "010", "001", "000"])
 def test_an_mlp_is_its_formula(adapted: str, lent: bool) -> None:
     torch.manual_seed(0)
     x, norm, layers = made(2, 5, HIDDEN).requires_grad_(), Norm(made(HIDDEN), 1e-5), layers_of("mlp", adapted, lent)
@@ -109,9 +109,9 @@ def test_an_mlp_is_its_formula(adapted: str, lent: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("lent", [False, True])
-@pytest.mark.parametrize("head_norms", [False, True])
-@pytest.mark.parametrize("adapted", ["1111", "1000", "0110", "0001", "0000"])
+@each("lent", [False, True])
+@each("head_norms", [False, True])
+@each("adapted", ["1111", "1000", "0110", "0001", "0000"])
 def test_attention_is_its_formula(adapted: str, head_norms: bool, lent: bool) -> None:
     torch.manual_seed(0)
     angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)

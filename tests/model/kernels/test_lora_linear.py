@@ -5,6 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
+from in_one_test import each
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -44,8 +45,8 @@ def outputs_and_gradients(model, x):
     return y, *torch.autograd.grad(y.square().sum(), [x, *parameters])
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7, 6), (2, 3, 6)])
+@each("bias", [True, False])
+@each("shape", [(7, 6), (2, 3, 6)])
 def test_outputs_and_gradients_are_pefts(shape, bias):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     ours, theirs = (outputs_and_gradients(made(fused=f, bias=bias), x) for f in (True, False))
@@ -227,8 +228,8 @@ def test_a_lent_sum_gives_the_same_outputs_and_gradients(run):
         torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("matrix", [0, 1])
-@pytest.mark.parametrize("run", [apart, together])
+@each("matrix", [0, 1])
+@each("run", [apart, together])
 def test_a_matrix_that_changes_ends_the_loan(run, matrix):
     layers = lent(siblings())
     optimizer = torch.optim.AdamW([layers.narrow._matrices("default")[matrix]], lr=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from in_one_test import each
 from transformers.activations import SiLUActivation
 
 from rlft.model.kernels import norm_and_mlp
@@ -24,7 +25,7 @@ def mlp_by_formula(module, x):
     return module.down_proj(gate * module.up_proj(x))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma"])
+@each("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma"])
 def test_outputs_and_gradients_are_the_modules_own(kind, random_model):
     model = random_model(kind).double()
     norm_and_mlp.install(model)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 
-import pytest
 import torch
+from in_one_test import each
 
 from rlft.model.kernels import rotary
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_outputs_and_gradients_are_transformers_own(kind, random_model):
     model = random_model(kind).double()
     theirs = importlib.import_module(type(model).__module__).apply_rotary_pos_emb

@@ -2,6 +2,7 @@
 
 import psutil
 import pytest
+from in_one_test import each
 
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.types import StepScores
@@ -71,7 +72,7 @@ def test_a_callable_for_a_reward_that_is_not_there_is_refused():
         scorer({"length": LENGTH}, {"jugde": digits})
 
 
-@pytest.mark.parametrize(
+@each(
     ("returned", "message"),
     [
         (

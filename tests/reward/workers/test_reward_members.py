@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from run_processes import happens
+from slow_cases import slow
 
 from rlft.reward.workers import reward_members
 from rlft.reward.workers.pool import RewardError
@@ -112,7 +113,7 @@ def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Callabl
     ("number", "told"),
     [
         (signal.SIGKILL, "scorer-0 is replaced: scorer-0 was killed by SIGKILL"),
-        (signal.SIGSTOP, "scorer-0 is replaced: scorer-0 has not answered for 5 s (cluster.timeout); its log is "),
+        slow(signal.SIGSTOP, "scorer-0 is replaced: scorer-0 has not answered for 5 s (cluster.timeout); its log is "),
     ],
 )
 def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
@@ -136,7 +137,7 @@ def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     diary.unlink()
 
     def disturb() -> None:
-        happens(diary.exists, within_s=10)
+        happens(diary.exists, within_s=60)
         os.kill(member.pid, number)
 
     from threading import Thread
@@ -147,7 +148,7 @@ def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     thread.join()
     assert [note[: len(told)] for note in notes] == [told]
     assert launcher.started[-1] is not member
-    assert happens(lambda: not psutil.pid_exists(worker), within_s=5)
+    assert happens(lambda: not psutil.pid_exists(worker), within_s=60)
 
 
 def test_members_that_are_lost_again_and_again_stop_the_run(
@@ -176,4 +177,4 @@ def test_a_scorer_that_is_stopped_raises_soon(make: Callable[..., Scorer], group
     Timer(1.0, scorer.stop).start()
     with pytest.raises(RewardError, match="scoring was stopped: the run is ending"):
         scorer([group(["sleep"])])
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 50

@@ -1,4 +1,5 @@
 import pytest
+from in_one_test import each
 
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
@@ -47,7 +48,7 @@ def without(key):
     return {k: v for k, v in FORMAT.items() if k != key}
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "message"),
     [
         (FORMAT | {"_target_": "no.such.Reward"}, "reward.r._target_: cannot be imported"),

@@ -170,6 +170,7 @@ def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Callab
     assert calls(diary) == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_not_been(
     begin: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_n
     assert [calls(tmp_path / kind) for kind in kinds] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Callable[..., Job], tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     job = begin({"dawdle": noted("dawdle", diary)}, [["dawdle", "18", ""]] * 2, workers=1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from family_tokenizers import family_tokenizer
+from in_one_test import each
 
 from rlft.plan import rules
 from rlft.plan.reward_trial import try_rewards
@@ -100,7 +101,7 @@ def scores(rewards: dict[str, RewardSpec], workers: int = 0, timeout: float = 10
         return scorer([group()]).by_reward["mine"][0].tolist()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "keys", "expected"),
     [
         ("by_completions", {}, [1, 2, 6]),
@@ -136,7 +137,7 @@ def test_what_is_no_list_is_told_by_the_rewards_name() -> None:
         scores(spec("not_a_list"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "keys", "refusal"),
     [
         ("by_state", {}, "reward.mine._target_: brought_from_trl.by_state cannot be called without trainer_state"),
@@ -170,7 +171,7 @@ def test_the_plan_tries_them_like_any_reward() -> None:
     assert {trial.kind: trial.score for trial in trials}["empty"] == 0
 
 
-@pytest.mark.parametrize("function", [len, print, lambda group: [], lambda group, **keys: [], lambda group, *more: []])
+@each("function", [len, print, lambda group: [], lambda group, **keys: [], lambda group, *more: []])
 def test_a_function_of_a_group_is_not_taken_for_one_of_trls(function: Callable[..., Any]) -> None:
     assert not is_trl(function)
 

@@ -53,7 +53,7 @@ def test_a_member_has_the_threads_and_the_environment_of_its_spec(member: Proces
 def test_its_output_is_in_the_runs_folder(member: ProcessMember, launcher: LocalProcesses) -> None:
     member.call("add", 0).result(ANSWER_S)
     assert member.log.parent.name == "cluster"
-    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=5)
+    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=60)
 
 
 def test_an_exception_comes_back_with_its_traceback(member: ProcessMember) -> None:
@@ -81,11 +81,11 @@ def test_a_value_is_shared_by_calls(member: ProcessMember, launcher: LocalProces
 
 
 def test_a_busy_member_does_not_hold_up_who_calls_it(member: ProcessMember) -> None:
-    busy = member.call("sleep", 0.5)
+    busy = member.call("sleep", 5.0)
     begun = time.monotonic()
     futures = [member.call("length", b"x" * 10_000_000) for _ in range(3)]
     assert not busy.done()
-    assert time.monotonic() - begun < 0.4
+    assert time.monotonic() - begun < 4.0
     assert [future.result(ANSWER_S) for future in futures] == [10_000_000] * 3
 
 
@@ -125,7 +125,7 @@ def test_a_stopped_member_is_ended_by_a_kill_with_its_children(launcher: LocalPr
     member.kill()
     with pytest.raises(MemberError, match="killed by SIGKILL"):
         future.result(ANSWER_S)
-    assert happens(lambda: not is_alive(child), within_s=5)
+    assert happens(lambda: not is_alive(child), within_s=60)
 
 
 def test_a_member_outlives_the_thread_that_asked_for_it(launcher: LocalProcesses) -> None:
@@ -159,7 +159,7 @@ def test_members_end_with_the_process_that_started_them(number: signal.Signals, 
         member = int(driver.stdout.readline())
         assert is_alive(member)
         os.kill(driver.pid, number)
-    assert happens(lambda: not is_alive(member), within_s=5)
+    assert happens(lambda: not is_alive(member), within_s=60)
 
 
 def test_the_last_lines_of_a_log(tmp_path: Path) -> None:

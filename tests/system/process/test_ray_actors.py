@@ -25,7 +25,6 @@ from rlft.system.process.ray_actors import RayActors, RayMember, how_it_died
 from rlft.system.process.ray_session import RaySession
 from rlft.types import UserError
 
-pytestmark = pytest.mark.slow
 ANSWER_S = 60.0
 
 
@@ -72,7 +71,7 @@ def test_a_log_comes_over_from_another_machine(member: RayMember) -> None:
     member.call("add", 0).result(ANSWER_S)
     assert member.place is not None
     assert "other machine" in member.place.log
-    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=10)
+    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=60)
     assert "other machine" not in str(member.log)
 
 
@@ -109,6 +108,7 @@ def test_a_dead_member_says_what_it_said_last(launcher: RayActors) -> None:
         member.call("add", 1).result(ANSWER_S)
 
 
+@pytest.mark.slow
 def test_a_stopped_member_on_another_machine_is_ended_by_a_kill(launcher: RayActors) -> None:
     member = launcher.start(replace(SPEC, name="calculator-3"))
     pid = member.call("facts").result(ANSWER_S)["pid"]
@@ -118,7 +118,7 @@ def test_a_stopped_member_on_another_machine_is_ended_by_a_kill(launcher: RayAct
     member.kill()
     with pytest.raises(MemberError, match="calculator-3 was killed"):
         future.result(ANSWER_S)
-    assert happens(lambda: not is_alive(pid), within_s=15)  # Ray gives it five seconds to answer
+    assert happens(lambda: not is_alive(pid), within_s=60)  # Ray gives it five seconds to answer
 
 
 def test_a_member_that_finds_no_room_says_what_it_waits_for(launcher: RayActors) -> None:
@@ -146,6 +146,7 @@ def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) 
     assert caught.value.got == cluster.address
 
 
+@pytest.mark.slow
 def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, member: RayMember) -> None:
     """Of the two GPUs of a machine, as Ray sees it, the run computes on the second."""
     member.call("facts").result(ANSWER_S)
@@ -182,12 +183,13 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
     pid = member.call("facts").result(ANSWER_S)["pid"]
     launcher.close()
     launcher.close()
-    assert happens(lambda: not is_alive(pid), within_s=15)
+    assert happens(lambda: not is_alive(pid), within_s=60)
     assert ray_session.resolved_address(cluster.address) == cluster.address
     with pytest.raises(MemberError, match="the run is ending"):
         launcher.start(SPEC)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_ray_whose_run_was_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MARK_OF_THIS_TEST": "yes"}
     command = [sys.executable, ray_driver.__file__, str(tmp_path)]
@@ -201,8 +203,8 @@ def test_nothing_is_left_of_a_ray_whose_run_was_killed(tmp_path: Path) -> None:
         assert actor in [p.pid for p in processes]
         os.kill(actor, signal.SIGSTOP)
         driver.kill()
-    assert happens(lambda: not any(is_alive(p.pid) for p in processes), within_s=15)
-    assert happens(lambda: not list(Path("/tmp").glob(f"rlft-ray-*/session*_{processes[0].pid}*")), within_s=5)
+    assert happens(lambda: not any(is_alive(p.pid) for p in processes), within_s=60)
+    assert happens(lambda: not list(Path("/tmp").glob(f"rlft-ray-*/session*_{processes[0].pid}*")), within_s=60)
 
 
 @pytest.mark.parametrize(

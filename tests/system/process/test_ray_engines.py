@@ -20,6 +20,7 @@ from rlft.types import Prompt
 
 pytestmark = pytest.mark.slow
 
+
 KEYS = (
     "model.dtype=float32",
     "model.device=cpu",

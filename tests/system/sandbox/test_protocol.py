@@ -9,6 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
+from in_one_test import each
 
 from rlft.system.sandbox.protocol import (
     FAILED,
@@ -56,7 +57,7 @@ def test_values_of_a_dict_arrive_as_such():
     assert (list(arrived), len(arrived), type(arrived)) == ([1, 1], 2, type({}.values()))
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.20}")
+@each("value", PLAIN, ids=lambda value: f"{value!r:.20}")
 def test_plain_data_arrives_as_it_was(value):
     arrived = unpack(json.loads(json.dumps(pack(value, id))), nothing_kept)
     assert arrived == value
@@ -105,7 +106,7 @@ def f(x): return Chameleon()
 """An object that answers every operator as a test may want it."""
 
 
-@pytest.mark.parametrize(
+@each(
     "test",
     [
         *("assert f(1) == 2", "assert 2 == f(1)", "assert f(1) != 5", "assert not f(1) != 2", "assert not f(1)"),
@@ -248,9 +249,7 @@ def test_functions_cannot_be_handed_to_the_program():
     assert verdicts("def f(g): return 1", "assert f(lambda: 0) == 1") == [FAILED]
 
 
-@pytest.mark.parametrize(
-    "reply", ["", "[]\n", "1\n", '["value"', '["error", 1, 2]\n', '["value", ["list", 3]]\n', "{" * 9]
-)
+@each("reply", ["", "[]\n", "1\n", '["value"', '["error", 1, 2]\n', '["value", ["list", 3]]\n', "{" * 9])
 def test_nonsense_from_the_program_fails_the_test(reply):
     channel = Channel(io.StringIO(), io.StringIO(reply))
     assert list(judge(["assert f(1) == 1", "pass"], channel)) == [FAILED, FAILED]

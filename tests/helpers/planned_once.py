@@ -1,0 +1,62 @@
+"""What plans find out about the embedded task once in a process, where each plan finds it out anew: half a second.
+
+The answers are kept by all that they depend on; other tasks and tokenizers are read each time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from rlft.data import prompts as data_prompts
+from rlft.data.arithmetic import Arithmetic
+from rlft.plan import reference_answers
+from rlft.types import Split
+
+MANY, SMALL = 100, 1000
+"""Only so many prompts at once, of a tokenizer with fewer tokens: fewer may be those of a test of these functions."""
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arithmetic, "load", once(Arithmetic.load, of_task))
+    patch.setattr(data_prompts, "_tokenise", once(data_prompts._tokenise, of_tokens))
+    patch.setattr(reference_answers, "_scored", once(reference_answers._scored, of_scores))
+
+
+def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which gives a shallow copy of what it gave before for the same key; a key of None is not kept."""
+    found: dict[Any, Any] = {}
+
+    @wraps(function)
+    def asked(*args: Any) -> Any:
+        if (known := key(*args)) is None:
+            return function(*args)
+        if known not in found:
+            found[known] = function(*args)
+        return copy.copy(found[known])
+
+    return asked
+
+
+def of_task(task: Arithmetic, split: Split) -> Any:
+    return repr(task), split
+
+
+def of_tokens(prompts: Any, tokenizer: Any, style: str, shown: Any) -> Any:
+    said = tuple(tuple((m["role"], m["content"]) for m in prompt.messages) for prompt in prompts)
+    return of_prompts(said, tokenizer, repr((style, shown)))
+
+
+def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
+    said = tuple((prompt.tail, prompt.answer, prompt.token_ids) for prompt in prompts)
+    return of_prompts(said, judge.tokenizer, repr((judge.reward, judge.sampling, judge.ends, judge.each_s, limit_s)))
+
+
+def of_prompts(said: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:
+    if len(said) < MANY or len(tokenizer) >= SMALL or " at 0x" in settings:  # an address says nothing of an object
+        return None
+    return tokenizer.backend_tokenizer.to_str(), repr(tokenizer.chat_template), settings, said
