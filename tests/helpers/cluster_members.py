@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlft.system.process.child import function_of
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.member import MemberSpec
 from rlft.types import UserError
@@ -63,6 +64,17 @@ class Calculator:
 class Stubborn(Exception):
     def __reduce__(self) -> NoReturn:
         raise TypeError("it stays here")
+
+
+def show_and_wait() -> None:
+    """What a child does that is a command line."""
+    print(sys.argv[1:], os.environ["EXTRA"], Path.cwd(), flush=True)
+    signal.pause()
+
+
+def call(connection: Any, target: str) -> None:
+    """What a child does that has a connection: something without arguments."""
+    function_of(target)()
 
 
 SPEC = MemberSpec(name="calculator-0", factory="cluster_members:Calculator")
