@@ -165,11 +165,11 @@ def _shown_at_the_end(source: Source[Any]) -> Iterator[None]:
 
     What goes wrong with the results does not hide an error of the sweep itself.
     """
-    interrupt.keeps(source.again)
+    interrupt.set_interrupt_message(source.again)
     try:
         yield
     except BaseException as ended:
-        interrupt.keeps(source.again)
+        interrupt.set_interrupt_message(source.again)
         if isinstance(ended, interrupt.Reported):  # which ends without another line
             say(source.again)
         try:
