@@ -17,6 +17,7 @@ from rlft import cli
 from rlft.config.model import KernelChoice
 from rlft.data.prompts import LengthSummary, PromptSet
 from rlft.generation import transformers as engine
+from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator, Weights
 from rlft.loop import session
@@ -166,12 +167,14 @@ def test_what_is_random_in_training_alone_is_stopped_and_named(opened) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-class Shifted:
+class Shifted(Generator):
     """An engine whose log-probs are off by this much, in the first token of a completion alone or in all."""
 
     def __init__(self, generator: TransformersGenerator, by: float, *, first_only: bool) -> None:
         self.generator, self.by, self.first_only = generator, by, first_only
-        self.score = generator.score
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self.generator.score(sequences)
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> Any:
         groups, first = self.generator.sample(prompts, n, seeds, sampling), True

@@ -63,7 +63,7 @@ def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resume
         assert rough.run(*words, cwd=place, events=[event]).code == -9
         assert not (place / "fork" / "config.yaml").exists(), "not a run yet"
     for event in (
-        {"at": "rlft.runs.run_status:kept", "call": 1, "do": "kill"},
+        {"at": "rlft.runs.run_status:recording_status", "call": 1, "do": "kill"},
         {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"},  # in step 5
     ):
         done = rough.run(*words, cwd=place, events=[event])

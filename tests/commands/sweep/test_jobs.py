@@ -245,7 +245,7 @@ def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder
     assert not is_finished(plain, folder)
     with pytest.raises(UserError, match="seed: 0 -> 1"):
         is_finished({**plain, "seed": 1}, folder)
-    with run_status.kept(folder, 4):
+    with run_status.recording_status(folder, 4):
         pass
     assert is_finished(plain, folder)
     assert not is_finished({**plain, "name": "other"}, folder), "its plan says what it lacks"
