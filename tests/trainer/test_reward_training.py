@@ -11,7 +11,7 @@ from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.model.forward import Forward
 from rlft.model.reward_model import last_scores, open_learned, scoring_batch
-from rlft.model.rows import rows_of
+from rlft.model.rows import parts_within, rows_of
 from rlft.runs import checkpoint
 from rlft.trainer.optimizer import NonFiniteGradientError
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
@@ -269,7 +269,7 @@ def test_any_split_of_an_update_gives_the_same_gradient(packed, make_refresh, fo
         roles = refresh.roles
         if not packed:
             roles.forward = Forward(model=roles.backbone.model, packed=False, reason="")
-        parts = len(refresh._micro_batches(pairs))
+        parts = len(parts_within(pairs, token_budget, packed=packed, ending=1))
         loss = refresh._backward(pairs)
         return parts, loss, {name: p.grad.clone() for name, p in roles.named_parameters(ROLE)}
 
