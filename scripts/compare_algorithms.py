@@ -398,8 +398,9 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace) -> Comparison:
                     job, number = waiting.pop(0), len(jobs) - len(waiting)
                     place = f"[{number}/{len(jobs)}] {job.name} seed {job.seed}"
                     running.append(begin(job, place, options))
-                    how = f"from step {steps_done(job)}" if steps_done(job) else "from the start"
-                    print(f"{place}: {how}, to step {job.config['steps']}", flush=True)
+                    steps, done = job.config["steps"], steps_done(job)
+                    how = f"from step {done} of {steps}" if done else f"{steps} steps"
+                    print(f"{place}: {how} of {job.completions_per_step} completions", flush=True)
                 for run in [run for run in running if run.process.poll() is not None]:
                     running.remove(run)
                     code = run.process.poll()
