@@ -19,7 +19,8 @@ from functools import partial
 
 import rlft
 from rlft.config import command as verbs
-from rlft.config.overrides import check_text
+from rlft.config.compose import compose_run
+from rlft.config.overrides import check_text, parse
 from rlft.system import interrupt
 from rlft.system.terminal import discard
 from rlft.types import UserError
@@ -202,10 +203,28 @@ def _verb(name: str) -> tuple[Callable[[list[str]], int], str]:
     raise UserError(name, "there is no such verb", remedy=remedy)
 
 
-def _make_run(name: str, arguments: list[str]) -> int:
-    from rlft.commands import begin
+def _make_run(name: str, words: list[str]) -> int:
+    """Does the run of these words, or with -m a sweep of runs."""
+    from rlft.commands.arguments import check_resume, make_importable
+    from rlft.commands.launch import begin
 
-    begin.command(verbs.named(name), arguments)
+    verb = verbs.named(name)
+    parsed = parse(words, name)
+    make_importable(parsed.config_dir)
+    parsed = check_resume(parsed)
+    if verb.compose is not None and (run := verb.compose(parsed)) is not None:
+        begin(run.plain, run.folder)
+    elif parsed.asks:
+        from rlft.commands.ask import ask
+
+        ask(name, parsed)
+    elif parsed.sweep:
+        from rlft.commands.sweep.command import sweep
+
+        sweep(name, parsed)
+    else:
+        run = compose_run(parsed.overrides, parsed.config_dir, name)
+        begin(run.plain, run.folder)
     return 0
 
 

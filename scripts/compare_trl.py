@@ -148,9 +148,9 @@ def check(plain: Mapping[str, Any]) -> None:
 
 def train_and_evaluate(plain: dict[str, Any], folder: Path) -> None:
     """Trains, then evaluates; the folder holds config.yaml from the beginning, a line a step, and the evaluations."""
-    from rlft.plan.train_plan import make_plan
+    from rlft.config.resolved import resolve
 
-    plan = make_plan({**plain, "logger": {}, "resume": None}, trains=False)
+    plan = resolve({**plain, "logger": {}, "resume": None}).plan(trains=False)
     run_folder.check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_config(folder, plain, {"trl": metadata.version("trl")})

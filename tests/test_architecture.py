@@ -59,8 +59,8 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts", "data/teacher_prompts", "data/turns"}
 LIGHT_COMMANDS = (
-    "algorithms", "arguments", "begin", "chat", "doctor/command", "eval", "export/command", "launch", "own",
-    "ask", "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
+    "algorithms", "arguments", "ask", "chat", "doctor/command", "eval", "export/command", "launch", "own",
+    "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 
@@ -70,7 +70,7 @@ SEEN_IN_USE = {
     "data": {"lines"},
     "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
     "loop": {"saving"},
-    "plan": {"environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes", "shown"},
+    "plan": {"environments", "ranks", "roles", "sample_checks", "sample_plan", "sampling_shapes"},
     "system": {"process/ray_keeper"},
 }  # fmt: skip
 

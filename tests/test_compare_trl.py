@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from rlft.config.compose import build, compose
+from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.sampling import StepSampler
 from rlft.model.backbone import load_tokenizer
-from rlft.plan.train_plan import TrainPlan, make_plan
+from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.reward_spec import specs
 from rlft.runs import run_folder
 from rlft.types import Prompt, UserError
@@ -31,7 +32,7 @@ RECIPE = ("+recipe=grpo_arithmetic", "generation=transformers", "model.device=cp
 @pytest.fixture(scope="module")
 def plan() -> TrainPlan:
     """Of three steps of four prompts with two completions each."""
-    return make_plan(compose([*RECIPE, "steps=3", "prompts_per_step=4", "group_size=2", "seed=5"]), trains=False)
+    return resolve(compose([*RECIPE, "steps=3", "prompts_per_step=4", "group_size=2", "seed=5"])).plan(trains=False)
 
 
 def typed(*overrides: str) -> RunConfig:
@@ -193,7 +194,7 @@ def evaluated(folder: Path) -> dict[int, dict[str, Any]]:
 def test_an_adapter_is_evaluated_as_the_run_that_trained_it_evaluates_its_policy(trained: Path, tmp_path: Path) -> None:
     saved = run_folder.read(trained)
     saved.pop(run_folder.ORIGIN)
-    plan = make_plan({**saved, "logger": {}, "resume": None}, trains=False)
+    plan = resolve({**saved, "logger": {}, "resume": None}).plan(trains=False)
     checkpoints = run_folder.checkpoints(trained)
     adapters = {
         step: load_file(checkpoints / f"step_{step:06d}" / "policy" / "adapter_model.safetensors") for step in (2, 3)

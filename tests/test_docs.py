@@ -32,8 +32,8 @@ from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import build, compose
 from rlft.config.generation import free_keys
-from rlft.plan.train_checks import check_config
-from rlft.runs import run_folder
+from rlft.config.keys import is_below, keys_of
+from rlft.config.resolved import resolve
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -194,9 +194,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
     page = (REPOSITORY / "docs" / "resume-and-sweeps.md").read_text()
     paragraph = page.partition("Keys that change no number may differ:")[2].partition("Any other is refused")[0]
-    of_engines = free_keys(compose([])["generation"])
-    of_verbs = [key for verb in verbs.OWN for key in verbs.named(verb).free_keys]
-    assert set(re.findall(r"`([a-z_.]+)`", paragraph)) == {*run_folder.FREE, *of_verbs, *of_engines} - {"resume"}
+    of_engines = {*free_keys(compose([])["generation"])}
+    told = {*re.findall(r"`([a-z_.]+)`", paragraph), "resume"}
+    tables = [keys_of(verbs.named(verb).root) for verb in verbs.OWN]
+    for table in tables:
+        leaves = [key for key in table if not any(other.startswith(f"{key}.") for other in table)]
+        assert [key for key in leaves if table[key].free] == [key for key in leaves if is_below(key, told)]
+    assert {key for key in told if not any(key in table for table in tables)} == of_engines
 
 
 def test_sizes_of_the_demo_are_the_recipes() -> None:
@@ -274,7 +278,7 @@ def test_commands_that_no_machine_here_can_run_are_sound(page: str, at_least: in
     shown = list(commands_shown(page))
     assert len(shown) >= at_least
     for words in shown:
-        check_config(compose(words))
+        resolve(compose(words))
 
 
 def run_script(tmp_path: Path, rlft: str) -> tuple[int, list[str]]:

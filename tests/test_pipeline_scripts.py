@@ -24,8 +24,8 @@ from fresh_export import fresh_export
 from rlft.commands.preferences import open_task
 from rlft.config import command as verbs
 from rlft.config.compose import build, compose
+from rlft.config.resolved import resolve
 from rlft.config.trainer import Schedule, TrainerConfig
-from rlft.plan.preference_plan import make_plan
 from rlft.trainer.optimizer import Optimizer, learning_rate
 
 pytestmark = pytest.mark.slow
@@ -345,7 +345,7 @@ def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
     2e-6 of their deviation after ten updates: 9e-7 was measured; at five times the rate 2.8e-6, at 25 times 1.3e-3.
     """
     words = ["+recipe=rlhf_rm_arithmetic", "preferences.path=embedded:arithmetic-preferences", "rankings_per_step=8"]
-    plan = make_plan(composed("rm", [*words, "model.device=cpu"]))
+    plan = resolve(composed("rm", [*words, "model.device=cpu"])).plan()
 
     def scores(perturbation: float) -> torch.Tensor:
         with ExitStack() as stack:

@@ -20,9 +20,9 @@ from rlft import cli
 from rlft.config import command as verbs
 from rlft.config import compose as configs
 from rlft.config.instantiate import instantiate
+from rlft.config.resolved import resolve
 from rlft.config.suggest import known_keys
 from rlft.plan import rules
-from rlft.plan.checks import check_early
 from rlft.types import UserError
 
 NUMBERS_OF_EXAMPLES = (100, int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000")))
@@ -99,8 +99,7 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 def refusal(verb: str, plain: dict[str, Any]) -> UserError | None:
     """What is said of a config before any file is read; also of the parts that read data, which are made."""
     try:
-        check_early(plain, verb)
-        rules.check_machine(configs.build(plain, verbs.named(verb).root, verb).model)
+        rules.check_machine(resolve(plain, verb).config.model)
         for section in ("data", "demonstrations", "preferences"):
             if plain.get(section):
                 instantiate(plain[section], section)
@@ -162,7 +161,7 @@ def check_words(nowhere: Path, data: st.DataObject) -> None:
     typed = [f"{sign}{key}={value}" for sign, key, value in words]
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr("rlft.commands.begin.begin", lambda plain, folder: planned(verb, plain))
+        patch.setattr("rlft.commands.launch.begin", lambda plain, folder: planned(verb, plain))
         code = cli.run([str(verb), *BASE[verb], *typed])
     assert code in (0, 2), err.getvalue()
     assert err.getvalue().count("\n") == (1 if code else 0), err.getvalue()

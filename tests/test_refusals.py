@@ -30,13 +30,12 @@ from transformers import (
 )
 
 from rlft import cli
-from rlft.config import command as verbs
 from rlft.config.compose import build, compose
+from rlft.config.resolved import resolve
 from rlft.data.sampled import sampled_line
 from rlft.model import adapter_folder
 from rlft.model.backbone import Backbone, fingerprint
 from rlft.model.roles import Roles
-from rlft.plan.train_plan import make_plan
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.hub import hub_answers
@@ -1029,7 +1028,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for name, (verb, overrides) in begun.items():
         plain = compose(overrides.split(), verb=verb)
         (folder / name).mkdir()
-        run_folder.start(folder / name, plain, verbs.named(verb).make_plan(plain).fingerprints)
+        run_folder.start(folder / name, plain, resolve(plain).plan().fingerprints)
     for name in ("good.jsonl", "demonstrations.jsonl"):
         (folder / name).write_text((folder / name).read_text().partition("\n")[2])
     for name in ("done", "damaged", "saved_run"):
@@ -1237,7 +1236,7 @@ ACCEPTED = [
 
 def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
     for typed in ACCEPTED:
-        assert make_plan(compose(shlex.split(typed))).notes == (), typed
+        assert resolve(compose(shlex.split(typed))).plan().notes == (), typed
 
 
 @pytest.mark.parametrize(
@@ -1273,12 +1272,12 @@ def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
     ],
 )
 def test_what_is_hardly_ever_meant_is_said_and_goes_on(typed: str, fragment: str, workplace: Path) -> None:
-    [warning] = make_plan(compose(shlex.split(typed))).notes
+    [warning] = resolve(compose(shlex.split(typed))).plan().notes
     assert fragment in warning
 
 
 def test_a_penalty_on_the_old_policy_is_at_work_with_several_updates(workplace: Path) -> None:
-    assert make_plan(compose(["algorithm=ppo_penalty", "critic.kind=adapter", "minibatches=2"])).notes == ()
+    assert resolve(compose(["algorithm=ppo_penalty", "critic.kind=adapter", "minibatches=2"])).plan().notes == ()
 
 
 # -- before torch is imported ------------------------------------------------------------------------------------------

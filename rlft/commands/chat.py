@@ -121,11 +121,12 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     from rlft.config.instantiate import from_mapping
     from rlft.config.model import LoraSettings, ModelConfig
     from rlft.config.schema import PromptsConfig, ScoringConfig
-    from rlft.config.token_budget import resolved
+    from rlft.config.token_budget import AUTO, on_gpu, resolved
     from rlft.data.records import PLACEHOLDER, check_template
     from rlft.plan.environments import read_environment
 
-    plain = resolved(plain)
+    if plain["token_budget"] == AUTO:
+        plain = resolved(plain, gpu=on_gpu(plain["model"]))
     environment = read_environment(plain.get("environment"))
     data = {} if raw else plain.get("data") or {}
     template = data.get("prompt_template") or PLACEHOLDER
@@ -151,7 +152,7 @@ def check(plain: Mapping[str, Any], raw: bool) -> None:
     """Refuses settings that the config alone shows to be wrong; imports no library."""
     from rlft.config.token_budget import resolved
 
-    read_settings(resolved(plain, gpu=False), raw)
+    read_settings(resolved(plain), raw)
 
 
 def read_raw(word: str | None) -> bool:
@@ -260,7 +261,7 @@ class Talk:
         from rlft.config.generation import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
-        from rlft.plan.shown import shown_in_prompts
+        from rlft.plan.environments import shown_in_prompts
         from rlft.types import NOTHING
 
         self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved

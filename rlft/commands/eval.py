@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -11,8 +12,9 @@ from rlft.commands.arguments import check_names_a_model, of_a_run
 from rlft.commands.launch import import_libraries
 from rlft.config import command as verbs
 from rlft.config.compose import USUAL, changed, compose
+from rlft.config.keys import is_below, known
+from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
-from rlft.config.token_budget import resolved
 from rlft.plan.train_checks import check_config
 from rlft.runs import references
 from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint
@@ -39,14 +41,6 @@ NO_TEACHER = {
 }
 """{key of `snapshot`: its value without a teacher}. An evaluation uses none, and its folder may no longer exist."""
 
-OF_TRAINING = (
-    "steps", "num_prompts", "epochs", "minibatches", "group_size", "prompts_per_step", "name", "hydra", "rollouts",
-    "trainer", "algorithm", "critic", "checkpoint", "logger", "alarms", "dynamic_sampling", "reward_model", "pretrain",
-    "token_values", "cluster", "overlap", "eval.every", "eval.kl_base", "eval.num_examples",
-    *(f"snapshot.{key}" for key in NO_TEACHER),
-)  # fmt: skip
-"""Keys and sections that an evaluation does not read."""
-
 
 def notes(overrides: Sequence[str]) -> list[str]:
     """Notes about overrides that have no effect on an evaluation."""
@@ -54,7 +48,7 @@ def notes(overrides: Sequence[str]) -> list[str]:
     return [
         f"{key} has no effect: an evaluation does not read it"
         for key in keys
-        if any(key == name or key.startswith(f"{name}.") for name in OF_TRAINING)
+        if known(RunConfig, key).only_trains or is_below(key, ["hydra"])
     ]
 
 
@@ -66,14 +60,13 @@ def command(arguments: list[str]) -> None:
         plain = compose(changes, parsed.config_dir)
     else:
         plain = changed(as_training(source), changes, parsed.config_dir)
-    plain = references.resolved(plain)
-    check_config(resolved(as_evaluation(plain), gpu=False), trains=False)
+    resolved = resolve_evaluation(references.resolved(plain))
     for note in notes(changes):
         say(f"note: {note}")
     if source is not None:
         find_checkpoint(source, lambda damage: None)
     import_libraries()
-    run(plain, source, say)
+    run(resolved, source, say)
 
 
 def as_training(source: NamedRun) -> dict[str, Any]:
@@ -118,8 +111,12 @@ def shared_keys(root: type) -> list[str]:
     return [key for key in common if key not in ("verb", "epochs", "steps")]
 
 
-def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
-    """The config for a single evaluation by this process, without loggers and teacher."""
+def resolve_evaluation(plain: dict[str, Any]) -> Resolved:
+    """Reads a config for a single evaluation by this process, without loggers and teacher."""
+    return resolve(_as_evaluation(plain), check=partial(check_config, trains=False))
+
+
+def _as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(plain["eval"], Mapping) or not isinstance(plain["snapshot"], Mapping):
         return plain  # refused later, when the config is typed
     cluster = {
@@ -136,14 +133,13 @@ def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation, "snapshot": snapshot}
 
 
-def run(plain: dict[str, Any], source: NamedRun | None, say: Callable[[str], None]) -> Evaluation:
+def run(resolved: Resolved, source: NamedRun | None, say: Callable[[str], None]) -> Evaluation:
     """Evaluates and prints. The completions go to the run's folder, or to runs/eval for a bare model."""
     from rlft.loop.engines import Engines
     from rlft.loop.session import open_session
-    from rlft.plan.train_plan import make_plan
     from rlft.runs import checkpoint
 
-    plan = make_plan(as_evaluation(plain), trains=False)
+    plan = resolved.plan(trains=False)
     saved = None
     if source is not None:
         checkpoint_folder = find_checkpoint(source, say)

@@ -1,17 +1,18 @@
-"""Performs a run of any verb, from its composed config to its end: plans it, claims and locks its folder, runs it."""
+"""Performs a run of any verb, from its composed config to its end: checks and plans it, claims its folder, runs it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlft.config import command as verbs
 from rlft.config.command import Verb
-from rlft.runs import checkpoint, run_folder, run_status
+from rlft.config.resolved import Resolved, resolve
+from rlft.config.token_budget import AUTO
+from rlft.runs import checkpoint, references, run_folder, run_status
 from rlft.runs import fork as forks
 from rlft.runs.fork import Fork
 from rlft.system import disk, interrupt
@@ -21,33 +22,70 @@ from rlft.system.terminal import command_line, resuming, say
 from rlft.types import Logger, UserError
 
 
+def begin(plain: Mapping[str, Any], folder: Path) -> None:
+    """Starts the run of this config in the folder, or resumes it, once the config alone has been checked."""
+    folder = Path(os.path.relpath(folder))
+    resolved = resolve_in(folder, plain)
+    if resolved.config.resume is None:
+        run_folder.check_free(folder)
+    elif isinstance(plain.get("steps"), int):  # otherwise the number of steps follows from the data
+        check_steps(folder, plain["steps"], str(plain.get("trainer", {}).get("schedule")))
+    if not launch(resolved, folder, may_be_finished=plain["resume"] == AUTO):
+        say(f"finished already, with the same config and inputs: {folder}")
+
+
+def resolve_in(folder: Path, plain: Mapping[str, Any], verb: str | None = None) -> Resolved:
+    """Reads the config of a run in this folder, with the values that a resumed run keeps.
+
+    Args:
+        folder: the run's folder.
+        plain: the composed config; `resume: auto` resumes the run in the folder if there is one.
+        verb: the command's name; None for the one that the config names.
+
+    Raises:
+        UserError: the config is wrong by itself, or differs from that of the run in a key that may not change.
+    """
+    if plain["resume"] == AUTO:
+        plain = {**plain, "resume": str(folder) if run_folder.config_file(folder).exists() else None}
+    resumed = None if plain["resume"] is None else folder
+    resolved = resolve(run_folder.with_kept_values(references.resolved(plain), resumed), verb)
+    if resumed is not None:
+        run_folder.check_same_config(folder, resolved.plain)
+    return resolved
+
+
 def launch(
-    plain: dict[str, Any],
+    resolved: Resolved,
     folder: Path,
     shared_engines: Any = None,
     *,
+    plan: Any = None,
     may_be_finished: bool = False,
     fork: Fork | None = None,
     loggers: Sequence[Logger] = (),
-) -> None:
+) -> bool:
     """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving).
 
     Args:
-        plain: the composed config.
+        resolved: its config; with `resume`, it is that of the run in the folder.
         folder: the run's folder.
         shared_engines: the engines of a sweep; its jobs do not print a page at their end.
+        plan: the plan of the config, if it is made already.
         may_be_finished: whether a resumed run that has all its steps is left as it is, if its inputs are unchanged;
             otherwise it is refused.
         fork: the checkpoint of another run that this new run starts from.
         loggers: further loggers, which are called after the run's own.
+
+    Returns:
+        Whether there was something to do: False if the run was left as it is.
     """
     import_libraries()
-    verb = verbs.named(plain["verb"])
+    verb, plain = resolved.command, resolved.plain
     from rlft.loop.engines import Engines
     from rlft.plan import disk_space, rules
     from rlft.plan.gpu_budget import fitted
 
-    plan = fitted(verb.make_plan({**plain, "resume": str(folder)} if fork is not None else plain))
+    plan = fitted(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
@@ -57,9 +95,8 @@ def launch(
         say(f"a new run from {fork.run} after step {fork.step}, in {folder}")
     elif plan.config.resume is None:
         run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
-    elif _is_left_alone(verb, plan, plain, folder, may_be_finished):
-        say(f"finished already, with the same config and inputs: {folder}")
-        return
+    elif _is_left_alone(verb, plan, folder, may_be_finished):
+        return False
     if disk_note := disk_space.note(plan.disk_bytes(), folder):
         say(f"note: {disk_note}")
     try:
@@ -84,6 +121,7 @@ def launch(
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
         (verb.print_summary or last_page)(plan, folder)
+    return True
 
 
 def stopped_at_once(folder: Path) -> str:
@@ -98,35 +136,27 @@ def last_page(plan: Any, folder: Path) -> None:
     print_summary(folder, ())
 
 
-def _is_left_alone(verb: Verb, plan: Any, plain: dict[str, Any], folder: Path, may_be_finished: bool) -> bool:
-    """Whether the run in this folder is finished and is left alone.
+def _is_left_alone(verb: Verb, plan: Any, folder: Path, may_be_finished: bool) -> bool:
+    """Whether the run in this folder, whose config is the plan's, is finished and is left alone.
 
     Raises:
-        UserError: the run cannot be resumed with this config, or is finished although it may not be.
+        UserError: its inputs have changed, it has more steps than the plan, or is finished although it may not be.
     """
-    done = saved_steps(verb, folder, plan)
-    run_folder.check_resume(folder, plain, plan.fingerprints)
+    done = (verb.steps_done or steps_done)(folder, plan)
+    run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps
     problem = f"the run is finished: it has all its {plan.num_steps} steps"
-    raise UserError("resume", problem, got=folder, remedy=after_the_end(plain, folder, plan.num_steps))
+    schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
+    raise UserError("resume", problem, got=folder, remedy=after_the_end(verb, schedule, folder, plan.num_steps))
 
 
-def saved_steps(verb: Verb, folder: Path, plan: Any) -> int:
-    """The number of steps that the run in this folder has saved.
-
-    Raises:
-        UserError: the plan has fewer steps than that.
-    """
-    return (verb.steps_done or steps_done)(folder, plan)
-
-
-def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
-    """What a user can do with a finished run."""
+def after_the_end(verb: Verb, schedule: str | None, folder: Path, num_steps: int) -> str:
+    """What a user can do with a finished run. schedule: of its learning rate, if it has one."""
     remedies = []
-    if plain.get("trainer", {}).get("schedule") == "constant":
+    if schedule == "constant":
         remedies.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
-    if verbs.named(plain["verb"]).has_policy:
+    if verb.has_policy:
         remedies.append(command_line("rlft", "eval", f"run={folder}"))
     return ", or ".join(remedies) or "start another one"
 

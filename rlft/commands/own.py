@@ -18,25 +18,6 @@ TRAIN = Verb(
     print_summary=late("rlft.commands.train:print_run_summary"),
     headline=Headline(label="reward", metric="reward/mean"),
     has_policy=True,
-    free_keys=(
-        "rollouts",
-        "token_values",
-        "pretrain.path",
-        "environment.workers",
-        "environment.port",
-        "cluster.kind",
-        "cluster.address",
-        "cluster.engines",
-        "cluster.gpus_per_engine",
-        "cluster.ranks",
-        "cluster.placement",
-        "cluster.timeout",
-        "cluster.max_engine_restarts",
-        "cluster.scoring",
-        "cluster.jobs",
-        "cluster.shard_base",
-        "snapshot.teacher_gpu_memory_utilization",
-    ),
 )
 
 SFT = Verb(
@@ -49,7 +30,6 @@ SFT = Verb(
     run=late("rlft.commands.sft:run"),
     print_summary=late("rlft.commands.policy_page:print_policy_summary"),
     has_policy=True,
-    free_keys=("demonstrations.path",),
 )
 
 RM = Verb(
@@ -61,8 +41,6 @@ RM = Verb(
     make_plan=late("rlft.plan.preference_plan:make_plan"),
     run=late("rlft.commands.preferences:run"),
     print_summary=late("rlft.commands.preferences:print_reward_summary"),
-    lora_roles=("reward", "policy"),
-    free_keys=("preferences.path", "replay.path"),
 )
 
 DPO = Verb(
@@ -75,7 +53,6 @@ DPO = Verb(
     run=late("rlft.commands.preferences:run"),
     print_summary=late("rlft.commands.policy_page:print_policy_summary"),
     has_policy=True,
-    free_keys=("preferences.path",),
 )
 
 SAMPLE = Verb(
@@ -91,5 +68,4 @@ SAMPLE = Verb(
     print_summary=late("rlft.commands.sample:print_run_summary"),
     compose=late("rlft.runs.like:composed_like_a_run"),
     headline=None,
-    free_keys=("num_prompts", "environment.workers", "environment.port"),
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rlft.config import command as verbs
 from rlft.config.generation import section_of
-from rlft.config.token_budget import AUTO, resolved
+from rlft.config.resolved import Resolved
+from rlft.config.token_budget import AUTO
 from rlft.generation.memory import ModelSizes, Part, peak
 from rlft.loop.base_loading import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
@@ -121,25 +121,22 @@ class Planned:
         return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
 
 
-def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
-    """Plans the run of this config.
+def plan_of(resolved: Resolved, limit: int | None) -> Planned:
+    """Plans the run of this config, which may run on another machine.
 
     Args:
-        plain: the resolved config.
+        resolved: the config.
         limit: bytes of the device's memory; None for the free memory of this machine's device.
 
     Raises:
         UserError: the run would be refused.
     """
-    on_another = needs_absent_gpu(plain)
+    settings = resolved.config.model
+    on_another = settings.device.startswith("cuda") and not torch.cuda.is_available()
     if on_another and limit is None:
         problem = "this machine has no such GPU, so its memory cannot be read"
-        got = plain["model"]["device"]
-        raise UserError("model.device", problem, got=got, remedy="name its memory: device_memory=24GiB")
-    is_auto = plain["token_budget"] == AUTO
-    if on_another:
-        plain = without_gpu(plain)
-    plan = without_running(plain)
+        raise UserError("model.device", problem, got=settings.device, remedy="name its memory: device_memory=24GiB")
+    plan: Plan = (without_gpu(resolved) if on_another else resolved).plan(runs_here=False)
     settings = plan.config.model
     if not on_another:
         check_quantized_device(settings)
@@ -154,11 +151,11 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     demand = plan.demand(model, False)
     if demand is None:
         problem = "cannot be planned: it does not say how much memory its runs take"
-        raise UserError("plan", problem, got=f"rlft {plain['verb']}", remedy="plan a verb that does")
+        raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a verb that does")
     if on_another or demand.device == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
-        plan = settled(plan, model, demand, memory, is_auto)
+        plan = settled(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
     if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):
         plan = plan.sampled_by(demand.section, model.itemsize)
     if demand.engine is not None:
@@ -208,21 +205,11 @@ def _note_of_ranks(plan: Plan, on_gpus: bool) -> list[str]:
     return [f"memory is that of the run's own process and its engines; {others} as much again as this process"]
 
 
-def without_running(plain: dict[str, Any]) -> Plan:
-    """The plan of a run that may run on another machine."""
-    return verbs.named(plain["verb"]).make_plan(plain, runs_here=False)
-
-
-def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:
-    """Whether the run is meant for a GPU and this machine has none."""
-    return str(plain["model"]["device"]).startswith("cuda") and not torch.cuda.is_available()
-
-
-def without_gpu(plain: dict[str, Any]) -> dict[str, Any]:
-    """The run as a machine without a GPU can check it, with the values that `auto` has on a GPU."""
-    settings = plain["model"]
-    dtype = "bfloat16" if settings["dtype"] == AUTO else settings["dtype"]  # float16 before Ampere: of the same size
-    return {**resolved(plain), "model": {**settings, "device": "cpu", "dtype": dtype}}
+def without_gpu(resolved: Resolved) -> Resolved:
+    """The run as a machine without a GPU can check it, with the dtype that `auto` has on a GPU."""
+    config = resolved.config
+    dtype = "bfloat16" if config.model.dtype == AUTO else config.model.dtype  # float16 before Ampere: of the same size
+    return replace(resolved, config=replace(config, model=replace(config.model, device="cpu", dtype=dtype)))
 
 
 def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:

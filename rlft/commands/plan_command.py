@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from rlft.commands.launch import import_libraries
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import compose_run
-from rlft.plan.checks import check_early
-from rlft.plan.device_memory import read_bytes
+from rlft.config.resolved import resolve
 from rlft.runs import references
+from rlft.types import UserError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 USAGE = """\
 usage: rlft plan [<verb>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [--json]
@@ -43,13 +46,13 @@ def command(arguments: list[str]) -> int:
     run = compose_run(overrides, parsed.config_dir, verb)
     plain, device_memory = references.resolved(run.plain), parsed.value("device_memory")
     memory = None if device_memory is None else read_bytes(device_memory)
-    check_early(plain, verb)
+    resolved = resolve(plain, verb)
     import_libraries()
     from rlft.commands import plan
     from rlft.commands.plan_page import print_plan
     from rlft.plan import disk_space
 
-    planned = plan.plan_of(plain, memory)
+    planned = plan.plan_of(resolved, memory)
     if disk_note := disk_space.note(planned.disk, run.folder):
         planned = replace(planned, notes=[*planned.notes, disk_note])
     if "--json" in arguments:
@@ -64,3 +67,22 @@ def verb_of(words: Sequence[str]) -> str:
     """The verb of the named recipe, or `train`."""
     recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
     return catalog.verb_of(recipe) if recipe in catalog.choices("recipe") else "train"
+
+
+def read_bytes(text: str) -> int:
+    """The number of bytes in `24GiB`, `512 MB` or a bare number of bytes.
+
+    >>> read_bytes("24GiB"), read_bytes("0.5 GB"), read_bytes("8000000000")
+    (25769803776, 500000000, 8000000000)
+
+    Raises:
+        UserError: the text is not a size, or is one below 1 MiB.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    unit = UNITS.get((match[2] or "B").upper()) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise UserError("device_memory", "must be a size", got=text, remedy="write it as 24GiB")
+    if float(match[1]) * unit < UNITS["MIB"]:
+        problem = "no device has so little memory" if match[2] else "has no unit, and no device has so few bytes"
+        raise UserError("device_memory", problem, got=text, remedy=f"write {match[1]}GiB")
+    return int(float(match[1]) * unit)

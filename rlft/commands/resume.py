@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.begin import begin
-from rlft.commands.launch import launch
+from rlft.commands.launch import begin, launch
 from rlft.commands.sweep.record import is_study
 from rlft.config import compose as configs
-from rlft.plan.checks import check_early
+from rlft.config.resolved import resolve
 from rlft.runs import checkpoint, references, run_folder
 from rlft.runs.find import find, one_run
 from rlft.runs.fork import forking, open_fork
@@ -71,6 +70,6 @@ def fork(folder: Path, arguments: list[str]) -> None:
     plain["resume"] = None
     new_folder = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
     plain = run_folder.with_kept_values(references.resolved(plain), None)
-    check_early({**plain, "resume": str(folder)}, verb)
+    resolved = resolve({**plain, "resume": str(new_folder)})
     run_folder.check_free(new_folder)
-    launch(plain, new_folder, fork=source)
+    launch(resolved, new_folder, fork=source)

@@ -17,6 +17,7 @@ _CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 _ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
 _VERB = re.compile(r"^verb: (\w+)", re.MULTILINE)
 _TARGET = re.compile(r"^_target_:", re.MULTILINE)
+_REFERENCE = re.compile(r"\$\{([a-z_.]+)\}")
 _PAPER = re.compile(r"^# Paper: (.+)$", re.MULTILINE)
 _NOT_KEYS = ("defaults", "hydra", "_target_")
 """Top-level words of YAML files that are not keys of a config."""
@@ -211,6 +212,12 @@ def keys(group: str, verb: str | None = None) -> dict[str, list[str]]:
         for key in dict.fromkeys(key for source in (file, *bases(file)) for key in entries(source)):
             result.setdefault(f"{group}.{key}", []).append(choice)
     return result
+
+
+@cache
+def referred_to(group: str) -> list[str]:
+    """The keys that the YAML of this group's choices refers to, as in `${scoring.timeout}`."""
+    return sorted({key for file in files(group).values() for key in _REFERENCE.findall(file.read_text())})
 
 
 def meaning(key: str, verb: str = "train") -> Entry | None:

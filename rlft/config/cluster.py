@@ -5,26 +5,27 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rlft.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.config.keys import Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """The `cluster` section. The defaults: one process does all."""
 
-    kind: typing.Literal["local", "ray"] = "local"
-    address: str | None = None
+    kind: Annotated[typing.Literal["local", "ray"], Key(free_in_sweep=True)] = "local"
+    address: Annotated[str | None, Key(free_in_sweep=True)] = None
     engines: NonNegativeInt = 0
     gpus_per_engine: PositiveInt = 1
     ranks: PositiveInt = 1
-    lanes: PositiveInt | typing.Literal["auto"] = "auto"
-    placement: typing.Literal["auto", "pairs", "divided"] = "auto"
-    timeout: PositiveFloat = 600.0
+    lanes: Annotated[PositiveInt | typing.Literal["auto"], Key(free=False)] = "auto"
+    placement: Annotated[typing.Literal["auto", "pairs", "divided"], Key(free_in_sweep=True)] = "auto"
+    timeout: Annotated[PositiveFloat, Key(free_in_sweep=True)] = 600.0
     max_engine_restarts: NonNegativeInt = 3
     scoring: bool = False
-    jobs: PositiveInt = 1
+    jobs: Annotated[PositiveInt, Key(free_in_sweep=True)] = 1
     shard_base: bool = False
 
     @property

@@ -52,17 +52,18 @@ class Verb:
         name: the word after `rlft`, which is also the value of the key `verb` in the config of each run.
         usage: the words after the name, for `rlft --help`.
         help: what the verb does, in one line.
-        root: the dataclass of its config, a `rlft.config.schema.Root`.
-        make_plan: (plain config, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It loads no weight.
+        root: the dataclass of its config, a `rlft.config.schema.Root`, with what is known of its keys
+            (`rlft.config.keys.Key`), such as that a resume may change them.
+        make_plan: (`rlft.config.resolved.Resolved`, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It
+            loads no weight.
         run: (plan, folder, engines, say) -> `rlft.loop.driver.Outcome`.
-        check: (plain config); raises a UserError if the config alone is wrong. It imports no torch. None means that
-            only the types and bounds of the root are checked.
+        check: (typed config) -> what it has made of the config and the plan goes on with (`Resolved.parts`); raises a
+            UserError if the config alone is wrong. It imports no torch. None means that only the types and bounds of
+            the root are checked.
         configs: the folder of `<name>.yaml`, which has the verb's keys with their defaults; its own groups and recipes
             are folders in it. None means rlft's own folder.
         headline: the most important metric; None if a run writes no metrics.
         has_policy: whether a run saves a policy in the role `policy`, which `rlft eval` can evaluate.
-        lora_roles: roles in another run's checkpoint that `lora.path` may mean, in order of preference.
-        free_keys: keys that a resume may change, besides those of every verb (`rlft.runs.run_folder`).
         compose: (arguments) -> the config if words such as run=<run> determine it, else None.
         steps_done: (folder, plan) -> number of saved steps. None means those of the newest undamaged checkpoint.
         stopped: (folder) -> the message about a run that was stopped inside a step. None means the usual one.
@@ -79,8 +80,6 @@ class Verb:
     configs: Path | None = None
     headline: Headline | None = LOSS
     has_policy: bool = False
-    lora_roles: tuple[str, ...] = ("policy",)
-    free_keys: tuple[str, ...] = ()
     compose: Step | None = None
     steps_done: Step | None = None
     stopped: Step | None = None

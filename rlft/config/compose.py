@@ -28,10 +28,6 @@ from rlft.types import UserError, lone_surrogate
 USUAL = "train"
 """The verb of a config that names none. Its YAML gives every key a value, so other verbs compose groups with it."""
 
-REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
-"""Keys that the YAML of rewards refers to."""
-
-
 FILES = {
     "demonstrations.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
     "to try it without one: rlft {verb} +recipe={verb}_arithmetic",
@@ -325,8 +321,8 @@ def changed(
             required = [f"{name}=unread" for name in FILES if composer != USUAL and name.partition(".")[0] in config]
             of_section = [o for o in overrides if o.startswith(f"{key}.")]
             words = [override, *(o for o in required if not o.startswith(f"{key}.")), *of_section]
-            referred = {name: OmegaConf.select(result, name) for name in REFERRED_TO}
-            words += [f"{name}={value}" for name, value in referred.items() if value is not None and key == "reward"]
+            referred = {name: OmegaConf.select(result, name) for name in catalog.referred_to(key)}
+            words += [f"{name}={value}" for name, value in referred.items() if value is not None]
             section = compose(words, config_dir, composer).get(key, {})
             if key == "generation":
                 engine = result[key]["engine"] = section["engine"]  # the sampling keys stay unchanged
@@ -353,7 +349,7 @@ def changed(
 def _rank(key: str, verb: str) -> int:
     """Position of a key in the order in which changes are applied."""
     groups = catalog.groups(verb)
-    return 0 if key in REFERRED_TO else 1 if key in groups else 2
+    return 0 if any(key in catalog.referred_to(group) for group in groups) else 1 if key in groups else 2
 
 
 _MISSING = object()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -13,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from rlft.config import catalog, sampling_keys, suggest
+from rlft.config.keys import options, without_key
 from rlft.types import UserError
 
 ALLOW_UNSCORABLE = "allow_unscorable"
@@ -128,13 +128,13 @@ def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any
 
 def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
     """The value in its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
-    sections = [kind for kind in _options(hint) if dataclasses.is_dataclass(kind)]
-    if sections and not (value is None and type(None) in _options(hint)):
+    sections = [kind for kind in options(hint) if dataclasses.is_dataclass(kind)]
+    if sections and not (value is None and type(None) in options(hint)):
         return from_mapping(sections[0], value, key, verb)
     from pydantic import ValidationError
     from pydantic.errors import PydanticSchemaGenerationError
 
-    enums = [kind for kind in _options(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    enums = [kind for kind in options(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
     for kind in enums:
         values = [member.value for member in kind]
         value = "off" if value is False and "off" in values else value  # a bare off is YAML's false
@@ -147,7 +147,7 @@ def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
     except ValidationError as error:
         problem = _joined(list(dict.fromkeys(_sentence(e["msg"]) for e in error.errors())))
         choices = [str(m.value) for kind in enums for m in kind]
-        choices += ["null"] if choices and type(None) in _options(hint) else []
+        choices += ["null"] if choices and type(None) in options(hint) else []
         remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, verb)
         problem = "is not one of its choices" if choices else problem
         raise UserError(key, problem, got=_short(value), remedy=remedy) from None
@@ -165,11 +165,8 @@ def _adapter(hint: Any) -> Any:
 
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: without_key(hint) for name, hint in hints.items()}
 
 
 def _sentence(message: str) -> str:
@@ -191,7 +188,7 @@ def _joined(problems: Sequence[str]) -> str:
 
 def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
     kinds = [
-        typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)
+        typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in options(hint)
     ]
     if str not in kinds and any(typing.get_origin(kind) is Sequence for kind in kinds):
         if value is None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from rlft.config.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from rlft.config.keys import Key
 from rlft.config.model_paths import is_adapter
 from rlft.types import UserError
 
@@ -57,15 +58,15 @@ class Quantization(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    path: str
+    path: Annotated[str, Key(free=True, in_state=False, roles=("model",))]
     revision: str | None
     dtype: str
-    device: str
-    attn_implementation: str
-    gradient_checkpointing: bool | Literal["auto"]
+    device: Annotated[str, Key(free=True, in_state=False)]
+    attn_implementation: Annotated[str, Key(in_state=False)]
+    gradient_checkpointing: Annotated[bool | Literal["auto"], Key(in_state=False)]
     quantization: Quantization | None
     trust_remote_code: bool
-    kernels: KernelChoice = KernelChoice.auto
+    kernels: Annotated[KernelChoice, Key(in_state=False)] = KernelChoice.auto
     date: str = "auto"
 
     def __post_init__(self) -> None:
@@ -83,9 +84,9 @@ class ModelConfig:
 class LoraSettings:
     rank: PositiveInt
     alpha: PositiveFloat
-    dropout: Decay
+    dropout: Annotated[Decay, Key(in_state=False)]
     target_modules: str | Sequence[str]
-    path: str | None
+    path: Annotated[str | None, Key(roles=("policy",))]
     use_rslora: bool = False
     use_dora: bool = False
 
@@ -128,16 +129,16 @@ class SnapshotConfig:
         teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for the teacher.
     """
 
-    reference: str
+    reference: Annotated[str, Key(roles=("policy",))]
     refresh_every: NonNegativeInt
     ema_decay: PositiveFraction | None
     old: Old
-    teacher: str = "none"
-    teacher_hint: str | None = None
-    teacher_engine: Literal["transformers", "vllm"] = "transformers"
-    teacher_dtype: str | None = None
-    teacher_quantization: Literal["none", "4bit"] | None = None
-    teacher_gpu_memory_utilization: PositiveFraction = 0.3
+    teacher: Annotated[str, Key(only_trains=True, roles=("policy", "model"))] = "none"
+    teacher_hint: Annotated[str | None, Key(only_trains=True)] = None
+    teacher_engine: Annotated[Literal["transformers", "vllm"], Key(only_trains=True)] = "transformers"
+    teacher_dtype: Annotated[str | None, Key(only_trains=True)] = None
+    teacher_quantization: Annotated[Literal["none", "4bit"] | None, Key(only_trains=True)] = None
+    teacher_gpu_memory_utilization: Annotated[PositiveFraction, Key(free=True, only_trains=True)] = 0.3
 
     @property
     def teacher_adapter(self) -> str | None:
@@ -175,7 +176,7 @@ def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfi
 class ReferenceConfig:
     """A reference that never moves: `auto`, `none`, `base`, `copy` (the policy of the start), or a PEFT folder."""
 
-    reference: str
+    reference: Annotated[str, Key(roles=("policy",))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +187,11 @@ class CriticConfig:
         init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter.
     """
 
-    kind: CriticKind
-    init: str
+    kind: Annotated[CriticKind, Key(in_state=True)]
+    init: Annotated[str, Key(in_state=True, roles=("critic", "reward"))]
     lr: PositiveFloat
     warmup_steps: NonNegativeInt
-    normalize_values: bool
+    normalize_values: Annotated[bool, Key(in_state=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from rlft.config.bounds import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from rlft.config.cluster import ClusterConfig
 from rlft.config.generation import GenerationConfig
 from rlft.config.instantiate import ALLOW_UNSCORABLE
+from rlft.config.keys import Key
 from rlft.config.model import (
     CriticConfig,
     LoraSettings,
@@ -36,8 +37,8 @@ class PromptsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringConfig:
-    workers: NonNegativeInt
-    timeout: PositiveFloat
+    workers: Annotated[NonNegativeInt, Key(free=True)]
+    timeout: Annotated[PositiveFloat, Key(free=True)]
     on_error: float | typing.Literal["stop"]
 
 
@@ -53,7 +54,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainConfig:
-    path: str | None
+    path: Annotated[str | None, Key(free=True)]
     field: str
     given_field: str | None
     max_tokens: PositiveInt
@@ -69,13 +70,13 @@ class FreshnessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    every: NonNegativeInt
+    every: Annotated[NonNegativeInt, Key(only_trains=True)]
     num_prompts: PositiveInt
     num_samples: PositiveInt
     temperature: float | None
-    correct_at: float
-    num_examples: NonNegativeInt
-    kl_base: bool
+    correct_at: Annotated[float, Key(free=False)]
+    num_examples: Annotated[NonNegativeInt, Key(only_trains=True)]
+    kl_base: Annotated[bool, Key(only_trains=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +128,12 @@ class TokenValuesConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingEvalConfig:
     every: NonNegativeInt
-    num_rankings: PositiveInt
+    num_rankings: Annotated[PositiveInt, Key(free=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
-    path: str | None
+    path: Annotated[str | None, Key(free=True)]
     fraction: Decay
 
 
@@ -140,25 +141,27 @@ class ReplayConfig:
 class Root:
     """The keys of every verb's config (configs/base/run.yaml)."""
 
-    verb: str
-    name: str
-    seed: Seed
-    resume: str | None
-    token_budget: PositiveInt
-    prompts: PromptsConfig
-    model: ModelConfig
+    verb: Annotated[str, Key(in_state=True)]
+    name: Annotated[str, Key(free=True, only_trains=True)]
+    seed: Annotated[Seed, Key(in_trial="always")]
+    resume: Annotated[str | None, Key(free=True)]
+    token_budget: Annotated[PositiveInt, Key(free=True, in_trial="always")]
+    prompts: Annotated[PromptsConfig, Key(of_data=True)]
+    model: Annotated[ModelConfig, Key(in_state=True, in_trial="always")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRoot(Root):
     """The root of a verb that samples and scores (configs/base/sampling.yaml, and its groups)."""
 
-    generation: GenerationConfig
+    generation: Annotated[GenerationConfig, Key(in_trial="always")]
     scoring: ScoringConfig
-    freshness: FreshnessConfig
-    data: Mapping[str, Any]
+    freshness: Annotated[FreshnessConfig, Key(free=True, in_trial="always")]
+    data: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True), "allow_unscorable": Key(free=True)})]
     reward: Mapping[str, Any]
-    environment: Mapping[str, Any] | None = None
+    environment: Annotated[
+        Mapping[str, Any] | None, Key(inside={"workers": Key(free=True), "port": Key(free=True)})
+    ] = None
 
     @property
     def allows_unscorable(self) -> bool:
@@ -170,27 +173,27 @@ class SamplingRoot(Root):
 class RunConfig(SamplingRoot):
     """The root of `rlft train`."""
 
-    steps: PositiveInt
-    prompts_per_step: PositiveInt
-    group_size: PositiveInt
-    epochs: PositiveInt
-    minibatches: PositiveInt
-    lora: LoraSettings
+    steps: Annotated[PositiveInt, Key(free=True, measured=True, only_trains=True)]
+    prompts_per_step: Annotated[PositiveInt, Key(only_trains=True, in_trial="typed")]
+    group_size: Annotated[PositiveInt, Key(only_trains=True, in_trial="typed")]
+    epochs: Annotated[PositiveInt, Key(only_trains=True)]
+    minibatches: Annotated[PositiveInt, Key(only_trains=True)]
+    lora: Annotated[LoraSettings, Key(in_state=True, in_trial="always")]
     snapshot: SnapshotConfig
-    critic: CriticConfig
-    trainer: TrainerConfig
-    reward_model: RewardModelConfig
-    dynamic_sampling: DynamicSamplingConfig
-    overlap: OverlapConfig
-    cluster: ClusterConfig
-    pretrain: PretrainConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    alarms: AlarmsConfig | None
-    token_values: TokenValuesConfig | None
-    rollouts: RolloutsConfig
-    algorithm: Mapping[str, Any]
-    logger: Mapping[str, Any]
+    critic: Annotated[CriticConfig, Key(only_trains=True)]
+    trainer: Annotated[TrainerConfig, Key(only_trains=True, in_trial="always")]
+    reward_model: Annotated[RewardModelConfig, Key(only_trains=True)]
+    dynamic_sampling: Annotated[DynamicSamplingConfig, Key(only_trains=True)]
+    overlap: Annotated[OverlapConfig, Key(only_trains=True)]
+    cluster: Annotated[ClusterConfig, Key(free=True, measured=False, only_trains=True)]
+    pretrain: Annotated[PretrainConfig, Key(only_trains=True)]
+    eval: Annotated[EvalConfig, Key(free=True, measured=True)]
+    checkpoint: Annotated[CheckpointConfig, Key(free=True, only_trains=True)]
+    alarms: Annotated[AlarmsConfig | None, Key(measured=False, only_trains=True, in_trial="always")]
+    token_values: Annotated[TokenValuesConfig | None, Key(free=True, only_trains=True)]
+    rollouts: Annotated[RolloutsConfig, Key(free=True, only_trains=True)]
+    algorithm: Annotated[Mapping[str, Any], Key(only_trains=True)]
+    logger: Annotated[Mapping[str, Any], Key(free=True, only_trains=True)]
 
     @property
     def completions_per_step(self) -> int:
@@ -205,38 +208,39 @@ class RunConfig(SamplingRoot):
 class SftConfig(SamplingRoot):
     """The root of `rlft sft`. With steps=None `epochs` decides; lora=None trains the model's own weights."""
 
-    steps: PositiveInt | None
+    steps: Annotated[PositiveInt | None, Key(free=True, measured=True)]
     epochs: PositiveInt
     examples_per_step: PositiveInt
-    max_completion_tokens: PositiveInt
-    lora: LoraSettings | None
+    max_completion_tokens: Annotated[PositiveInt, Key(of_data=True)]
+    lora: Annotated[LoraSettings | None, Key(in_state=True)]
     trainer: TrainerConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    demonstrations: Mapping[str, Any]
-    logger: Mapping[str, Any]
+    eval: Annotated[EvalConfig, Key(free=True, measured=True)]
+    checkpoint: Annotated[CheckpointConfig, Key(free=True)]
+    demonstrations: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True)})]
+    logger: Annotated[Mapping[str, Any], Key(free=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingRoot(Root):
     """The root of verbs that learn from preferences (configs/base/rankings.yaml). With steps=None `epochs` decides."""
 
-    steps: PositiveInt | None
+    steps: Annotated[PositiveInt | None, Key(free=True, measured=True)]
     epochs: PositiveInt
     rankings_per_step: PositiveInt
-    max_completion_tokens: PositiveInt
-    lora: LoraSettings
+    max_completion_tokens: Annotated[PositiveInt, Key(of_data=True)]
+    lora: Annotated[LoraSettings, Key(in_state=True)]
     trainer: TrainerConfig
-    eval: RankingEvalConfig
-    checkpoint: CheckpointConfig
-    preferences: Mapping[str, Any]
-    logger: Mapping[str, Any]
+    eval: Annotated[RankingEvalConfig, Key(free=True, measured=True)]
+    checkpoint: Annotated[CheckpointConfig, Key(free=True)]
+    preferences: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True)})]
+    logger: Annotated[Mapping[str, Any], Key(free=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmConfig(RankingRoot):
     """The root of `rlft rm`."""
 
+    lora: Annotated[LoraSettings, Key(in_state=True, inside={"path": Key(roles=("reward", "policy"))})]
     margin: NonNegativeFloat
     center: bool
     replay: ReplayConfig
@@ -260,9 +264,9 @@ class Keep(StrEnum):
 class SampleConfig(SamplingRoot):
     """The root of `rlft sample`."""
 
-    adapter: str | None
+    adapter: Annotated[str | None, Key(roles=("policy",))]
     split: typing.Literal["train", "held_out"]
-    num_prompts: PositiveInt | None
+    num_prompts: Annotated[PositiveInt | None, Key(free=True)]
     n: PositiveInt
     prompts_per_step: PositiveInt
     keep: Keep

@@ -6,6 +6,7 @@ It changes memory and time, never a gradient, so a run may be resumed on a machi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 AUTO = "auto"
@@ -18,10 +19,10 @@ CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
 is computed once."""
 
 
-def resolved(config: Mapping[str, Any], *, gpu: bool | None = None) -> dict[str, Any]:
+def resolved(config: Mapping[str, Any], *, gpu: bool = False) -> dict[str, Any]:
     """The plain config with a number instead of `auto`, also in the rewards' own token budgets.
 
-    `gpu` says whether the base will be on a GPU; None decides by the config and this machine, which may import torch.
+    `gpu` says whether the base will be on a GPU.
     """
     result = dict(config)
     if result.get("token_budget") == AUTO:
@@ -31,28 +32,40 @@ def resolved(config: Mapping[str, Any], *, gpu: bool | None = None) -> dict[str,
     return result
 
 
+def with_budget_of_device(config: Any, plain: Mapping[str, Any]) -> Any:
+    """The typed config of this plain one, with a GPU's budget for `auto` if the base will be on a GPU."""
+    if plain.get("token_budget") != AUTO or not on_gpu(plain["model"]):
+        return config
+    return with_number(config, plain, token_budget(plain, gpu=True))
+
+
+def with_number(config: Any, plain: Mapping[str, Any], budget: int) -> Any:
+    """The typed config with this token budget, also in the rewards whose section says `auto` in the plain one."""
+    rewards = {"reward": with_budget(config.reward, plain["reward"], budget)} if plain.get("reward") else {}
+    return replace(config, token_budget=budget, **rewards)
+
+
 def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: int) -> dict[str, Any]:
     """The rewards, with this token budget in each whose section says `token_budget: auto`."""
     automatic = {n for n, keys in written.items() if isinstance(keys, Mapping) and keys.get("token_budget") == AUTO}
     return {n: {**keys, "token_budget": budget} if n in automatic else keys for n, keys in rewards.items()}
 
 
-def token_budget(config: Mapping[str, Any], *, gpu: bool | None = None) -> int:
+def token_budget(config: Mapping[str, Any], *, gpu: bool) -> int:
     """The number of tokens in one forward-backward, on a GPU or for the longest group of this config on a CPU."""
     prompt, completion = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
     completion = completion or _positive_int(config.get("max_completion_tokens"))
     minimum = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
-    if on_gpu(config.get("model")) if gpu is None else gpu:
+    if gpu:
         return max(GPU_TOKENS, minimum)
     group = prompt + completion * max(1, _positive_int(config.get("group_size")))
     return max(min(max(CPU_TOKENS, group), MOST_CPU_TOKENS), minimum)
 
 
-def on_gpu(model: Any) -> bool:
-    """Whether the base will be on a GPU."""
-    device = str(model.get("device", AUTO)) if isinstance(model, Mapping) else AUTO
-    if device != AUTO:
-        return device.startswith("cuda")
+def on_gpu(model: Mapping[str, Any]) -> bool:
+    """Whether the base will be on a GPU; imports torch if the config leaves it to this machine."""
+    if model["device"] != AUTO:
+        return model["device"].startswith("cuda")
     import torch
 
     return torch.cuda.is_available()

@@ -1,14 +1,17 @@
-"""Checks of the `environment` section, without torch, the model or the data."""
+"""Checks of the `environment` section, without torch, the model or the data; and what prompts show of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlft.config.instantiate import instantiate
 from rlft.config.schema import RunConfig, SamplingRoot
 from rlft.environment.protocol import Environment
-from rlft.types import UserError
+from rlft.types import NOTHING, Prompt, Shown, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SECTION = "environment"
 
@@ -83,3 +86,22 @@ def check_environment(config: SamplingRoot) -> None:
             got=f"{environment.timeout:g}",
             remedy=f"lower it, or raise cluster.timeout above {environment.timeout:g}",
         )
+
+
+def shown_in_prompts(
+    environment: Environment | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> Shown:
+    """What prompts show of the environment, for `rlft.data.prompts.scan`; nothing without one.
+
+    Raises:
+        UserError: a tool has no types or docstring, or the chat template cannot hold such conversations.
+    """
+    if environment is None or not len(prompts):
+        return NOTHING
+    from rlft.environment.dialect import Dialect
+    from rlft.environment.turn_template import TurnTemplate
+
+    if environment.plays_itself:
+        TurnTemplate(tokenizer, {"user"}, opening=prompts[0].messages)
+        return NOTHING
+    return Dialect(environment, tokenizer, prompts[0].messages).shown

@@ -6,11 +6,11 @@ They depend on the whole memory of the device, not on what happens to be free, s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
-from rlft.config.token_budget import AUTO, with_budget
+from rlft.config.token_budget import AUTO, with_number
 from rlft.generation.memory import ModelSizes, peak
 from rlft.model.backbone import resolve_device
 from rlft.plan.cluster_plan import context_bytes, placed_here
@@ -64,7 +64,5 @@ def settled(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lo
     if may_lower:
         largest = largest_budget(model, replace(demand, recompute=recompute), process, limit)
         budget = budget if largest is None else min(budget, largest)
-    changed: dict[str, Any] = {"model": replace(config.model, gradient_checkpointing=recompute), "token_budget": budget}
-    if "reward" in plan.plain:
-        changed["reward"] = with_budget(config.reward, plan.plain["reward"], budget)
-    return replace(plan, config=replace(config, **changed))
+    config = replace(config, model=replace(config.model, gradient_checkpointing=recompute))
+    return replace(plan, config=with_number(config, plan.plain, budget))

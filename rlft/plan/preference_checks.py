@@ -7,14 +7,12 @@ from typing import Any
 
 from rlft.algorithm.preference.bradley_terry import BradleyTerry
 from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankingLoss
-from rlft.config.compose import build
 from rlft.config.instantiate import instantiate
 from rlft.config.schema import DpoConfig, RmConfig
 from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import has_head
 from rlft.plan import rules
 from rlft.plan.adapters import AdapterUse, Use, check_folders
-from rlft.plan.files import check_data
 from rlft.types import Logger, UserError
 
 REFERENCE = "snapshot.reference"
@@ -22,13 +20,12 @@ MOVING = "ema"
 """A reference that only `rlft train` has: its log-probs would have to be recomputed in every step."""
 
 
-def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig | DpoConfig, RankingLoss, tuple[Logger, ...]]:
-    """The typed config, its loss and loggers, after every rule that needs neither libraries nor the contents of files.
+def check_config(config: RmConfig | DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
+    """The loss and the loggers, after every rule that needs neither libraries nor the contents of files.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    config = build(plain, RmConfig, "rm") if plain["verb"] == "rm" else build(plain, DpoConfig, "dpo")
     rules.check_name(config.name)
     rules.check_model(config.model)
     longest, what = config.prompts.max_tokens + config.max_completion_tokens, "prompts.max_tokens and a completion"
@@ -37,13 +34,13 @@ def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig | DpoConfig, Rankin
     rules.check_budget(config.token_budget, longest, what)
     loss = _loss_of(config)
     check_folders(uses_of(config, loss), config.lora)
-    check_data(config.preferences, "preferences")
+    rules.check_data(config.preferences, "preferences")
     if isinstance(config, RmConfig) and config.replay.path is not None:
         try:
-            check_data(replayed(config), "preferences")
+            rules.check_data(replayed(config), "preferences")
         except UserError as error:
             raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
-    return config, loss, loggers_of(config.logger)
+    return loss, loggers_of(config.logger)
 
 
 def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.algorithm.ops.preference import pairs_of_ranking
 from rlft.algorithm.preference.preference_loss import RankingLoss
 from rlft.config.instantiate import instantiate
+from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
@@ -19,7 +20,7 @@ from rlft.plan.adapters import check_adapters
 from rlft.plan.disk_space import checkpoint_bytes, metrics_bytes
 from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import Demand
-from rlft.plan.preference_checks import REFERENCE, check_config, reference_of, replayed, uses_of
+from rlft.plan.preference_checks import REFERENCE, reference_of, replayed, uses_of
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.types import Split, UserError
@@ -170,17 +171,18 @@ class PreferencePlan(Plan):
         return {"checkpoints": saved, "metrics": metrics_bytes(self.num_steps, config.eval.every)}
 
 
-def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> PreferencePlan:
-    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
+    """Reads the model's config.json and tokenizer, and scans the data.
 
     Args:
-        plain: the resolved config.
+        resolved: the config.
         runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
 
     Raises:
-        UserError: the config, the model or the data are wrong.
+        UserError: the model or the data are wrong.
     """
-    config, loss, loggers = check_config(plain)
+    config: RmConfig | DpoConfig = resolved.config
+    loss, loggers = resolved.parts
     used = uses_of(config, loss)
     rules.check_machine(config.model, runs_here=runs_here)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
@@ -200,7 +202,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> Preference
             raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
     plan = PreferencePlan(
         config=config,
-        plain=plain,
+        plain=resolved.plain,
         engine=None,
         train=train,
         held_out=held_out,

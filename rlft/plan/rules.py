@@ -1,6 +1,6 @@
 """Rules between the parts of a config, all checked before a weight is loaded.
 
-Rules that read the config alone import no library, so that `rlft.plan.checks` can call them before torch is imported.
+Rules that read the config alone import no library, so that a config is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import Objective
 from rlft.config.generation import ANYWHERE, AUTO, BUILT_IN, ON_A_GPU, GenerationConfig, section_of
-from rlft.config.instantiate import locate
+from rlft.config.instantiate import instantiate, locate
 from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig
 from rlft.config.model_paths import check_local
 from rlft.config.schema import EvalConfig, RunConfig, ScoringConfig
@@ -67,6 +67,17 @@ def check_name(name: str) -> None:
     if not name.strip() or name == ".." or Path(name).name != name:
         problem = "names a folder under runs/, and must be one plain word or several"
         raise UserError("name", problem, got=name or "nothing", remedy="leave out slashes, for instance name=first_try")
+
+
+def check_data(section: Mapping[str, Any], key: str = "data") -> None:
+    """Makes the component that a section describes, and calls its `check()`, if it has one, which reads no file.
+
+    Raises:
+        UserError: a key of the component is wrong, mainly that of a file which does not exist.
+    """
+    check = getattr(instantiate(section, key), "check", None)
+    if callable(check):
+        check()
 
 
 def _sizes(config: RunConfig, algorithm: Objective) -> None:
@@ -288,6 +299,7 @@ def check_model(settings: ModelConfig) -> None:
     if settings.dtype not in ("auto", *DTYPES):
         remedy = f"use auto, {', '.join(DTYPES)}"
         raise UserError("model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
+    check_quantized_on(settings.quantization, settings.device)
 
 
 def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from rlft.config.compose import build
 from rlft.config.model import LoraSettings
 from rlft.config.schema import Keep, SampleConfig
 from rlft.model.adapter_fields import check_shape
@@ -14,18 +11,16 @@ from rlft.model.adapter_folder import check_adapter_folder
 from rlft.plan import rules
 from rlft.plan.adapters import AdapterUse, Use, check_folders, check_learned, uses_of_rewards
 from rlft.plan.environments import check_environment, check_rewarded
-from rlft.plan.files import check_data
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
 
-def check_config(plain: Mapping[str, Any]) -> SampleConfig:
-    """The typed config, after every rule that needs neither libraries nor the contents of files.
+def check_config(config: SampleConfig) -> None:
+    """Checks every rule that needs neither libraries nor the contents of files.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    config = build(plain, SampleConfig, "sample")
     rules.check_name(config.name)
     rules.check_model(config.model)
     rules.check_engine(config.generation, config.model)
@@ -43,8 +38,7 @@ def check_config(plain: Mapping[str, Any]) -> SampleConfig:
     check_rewarded(config)
     check_learned(specs(config.reward))
     check_folders(uses_of(config), lora_of(config))
-    check_data(config.data)
-    return config
+    rules.check_data(config.data)
 
 
 def uses_of(config: SampleConfig) -> list[Use]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlft.config.generation import AUTO, GenerationConfig
 from rlft.config.instantiate import instantiate
 from rlft.config.model import HEAD, LoraSettings
+from rlft.config.resolved import Resolved
 from rlft.config.schema import SampleConfig
 from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint, untokenised
 from rlft.environment.protocol import Environment
@@ -19,12 +19,11 @@ from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_confi
 from rlft.plan import rules
 from rlft.plan.adapters import check_adapters, check_classifiers
 from rlft.plan.disk_space import TOKEN_ID, completion_bytes
-from rlft.plan.environments import environment_of
+from rlft.plan.environments import environment_of, shown_in_prompts
 from rlft.plan.reference_answers import check_references
 from rlft.plan.run_plan import Plan
-from rlft.plan.sample_checks import check_config, lora_of, uses_of
+from rlft.plan.sample_checks import lora_of, uses_of
 from rlft.plan.servers import check_servers
-from rlft.plan.shown import shown_in_prompts
 from rlft.reward.workers.reward_spec import check_with_rewards, specs
 from rlft.types import Prompt, Split, UserError
 
@@ -85,17 +84,17 @@ def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str
     rules.check_served(generation, lora)
 
 
-def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan:
-    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
+    """Reads the model's config.json and tokenizer, and scans the data.
 
     Args:
-        plain: the resolved config.
+        resolved: the config.
         runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
 
     Raises:
-        UserError: the config, the model or the data are wrong.
+        UserError: the model or the data are wrong.
     """
-    config = check_config(plain)
+    config: SampleConfig = resolved.config
     rules.check_machine(config.model, runs_here=runs_here)
     rewards, lora, used = specs(config.reward), lora_of(config), uses_of(config)
     engine, _ = rules.choose_engine(
@@ -123,7 +122,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     check_servers(rewards, prompts.prompts[0])
     return SamplePlan(
         config=config,
-        plain=plain,
+        plain=resolved.plain,
         engine=engine,
         prompts=prompts,
         data_notes=data_notes,

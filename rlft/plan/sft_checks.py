@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from rlft.config.compose import build
 from rlft.config.generation import AUTO, GenerationConfig
 from rlft.config.schema import SftConfig
 from rlft.logger.loggers import loggers_of
 from rlft.plan import rules
 from rlft.plan.adapters import AdapterUse, Use, check_folders, check_learned, uses_of_rewards
 from rlft.plan.environments import check_rewarded
-from rlft.plan.files import check_data
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import Logger, UserError
 
 
-def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...]]:
-    """The typed config and its loggers, after every rule that needs neither libraries nor the contents of files.
+def check_config(config: SftConfig) -> tuple[Logger, ...]:
+    """The loggers, after every rule that needs neither libraries nor the contents of files.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    config = build(plain, SftConfig, "sft")
     rules.check_name(config.name)
     rules.check_engine(config.generation, config.model)
     if config.lora is None:
@@ -44,8 +38,8 @@ def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...
         rules.check_served(config.generation, config.lora)
     for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
         if section:
-            check_data(section, key)
-    return config, loggers_of(config.logger)
+            rules.check_data(section, key)
+    return loggers_of(config.logger)
 
 
 def _check_whole(config: SftConfig) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rlft.config.instantiate import instantiate
+from rlft.config.resolved import Resolved
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, scan_demonstrations
 from rlft.data.prompts import PromptSet, left_out, scan, untokenised
@@ -30,7 +30,7 @@ from rlft.plan.reference_answers import check_references
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sampling_shapes import of_evaluation
 from rlft.plan.servers import check_servers
-from rlft.plan.sft_checks import check_config, check_trainable, uses_of
+from rlft.plan.sft_checks import check_trainable, uses_of
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.reward.workers.reward_spec import check_with_rewards, notes, specs
 from rlft.types import Split
@@ -126,17 +126,17 @@ def check_machine(config: SftConfig, *, runs_here: bool = True) -> None:
         check_trainable(str(dtype).removeprefix("torch."))
 
 
-def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
-    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
+    """Reads the model's config.json and tokenizer, and scans the data.
 
     Args:
-        plain: the resolved config.
+        resolved: the config.
         runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
 
     Raises:
-        UserError: the config, the model or the data are wrong.
+        UserError: the model or the data are wrong.
     """
-    config, loggers = check_config(plain)
+    config: SftConfig = resolved.config
     check_machine(config, runs_here=runs_here)
     whole = config.lora is None
     engine, _ = rules.choose_engine(config.generation, config.model, config.lora, runs_here=runs_here, whole=whole)
@@ -174,12 +174,12 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
     rules.check_enough("examples_per_step", size, size, len(train.texts), "demonstrations")
     return SftPlan(
         config=config,
-        plain=plain,
+        plain=resolved.plain,
         engine=None if held_out is None else engine,
         train=train,
         held_out_examples=held_out_examples,
         held_out=held_out,
-        loggers=loggers,
+        loggers=resolved.parts,
         ends=ends,
         fingerprints={
             "demonstrations_fingerprint": train.fingerprint,

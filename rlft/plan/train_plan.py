@@ -6,7 +6,6 @@ tokenizer, data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +13,7 @@ from rlft.algorithm.objective import Objective
 from rlft.config.generation import AUTO, section_of
 from rlft.config.instantiate import instantiate
 from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
+from rlft.config.resolved import Resolved
 from rlft.config.schema import RunConfig
 from rlft.data.lazy import joined
 from rlft.data.prompts import PromptSet, left_out, scan, untokenised
@@ -37,7 +37,7 @@ from rlft.model.positions import limit_of
 from rlft.plan import rules
 from rlft.plan.adapters import check_adapters, check_classifiers, empty_model, uses
 from rlft.plan.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
-from rlft.plan.environments import environment_of
+from rlft.plan.environments import environment_of, shown_in_prompts
 from rlft.plan.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.plan.memory_parts import Demand
 from rlft.plan.ranks import idle_engines, why_whole
@@ -45,7 +45,6 @@ from rlft.plan.reference_answers import check_references
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sampling_shapes import of_training
 from rlft.plan.servers import check_servers
-from rlft.plan.shown import shown_in_prompts
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.teacher_memory import TeacherDemand
 from rlft.plan.teachers import (
@@ -55,7 +54,6 @@ from rlft.plan.teachers import (
     check_top_k,
     missing_engine,
 )
-from rlft.plan.train_checks import check_config
 from rlft.reward.workers.reward_spec import check_with_rewards, notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.process.placement import Placement
@@ -280,18 +278,19 @@ class TrainPlan(Plan):
         return result
 
 
-def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
-    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
+    """Reads the model's config.json and tokenizer, and scans the data.
 
     Args:
-        plain: the resolved config.
+        resolved: the config.
         runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
         trains: False if the config is only evaluated.
 
     Raises:
-        UserError: the config, the model or the data are wrong.
+        UserError: the model or the data are wrong.
     """
-    config, algorithm, loggers = check_config(plain, trains=trains)
+    config: RunConfig = resolved.config
+    algorithm, loggers = resolved.parts
     rules.check_machine(config.model, runs_here=runs_here)
     if trains:
         check_teachers_machine(config, runs_here=runs_here)
@@ -350,7 +349,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
         teacher_row_tokens = longest + config.generation.max_tokens
     return TrainPlan(
         config=config,
-        plain=plain,
+        plain=resolved.plain,
         algorithm=algorithm,
         engine=engine,
         engine_reason=reason,

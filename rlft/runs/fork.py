@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlft.config import command as verbs
+from rlft.config.keys import is_below, known
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, open_after
 from rlft.logger.rollouts import ROLLOUTS, rollout_files
 from rlft.runs import checkpoint, paths, run_folder, run_status
@@ -28,14 +30,6 @@ WRITTEN = ("checkpoints", ROLLOUTS, METRICS, EVALUATIONS, ALARMS, run_status.FIL
 
 MOVING_REFERENCES = ("copy", "ema")
 """References whose adapter is saved in checkpoints; `base`, `none` and a folder have no state."""
-
-DEPENDS_ON = ("verb", "lora", "model", "critic.kind", "critic.init", "critic.normalize_values")
-"""Keys and sections that determine the tensors of a checkpoint."""
-INDEPENDENT = ("lora.dropout", "model.path", "model.device", "model.gradient_checkpointing",
-               "model.attn_implementation", "model.kernels")  # fmt: skip
-"""Exceptions to DEPENDS_ON. A different base at model.path is refused by its fingerprint."""
-OF_DATA = ("prompts", "max_completion_tokens")
-"""Keys that change which data are read, and so the fingerprint of the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +100,15 @@ def check(fork: Fork, config: Mapping[str, Any], fingerprints: Mapping[str, str]
         problem = f"the checkpoint holds adapters, heads and averages made with other values ({'; '.join(unfit)})"
         raise UserError("resume", problem, got=fork.checkpoint, remedy="leave these keys as they were")
 
+    root = verbs.named(config["verb"]).root
+
     def replaced(key: str) -> bool:
         section = key.partition(".")[0]
         if section == "model":
             return False
         if section in ("snapshot", "reward", "lora", "critic"):
             return key in changed
-        return any(_is_below(name, (section, *OF_DATA)) for name in changed)
+        return any(is_below(name, (section,)) or known(root, name).of_data for name in changed)
 
     run_folder.check_same_inputs(fork.origin, fingerprints, replaced)
     if num_steps <= fork.step:
@@ -132,11 +128,7 @@ def _is_state(key: str, fork: Fork, config: Mapping[str, Any]) -> bool:
         return bool(values[0]) != bool(values[1])
     if key.startswith("reward.") and key.endswith((".path", "._target_")):
         return bool(old_values.get("reward_model.refresh_every"))
-    return _is_below(key, DEPENDS_ON) and key not in INDEPENDENT
-
-
-def _is_below(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
+    return bool(known(verbs.named(config["verb"]).root, key).in_state)
 
 
 def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:

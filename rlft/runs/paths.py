@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-KEYS = ("snapshot.reference", "snapshot.teacher", "critic.init", "adapter")
+from rlft.config import command as verbs
+from rlft.config.keys import keys_of
+
 NAMES = ("path", "held_out_path")
-"""KEYS, and all keys whose last part is one of these, may name a local file or folder."""
+"""Keys whose last part is one of these, and keys that may name a role of a run, may name a local file or folder."""
 KEYWORDS = ("auto", "none", "base", "copy", "ema", "reward")
 """Values of these keys that are never a folder, whatever folders the working directory has."""
 
@@ -36,7 +39,13 @@ def is_path_key(key: str) -> bool:
     >>> is_path_key("data.path"), is_path_key("trainer.lr")
     (True, False)
     """
-    return key in KEYS or key.rpartition(".")[2] in NAMES
+    return key.rpartition(".")[2] in NAMES or key in _keys_of_roles()
+
+
+@cache
+def _keys_of_roles() -> set[str]:
+    roots = (verbs.named(verb).root for verb in verbs.OWN)
+    return {key for root in roots for key, known in keys_of(root).items() if known.roles}
 
 
 def record(config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:

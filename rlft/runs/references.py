@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config import command as verbs
+from rlft.config.keys import keys_of
 from rlft.runs import checkpoint
 from rlft.runs.find import LATEST, one_run
 from rlft.runs.paths import KEYWORDS
 from rlft.runs.run_folder import CONFIG, checkpoints
 from rlft.system.terminal import say
 from rlft.types import UserError
-
-POLICY_KEYS = ("snapshot.reference", "adapter")
 
 
 def resolved(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,13 +39,8 @@ def resolved(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def adapter_references(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
     """(key, acceptable roles in order of preference) for every key that may name a run and is not empty."""
-    adapters: list[tuple[str, Sequence[str]]] = [(key, ("policy",)) for key in POLICY_KEYS]
-    adapters.append(("lora.path", verbs.named(plain.get("verb", "train")).lora_roles))
-    adapters += [
-        ("snapshot.teacher", ("policy", "model")),
-        ("critic.init", ("critic", "reward")),
-        ("model.path", ("model",)),
-    ]
+    root = verbs.named(plain.get("verb", "train")).root
+    adapters: list[tuple[str, Sequence[str]]] = [(key, of.roles) for key, of in keys_of(root).items() if of.roles]
     adapters += [(f"reward.{name}.path", ("reward", f"reward_{name}")) for name in plain.get("reward", {})]
     for key, roles in adapters:
         value: Any = plain

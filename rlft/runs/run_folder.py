@@ -20,6 +20,7 @@ from rlft.config import command as verbs
 from rlft.config import generation as engines
 from rlft.config.cluster import kept_lanes
 from rlft.config.flat import flatten
+from rlft.config.keys import is_below, known
 from rlft.runs import checkpoint, paths, run_status
 from rlft.runs.config_file import CONFIG, FORMAT, KEY, ORIGIN, WHOLE, NewerError, whole_config
 from rlft.runs.run_status import FILE as STATUS
@@ -33,12 +34,6 @@ from rlft.types import UserError
 
 PATHS = "paths"
 """The key of the origin under which the config's paths relative to the run's folder are."""
-FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
-        "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
-        "freshness", "model.path", "model.device", "data.path", "data.allow_unscorable")  # fmt: skip
-"""Keys that a resume of any verb may change: length, logging, and how the run fits the machine.
-
-Keys of the verb (`Verb.free_keys`) and of the engine (`Engine.may_change`) may change as well."""
 PACKAGES = ("torch", "transformers", "peft", "hydra-core", "datasets", "math-verify")
 
 
@@ -217,16 +212,6 @@ def go_on(folder: Path, config: Mapping[str, Any]) -> None:
         _write(folder, changed)
 
 
-def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
-    """Refuses to resume with a config, a base or data that would give another run.
-
-    Raises:
-        UserError: names every key that changed, with both values.
-    """
-    check_same_config(folder, config)
-    check_same_inputs(read(folder).get(ORIGIN, {}), fingerprints)
-
-
 TEACHER = "snapshot.teacher"
 TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
 """Names of the fingerprint of a teacher that is an adapter, and of one that is a separate model."""
@@ -291,20 +276,24 @@ def check_same_inputs(
         raise UserError(TEACHER, problem, got=current[0][:12], remedy="name the same teacher, wherever it is now")
 
 
+def may_change(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether a resume may change this key of a plain config: the key is free, or its engine says so."""
+    of_engines = engines.free_keys(config.get("generation") or {})
+    return bool(known(verbs.named(config["verb"]).root, key).free) or is_below(key, of_engines)
+
+
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuses a config that differs from that of the run in this folder, in a key that may not change."""
     saved = read(folder)
     saved.pop(ORIGIN, None)
     before, now = flatten(saved), flatten(config)
-    free = {*FREE, *verbs.named(saved["verb"]).free_keys, *engines.free_keys(saved.get("generation", {}))}
-    free -= set() if before.get("trainer.schedule") == "constant" else {"steps"}
     changed = [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key, _ABSENT) != now.get(key, _ABSENT)
         and not paths.same_path(before.get(key), now.get(key))
         and not (key == TEACHER and paths.may_have_moved(before.get(key), now.get(key)))
-        and not any(key == f or key.startswith(f + ".") for f in free)
+        and not (may_change(key, saved) and (key != "steps" or before.get("trainer.schedule") == "constant"))
     ]
     if changed:
         raise UserError(

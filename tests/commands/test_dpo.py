@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from rlft import cli
 from rlft.commands.preferences import REFERENCE_LOGPROBS, open_task
 from rlft.config.compose import compose
-from rlft.plan.preference_plan import make_plan
-from rlft.runs.references import resolved
+from rlft.config.resolved import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
 
@@ -57,7 +56,7 @@ def test_three_updates_move_the_pairs_apart(trained: Path) -> None:
 def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(trained: Path) -> None:
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:
-        task = open_task(make_plan(resolved(compose([*TINY, f"lora.path={trained}"], verb="dpo"))), stack)
+        task = open_task(resolve(compose([*TINY, f"lora.path={trained}"], verb="dpo")).plan(), stack)
         assert task.plan.reference == str(trained / "checkpoints" / "step_000003" / "policy")
         metrics = task.evaluate(0).metrics
         assert metrics["eval/margin"] == 0.0
@@ -66,7 +65,7 @@ def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(trai
         )
     with ExitStack() as stack:  # held to the base, it begins where the first round ended
         words = [*TINY, f"lora.path={trained}", "snapshot.reference=base"]
-        metrics = open_task(make_plan(resolved(compose(words, verb="dpo"))), stack).evaluate(0).metrics
+        metrics = open_task(resolve(compose(words, verb="dpo")).plan(), stack).evaluate(0).metrics
         assert metrics["eval/margin"] == pytest.approx(evaluations(trained)[-1]["eval/margin"], rel=1e-4)
 
 
@@ -88,8 +87,8 @@ def test_its_run_is_evaluated_talked_to_and_exported_as_any_policys(
 
 def test_its_plan_counts_the_log_probs_that_a_checkpoint_keeps() -> None:
     """926 pairs: a position and two log-probs each, of 8 bytes, are 2 x 3 x 926 numbers of 4; three copies are kept."""
-    made = make_plan(compose(TINY, verb="dpo"))
-    free = make_plan(compose([*TINY, "loss=simpo"], verb="dpo"))
+    made = resolve(compose(TINY, verb="dpo")).plan()
+    free = resolve(compose([*TINY, "loss=simpo"], verb="dpo")).plan()
     assert len(made.train.rankings) == 926
     every = made.config.checkpoint
     copies = min(every.keep + 1, 1 + (made.num_steps - 1) // every.every)

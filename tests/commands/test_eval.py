@@ -11,9 +11,8 @@ import pytest
 
 from rlft import cli
 from rlft.commands import chat
-from rlft.commands.eval import as_evaluation
+from rlft.commands.eval import resolve_evaluation
 from rlft.config.compose import compose
-from rlft.plan.train_plan import make_plan
 
 TINY = (
     "model.path=embedded:tiny-arithmetic",
@@ -81,7 +80,7 @@ def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tm
     """Also one whose algorithm refuses to train without a teacher, and whose teacher vLLM would compute."""
     teacher = ("algorithm=opd", f"snapshot.teacher={tmp_path / 'gone'}", "snapshot.teacher_hint=x")
     plain = compose([*TINY, *teacher, "snapshot.teacher_engine=vllm"])
-    plan = make_plan(as_evaluation(plain), trains=False)
+    plan = resolve_evaluation(plain).plan(trains=False)
     assert (plan.config.snapshot.teacher, plan.config.snapshot.teacher_hint) == ("none", None)
     assert plan.config.snapshot.teacher_model is None  # nothing to load
     assert not any("teacher" in name for name in plan.fingerprints)

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rlft
 from rlft import cli
 from rlft.commands import plan
+from rlft.commands.plan_command import read_bytes
 from rlft.commands.plan_page import print_trials
-from rlft.plan.device_memory import read_bytes
 from rlft.plan.reward_trial import Trial
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from rlft import cli
 from rlft.commands.preferences import REWARD, open_task
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens
 from rlft.loop.engines import Engines
 from rlft.loop.session import open_session
 from rlft.model.roles import Roles
-from rlft.plan.preference_plan import make_plan as make_rm_plan
-from rlft.plan.train_plan import make_plan
 from rlft.runs import checkpoint
 from rlft.runs.checkpoint import Checkpoint
 from rlft.runs.references import resolved
@@ -39,11 +38,11 @@ def test_earlier_preferences_are_read_as_the_new_ones_are_with_a_split_of_their_
     words = [f"preferences.path={write_pairs(tmp_path / 'new.jsonl', range(40))}", "max_completion_tokens=16"]
     words += [f"replay.path={write_pairs(tmp_path / 'old.jsonl', range(100, 140))}", "rankings_per_step=8"]
     held_out = f"preferences.held_out_path={write_pairs(tmp_path / 'held_out.jsonl', range(200, 204))}"
-    made = make_rm_plan(compose([*words, held_out], verb="rm"))
+    made = resolve(compose([*words, held_out], verb="rm")).plan()
     assert made.replay is not None
     assert (len(made.train.rankings), len(made.held_out.rankings)) == (40, 4)
     assert 30 <= len(made.replay.rankings) < 40  # a tenth of the old questions, by their hash, stays held out
-    from_hub = make_rm_plan(compose([*words, "preferences=hub"], verb="rm"))
+    from_hub = resolve(compose([*words, "preferences=hub"], verb="rm")).plan()
     assert from_hub.replay is not None
     assert from_hub.replay.rankings == made.replay.rankings
 
@@ -85,14 +84,14 @@ def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
     words = ["reward=[exact_match,learned]", f"reward.learned.path={trained}", "critic.init=reward", *LORA]
     words += ["algorithm=ppo", "critic.kind=adapter", "generation=transformers", "logger=[]", "scoring.workers=0"]
     plain = resolved(compose([*words, "model.device=cpu", "data.size=64", "data.held_out_size=8"]))
-    with Engines() as engines, open_session(make_plan(plain), tmp_path, engines, lambda text: None) as session:
+    with Engines() as engines, open_session(resolve(plain).plan(), tmp_path, engines, lambda text: None) as session:
         yield session
 
 
 def test_a_trained_folder_is_a_reward_and_where_a_critic_begins(trained: Path, policy_run: Any) -> None:
     """Its scores are the run's own, moved so that the best held-out completions have a mean of 0."""
     last = json.loads((trained / "eval.jsonl").read_text().splitlines()[-1])
-    held_out = make_rm_plan(compose(TINY, verb="rm")).held_out.rankings[:12]
+    held_out = resolve(compose(TINY, verb="rm")).plan().held_out.rankings[:12]
     groups = [group(ranking) for ranking in held_out]
     scores = policy_run.scorer(groups).by_reward["learned"]
     best, worst = scores[:, 0].double(), scores[:, 1].double()
@@ -140,7 +139,7 @@ def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
     words = [word for word in TINY if not word.startswith("+recipe=")]
     words += ["preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", f"lora.path={folder}"]
     with ExitStack() as stack:
-        task = open_task(make_rm_plan(compose(words, verb="rm")), stack)
+        task = open_task(resolve(compose(words, verb="rm")).plan(), stack)
         for name, tensor in task.roles.weights(REWARD).items():
             assert torch.equal(tensor, weights[name]), name
         assert task.roles.heads[REWARD].weight.abs().max() == 0

@@ -93,11 +93,11 @@ def test_the_policy_of_a_run_without_an_adapter_is_its_model(tmp_path: Path) -> 
 
 
 def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
-    plain = compose([], verb="sample")
-    run_folder.start(tmp_path, plain, {"adapter_fingerprint": "a" * 64})
-    run_folder.check_resume(tmp_path, plain, {"adapter_fingerprint": "a" * 64})
+    run_folder.start(tmp_path, compose([], verb="sample"), {"adapter_fingerprint": "a" * 64})
+    origin = run_folder.read(tmp_path)[run_folder.ORIGIN]
+    run_folder.check_same_inputs(origin, {"adapter_fingerprint": "a" * 64})
     with pytest.raises(UserError, match=r"^adapter: the adapter in that folder changed since the run began"):
-        run_folder.check_resume(tmp_path, plain, {"adapter_fingerprint": "b" * 64})
+        run_folder.check_same_inputs(origin, {"adapter_fingerprint": "b" * 64})
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -62,10 +62,11 @@ def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began
         {**PLAIN, "snapshot": {**PLAIN["snapshot"], "teacher": teacher}} for teacher in ("here", "there", "base")
     )
     run_folder.start(tmp_path, before, {began: "a" * 64})
-    run_folder.check_resume(tmp_path, now, {began: "a" * 64})
+    run_folder.check_same_config(tmp_path, now)
+    run_folder.check_same_inputs({began: "a" * 64}, {began: "a" * 64})
     [other] = {"snapshot.teacher_fingerprint", "teacher_fingerprint"} - {began}
     for fingerprints in ({began: "b" * 64}, {other: "b" * 64}):
         with pytest.raises(UserError, match=r"^snapshot\.teacher: the .* \(fingerprint aaaaaaaaaaaa "):
-            run_folder.check_resume(tmp_path, now, fingerprints)
+            run_folder.check_same_inputs({began: "a" * 64}, fingerprints)
     with pytest.raises(UserError, match=r"snapshot\.teacher: here -> base"):
-        run_folder.check_resume(tmp_path, base, {})
+        run_folder.check_same_config(tmp_path, base)

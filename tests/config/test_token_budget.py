@@ -29,10 +29,13 @@ def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides: li
 
 def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    plain = compose(["prompts.max_tokens=64"])
-    assert token_budget.token_budget(plain) == 16384
-    assert token_budget.token_budget({**plain, "model": {"device": "cpu"}}) == 64 + 8 * 256
-    assert token_budget.token_budget(compose(["prompts.max_tokens=20000"])) > 20000
+    for words, expected in {
+        ("prompts.max_tokens=64",): 16384,
+        ("prompts.max_tokens=64", "model.device=cpu"): 64 + 8 * 256,
+        ("prompts.max_tokens=20000",): 20256,
+    }.items():
+        plain = compose(words)
+        assert token_budget.with_budget_of_device(build(plain), plain).token_budget == expected
 
 
 def test_a_learned_reward_takes_the_runs_budget() -> None:
@@ -44,6 +47,6 @@ def test_a_learned_reward_takes_the_runs_budget() -> None:
 
 
 def test_supervised_verbs_have_a_budget_without_groups() -> None:
-    assert token_budget.token_budget({"prompts": {"max_tokens": 256}, "model": {"device": "cpu"}}) == 1536
-    plain = {"prompts": {"max_tokens": 256}, "max_completion_tokens": 3000, "model": {"device": "cpu"}}
-    assert token_budget.token_budget(plain) == 3256
+    plain = {"prompts": {"max_tokens": 256}}
+    assert token_budget.token_budget(plain, gpu=False) == 1536
+    assert token_budget.token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256

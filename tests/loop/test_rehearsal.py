@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from rlft import cli
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.loggers import Loggers
 from rlft.loop.driver import RunDriver
 from rlft.model.forward import Forward
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.plan.train_plan import make_plan
 from rlft.types import Batch, Outputs
 
 TINY = (
@@ -84,7 +84,7 @@ def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forw
     monkeypatch.setattr(Forward, "__call__", spy)
     words = ["algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.teacher_hint='It is {answer}.'"]
     run(tmp_path / "run", *words, "steps=1")
-    of_the_hint = make_plan(compose([*TINY, *words])).teacher_row_tokens - 20 - PROMPT
+    of_the_hint = resolve(compose([*TINY, *words])).plan().teacher_row_tokens - 20 - PROMPT
     assert of_the_hint >= 5
     longest = 2 * (PROMPT + 3 * 20)
     assert seen[:2] == [(False, longest + 2 * of_the_hint), (True, longest)]

@@ -18,10 +18,10 @@ from slow_cases import slow
 
 from rlft.algorithm.grpo import GRPO
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.loop.engines import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.roles import OLD, POLICY, REFERENCE, SAMPLER, Roles
-from rlft.plan.train_plan import make_plan
 from rlft.train import train
 from rlft.trainer.optimizer import Optimizer
 
@@ -126,7 +126,7 @@ def run(recorder, tmp_path):
     """Runs the recipe with these overrides; returns the policy's and the snapshots' last weights."""
 
     def go(*overrides: str) -> dict[str, dict[str, torch.Tensor]]:
-        plan = make_plan(compose([*SETTINGS, *overrides]))
+        plan = resolve(compose([*SETTINGS, *overrides])).plan()
         with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
             recorder.begin(session.roles)
             train(session)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlft.commands.plan import Planned, plan_of, without_gpu, without_running
+from rlft.commands.plan import Planned, plan_of, without_gpu
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.plan import train_plan
 from rlft.plan.cluster_plan import check_base, gpu_memory
 from rlft.plan.memory_demand import CUDA_CONTEXT, sizes_of
@@ -20,7 +21,7 @@ ON_A_CARD = ("model.device=cuda", "generation=vllm")
 
 
 def planned(*words: str, limit: int = 80 * GIB) -> Planned:
-    return plan_of(compose(["+recipe=grpo_arithmetic", "scoring.workers=0", *words]), limit)
+    return plan_of(resolve(compose(["+recipe=grpo_arithmetic", "scoring.workers=0", *words])), limit)
 
 
 def row(plan: Planned, name: str) -> tuple[str, str]:
@@ -77,7 +78,7 @@ def test_each_gpu_of_an_engine_holds_a_part_of_its_base() -> None:
     needed = []
     for gpus in (1, 2):
         plain = compose(["+recipe=grpo_arithmetic", *words, f"cluster.gpus_per_engine={gpus}"])
-        plan = without_running(without_gpu(plain))
+        plan = without_gpu(resolve(plain)).plan(runs_here=False)
         assert isinstance(plan, TrainPlan)
         model = sizes_of(plan.config.model, plan.config.lora)
         needed.append(gpu_memory(plan, model, GIB, absent=True)[1].needed)
@@ -151,7 +152,7 @@ def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
 )  # fmt: skip
 def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words: tuple[str, ...], gpu: int, text: str) -> None:
     """10 GiB, of which four layers of 2 GiB; four ranks hold 2 + 2 + 2 * 2 = 8 GiB of it each, sixteen no less."""
-    plan = without_running(compose(["+recipe=grpo_arithmetic", *words]))
+    plan = resolve(compose(["+recipe=grpo_arithmetic", *words])).plan(runs_here=False)
     assert isinstance(plan, TrainPlan)
     model = sizes_of(plan.config.model, plan.config.lora)
     large = replace(model, itemsize=2, base_bytes=10 * GIB, layers=(GIB,) * 4)

@@ -13,9 +13,8 @@ from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.plan.disk_space import note
-from rlft.plan.sample_plan import make_plan as sample_plan
-from rlft.plan.train_plan import make_plan
 from rlft.system.disk import size_text
 
 SMALL = ["steps=3", "prompts_per_step=2", "group_size=4", "generation=transformers", "generation.max_tokens=12",
@@ -34,7 +33,7 @@ def on_disk(folder: Path) -> int:
 )
 def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    said = make_plan({**compose([*SMALL, *words]), "token_budget": 512}).disk_bytes()
+    said = resolve({**compose([*SMALL, *words]), "token_budget": 512}).plan().disk_bytes()
     assert cli.run(["train", *SMALL, *words, "checkpoint.keep=9", f"hydra.run.dir={folder}"]) == 0
     kept = on_disk(folder / "checkpoints")  # three; checkpoint.keep=2 and one that is being written are as many
     assert 0.75 * said["checkpoints"] < kept < said["checkpoints"]
@@ -52,7 +51,7 @@ def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*(word for word in SMALL if not word.startswith("steps=")), "steps=400", "checkpoint.keep=5"]
-    said = make_plan({**compose(words), "token_budget": 512}).disk_bytes()
+    said = resolve({**compose(words), "token_budget": 512}).plan().disk_bytes()
     assert cli.run(["plan", *words, "token_budget=512", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["disk"]
     assert {part["part"]: part["bytes"] for part in listed} == said
@@ -65,7 +64,7 @@ def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(
 
 def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
     def parts(*words: str) -> dict[str, int]:
-        return make_plan({**compose([*SMALL, *words]), "token_budget": 512}).disk_bytes()
+        return resolve({**compose([*SMALL, *words]), "token_budget": 512}).plan().disk_bytes()
 
     one = parts("checkpoint.every=0")["checkpoints"]
     # every=1 of 30 steps: keep=4 and the next one
@@ -77,8 +76,8 @@ def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
     assert parts("rollouts.every=0")["rollouts"] == 0
     assert parts("logger=[console]").keys() == {"checkpoints", "rollouts"}
     plain = {**compose(["n=4", "num_prompts=3", "data.size=16"], verb="sample"), "token_budget": 512}
-    four = sample_plan(plain).disk_bytes()["samples"]
-    assert sample_plan({**plain, "max_per_prompt": 1}).disk_bytes()["samples"] == four // 4
+    four = resolve(plain).plan().disk_bytes()["samples"]
+    assert resolve({**plain, "max_per_prompt": 1}).plan().disk_bytes()["samples"] == four // 4
 
 
 def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

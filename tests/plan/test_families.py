@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from rlft.commands import plan
 from rlft.config.compose import compose
 from rlft.config.model_paths import resolve_path
+from rlft.config.resolved import resolve
 from rlft.types import UserError
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,8 @@ def folder_of(model_type: str, parent: Path) -> Path | None:
 
 
 def plan_of(folder: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
-    return plan.as_dict(plan.plan_of({**plain, "model": {**plain["model"], "path": str(folder)}}, None))
+    resolved = resolve({**plain, "model": {**plain["model"], "path": str(folder)}})
+    return plan.as_dict(plan.plan_of(resolved, None))
 
 
 def test_every_type_of_model_is_planned_or_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from in_one_test import each
 
+from rlft.commands.plan_command import read_bytes
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.generation.memory import peak
-from rlft.plan.device_memory import read_bytes
 from rlft.plan.fit import largest_budget, remedies
 from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import parts
-from rlft.plan.train_plan import make_plan
 from rlft.types import UserError
 
 MIB = 2**20
@@ -22,7 +22,7 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def wide():
     """(model, demand) of a run whose activations are what is largest."""
-    plan = make_plan(compose(["+recipe=grpo_arithmetic", "generation=transformers", "token_budget=16000"]))
+    plan = resolve(compose(["+recipe=grpo_arithmetic", "generation=transformers", "token_budget=16000"])).plan()
     model = sizes_of(plan.config.model, plan.config.lora)
     return model, plan.demand(model, recompute=False)
 

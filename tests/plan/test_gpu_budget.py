@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.config.token_budget import GPU_TOKENS
 from rlft.generation.memory import peak
 from rlft.plan import gpu_budget, memory_demand
 from rlft.plan.gpu_budget import fitted
 from rlft.plan.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.plan.memory_parts import parts
-from rlft.plan.train_plan import make_plan
 
 WORDS = (
     "+recipe=grpo_arithmetic",
@@ -31,7 +31,7 @@ def on_gpu(monkeypatch):
     """Plans are made here and sized as if for a GPU of so many bytes, on which `auto` would be its budget."""
 
     def of(num_bytes: int, *words: str):
-        plan = make_plan(compose([*WORDS, *words]))
+        plan = resolve(compose([*WORDS, *words])).plan()
         if plan.plain["token_budget"] == "auto":
             plan = replace(plan, config=replace(plan.config, token_budget=GPU_TOKENS))
         for module in (gpu_budget, memory_demand):
@@ -69,7 +69,7 @@ def test_a_small_one_takes_the_largest_that_fits(checkpointing, on_gpu):
 def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_gpu, monkeypatch):
     assert fitted(on_gpu(600 * 2**20, "token_budget=9000")).config.token_budget == 9000
     monkeypatch.setattr(gpu_budget, "resolve_device", lambda name: torch.device("cpu"))
-    plan = make_plan(compose([*WORDS]))
+    plan = resolve(compose([*WORDS])).plan()
     assert fitted(plan) is plan
 
 

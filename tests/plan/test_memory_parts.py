@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 from rlft.algorithm.ops.distillation import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
+from rlft.config.resolved import resolve
 from rlft.generation.memory import Part, When, peak
 from rlft.model.activations import LOGIT_CHUNK
 from rlft.model.kernels.lm_head import top_k_logprobs
 from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import TOP_K_FIELDS, TOP_K_LOGITS, Demand, largest_micro_batch, parts
-from rlft.plan.sft_plan import make_plan as make_sft_plan
-from rlft.plan.train_plan import make_plan
 
 DEMAND = Demand(
     adapters=2, trainable=1000, whole_model=False, prompt_tokens=10, completion_tokens=20, group=3, rows=12,
@@ -89,7 +88,7 @@ def test_the_peak_is_what_is_always_there_and_the_larger_of_two_times():
 def test_a_key_moves_its_part(override, part, factor):
     found = []
     for words in ("", override):
-        plan = make_plan(compose(["+recipe=grpo_arithmetic", "generation=transformers", *words.split()]))
+        plan = resolve(compose(["+recipe=grpo_arithmetic", "generation=transformers", *words.split()])).plan()
         model = sizes_of(plan.config.model, plan.config.lora)
         found.append(by_name(parts(model, plan.demand(model, recompute=False), 0)).get(part, 0))
     before, after = found
@@ -100,7 +99,7 @@ def test_a_key_moves_its_part(override, part, factor):
 
 
 def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
-    plan = make_sft_plan(compose(["+recipe=sft_arithmetic", "lora=null", "eval.every=0"], verb="sft"))
+    plan = resolve(compose(["+recipe=sft_arithmetic", "lora=null", "eval.every=0"], verb="sft")).plan()
     model = sizes_of(plan.config.model, None)
     plain, recomputed = (by_name(parts(model, plan.demand(model, on), 0)) for on in (False, True))
     assert recomputed["activations"] < 0.5 * plain["activations"]
@@ -114,9 +113,9 @@ def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
     [("base", 0, 1, False), ("embedded:tiny-student", None, 1, True)],
 )
 def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_config):
-    plan = make_plan(
+    plan = resolve(
         compose(["+recipe=grpo_arithmetic", "algorithm=opd", "algorithm.reward_coef=1", f"snapshot.teacher={teacher}"])
-    )
+    ).plan()
     model = sizes_of(plan.config.model, plan.config.lora)
     weights = sizes_of(model_config(path="embedded:tiny-student"), None).parameters
     demand = plan.demand(model, recompute=False)
@@ -129,7 +128,7 @@ def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_
 
 def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_pass_through_the_head():
     words = ["algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "data.size=64", "algorithm.top_k=16"]
-    plans = [make_plan(compose([*words, f"algorithm.teacher_in={place}"])) for place in ("loss", "advantage")]
+    plans = [resolve(compose([*words, f"algorithm.teacher_in={place}"])).plan() for place in ("loss", "advantage")]
     sizes = sizes_of(plans[0].config.model, plans[0].config.lora)
     demands = [plan.demand(sizes, False) for plan in plans]
     more, less = (by_name(parts(sizes, demand, 0)) for demand in demands)

@@ -8,9 +8,9 @@ import pytest
 
 from rlft.config.compose import build, compose
 from rlft.config.instantiate import instantiate
+from rlft.config.resolved import resolve
 from rlft.config.token_budget import resolved
 from rlft.plan.rules import resolve_mismatch
-from rlft.plan.train_plan import make_plan
 
 TRUNCATED_BY_TOKEN = ["grpo", "dapo", "cispo", "sapo", "rloo", "reinforce", "ppo", "a2c", "opd"]
 OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kimi": "off"}
@@ -55,7 +55,7 @@ def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none
     words = ["generation=vllm", "model.device=cpu", "data.size=16", "data.held_out_size=8"]
     rows = {}
     for dtype in ("float32", "bfloat16"):
-        plan = make_plan(resolved(compose([*words, f"model.dtype={dtype}"]), gpu=False), runs_here=False)
+        plan = resolve(compose([*words, f"model.dtype={dtype}"])).plan(runs_here=False)
         rows[dtype] = plan._mismatch_rows()
         assert plan.algorithm.corrects_mismatch == (dtype == "bfloat16")
     assert rows == {

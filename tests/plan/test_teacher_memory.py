@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.generation.memory import ModelSizes, Part, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.plan.fit import remedies
@@ -15,7 +16,6 @@ from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import Demand, lacks, parts, teacher_memory, teachers_pass
 from rlft.plan.teacher_memory import TEACHER_SHARE, TeacherDemand
 from rlft.plan.teachers import check_teacher_engine, missing_engine
-from rlft.plan.train_plan import make_plan
 from rlft.types import UserError
 
 GIB = 2**30
@@ -91,7 +91,8 @@ def test_on_a_cpu_it_is_weights_and_cache_and_libraries_that_are_counted_once() 
 @pytest.fixture(scope="module")
 def plan():
     words = ["+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains"]
-    return make_plan(compose([*words, "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2"]))
+    words += ["snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2"]
+    return resolve(compose(words)).plan()
 
 
 def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> None:
@@ -144,7 +145,7 @@ def test_a_plan_counts_a_teachers_own_dtype() -> None:
     words = ["+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "model.dtype=float32"]
 
     def teacher(*more: str) -> ModelSizes:
-        plan = make_plan(compose([*words, "data.size=64", *more]), runs_here=False)
+        plan = resolve(compose([*words, "data.size=64", *more])).plan(runs_here=False)
         demand = plan.demand(sizes_of(plan.config.model, plan.config.lora), recompute=False)
         assert demand.teacher is not None
         return demand.teacher.model

@@ -156,7 +156,7 @@ def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scan
 @pytest.mark.parametrize("split", ["train", "held-out"])
 def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
     from rlft.config.compose import compose
-    from rlft.plan.train_plan import make_plan
+    from rlft.config.resolved import resolve
 
     for name in ("train", "held-out"):
         test = "assert near(f(1), 2)" if name == split else "assert f(lambda x: x) == 1"
@@ -164,7 +164,7 @@ def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = [f"data.path={tmp_path}/train.jsonl", f"data.held_out_path={tmp_path}/held-out.jsonl"]
     with pytest.raises(UserError, match=r"^reward.code.tests_field: 8 of 16 prompts have tests that cannot be used"):
-        make_plan(compose(["+recipe=grpo_arithmetic", "reward=code", "data=jsonl", *files]))
+        resolve(compose(["+recipe=grpo_arithmetic", "reward=code", "data=jsonl", *files])).plan()
 
 
 def test_bad_tests_stop_the_run_with_the_prompts_name(group):

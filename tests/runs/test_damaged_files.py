@@ -15,8 +15,8 @@ from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.logger.jsonl import encode
-from rlft.plan.sample_plan import make_plan
 from rlft.runs import checkpoint, config_file, run_folder
 from rlft.runs.checkpoint import Checkpoint
 
@@ -336,7 +336,7 @@ def test_damaged_samples_are_refused_before_weights_are_loaded(
     run = tmp_path / "runs" / "sampled"
     run.mkdir(parents=True)
     plain = compose(SAMPLED, verb="sample")
-    run_folder.start(run, plain, make_plan(plain).fingerprints)
+    run_folder.start(run, plain, resolve(plain).plan().fingerprints)
     (run / "samples.jsonl").write_bytes(encode({"reward": 1.0}) * 3)
     size = (run / "samples.jsonl").stat().st_size
     done = {"step": 1, "bytes": size, "sampled": 4, "kept": 3, "prompts_kept": 2, "rewards": {"exact_match": 3.0}}

@@ -16,6 +16,7 @@ import pytest
 from rlft import cli
 from rlft.config import command as verbs
 from rlft.config.command import Verb
+from rlft.config.resolved import Resolved
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_status
 from rlft.runs.run_status import Status
@@ -32,9 +33,9 @@ class ThreeSteps(Plan):
 def that_raises(verb: Verb, make_error: Callable[[], BaseException]) -> Verb:
     """The verb without a model: planned at once, it raises as soon as it begins."""
 
-    def make_plan(plain: dict[str, Any]) -> Any:
-        config = SimpleNamespace(resume=plain["resume"], token_budget=512)
-        return ThreeSteps(config=config, plain=plain, fingerprints={}, engine=None)
+    def make_plan(resolved: Resolved) -> Any:
+        config = SimpleNamespace(resume=resolved.config.resume, token_budget=512)
+        return ThreeSteps(config=config, plain=resolved.plain, fingerprints={}, engine=None)
 
     def do(*args: object) -> Any:
         raise make_error()
@@ -131,10 +132,10 @@ def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.Capt
 
 
 VERBS = {
-    "train": "rlft.commands.begin.compose_run",
-    "sft": "rlft.commands.begin.compose_run",
-    "rm": "rlft.commands.begin.compose_run",
-    "sample": "rlft.commands.begin.compose_run",
+    "train": "rlft.cli.compose_run",
+    "sft": "rlft.cli.compose_run",
+    "rm": "rlft.cli.compose_run",
+    "sample": "rlft.cli.compose_run",
     "plan": "rlft.commands.plan_command.compose_run",
     "doctor": "rlft.commands.doctor.command.compose_run",
     "resume x": "rlft.runs.run_folder.read",

@@ -11,6 +11,7 @@ import rlft
 from rlft.batch import select
 from rlft.config.compose import compose
 from rlft.config.model import CriticKind
+from rlft.config.resolved import resolve
 from rlft.loop.engines import Engines
 from rlft.loop.parts import update_settings
 from rlft.loop.session import open_session
@@ -19,7 +20,6 @@ from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward, padded_forward, padded_values
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
-from rlft.plan.train_plan import make_plan
 from rlft.train import train
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
@@ -574,7 +574,7 @@ def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path
         "generation.scripted.answers={*: [yes, no]}", "model.device=cpu", "model.dtype=float32", "lora.rank=2",
         "eval.every=0", "logger=[]", "scoring.workers=0",
     ]  # fmt: skip
-    plan = make_plan(compose(settings))
+    plan = resolve(compose(settings)).plan()
     with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
         assert train(session).algorithm.state() == {"kl_coef": 4.0}
 
@@ -595,7 +595,7 @@ def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_no
     monkeypatch.setattr(LoraLinear, "operands", seen)
     step = Optimizer.update
     monkeypatch.setattr(Optimizer, "update", lambda self, lr: (borrowed.append(set()), step(self, lr))[1])
-    plan = make_plan(compose(settings))
+    plan = resolve(compose(settings)).plan()
     with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
         borrowed.append(set())
         train(session)

@@ -12,11 +12,12 @@ import pytest
 from run_folders import checkpoints, files_of, metrics, rollouts
 
 import rlft
-from rlft.commands import begin, resume
+from rlft import cli
 from rlft.commands import eval as evaluation
+from rlft.commands import resume
 from rlft.commands.sweep import checks as sweep
-from rlft.config import command as verbs
 from rlft.config import compose as configs
+from rlft.config.resolved import resolve
 from rlft.config.token_budget import resolved
 from rlft.runs import run_folder
 from rlft.tokens import chat_template
@@ -52,10 +53,9 @@ def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
     monkeypatch.chdir(tmp_path)
     words = [*tiny, f"model.path={dated_model}", "checkpoint.every=1", "checkpoint.keep=9"]
     words = [*(word for word in words if not word.startswith(("steps=", "eval.every="))), "eval.every=0"]
-    verb = verbs.named("train")
     today("2026-11-25T23:59")
-    begin.command(verb, [*words, "steps=2", "hydra.run.dir=whole"])
-    begin.command(verb, [*words, "steps=1", "hydra.run.dir=halved"])
+    cli.run(["train", *words, "steps=2", "hydra.run.dir=whole"])
+    cli.run(["train", *words, "steps=1", "hydra.run.dir=halved"])
     assert run_folder.read(Path("halved"))["model"]["date"] == "2026-11-25"
     today("2026-11-26T00:01")
     resume.command(["halved", "steps=2"])
@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
     assert rollouts(Path("forked")) == rollouts(Path("whole"))
     evaluation.command(["run=halved", "eval.num_prompts=2"])
     # A new run has the new day, and other prompts.
-    begin.command(verb, [*words, "steps=1", "hydra.run.dir=new"])
+    cli.run(["train", *words, "steps=1", "hydra.run.dir=new"])
     prints = [run_folder.read(Path(run))["origin"]["data_fingerprint"] for run in ("whole", "halved", "new")]
     assert prints[0] == prints[1] != prints[2]
     assert json.loads(json.dumps(run_folder.read(Path("new"))["model"]))["date"] == "2026-11-26"
@@ -76,15 +76,16 @@ def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
 
 def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today: Today, tmp_path: Path) -> None:
     today("2026-11-25T12:00")
-    plain = resolved(configs.compose([]))
+    config = resolve(configs.compose([]))
+    plain = config.plain
     word = sweep.date_word([plain, plain], None)
     assert word == "model.date=2026-11-25"
     (tmp_path / "0").mkdir()
-    run_folder.start(tmp_path / "0", sweep.dated(plain, word), {})
+    run_folder.start(tmp_path / "0", sweep.dated(config, word).plain, {})
     today("2026-11-26T12:00")
     assert sweep.date_word([plain], tmp_path) == word, "a job that is begun the next day"
     assert sweep.date_word([plain], tmp_path / "another") == "model.date=2026-11-26"
-    assert sweep.date_word([sweep.dated(plain, "model.date=2001-02-03")], None) is None, "the config names one"
+    assert sweep.date_word([sweep.dated(config, "model.date=2001-02-03").plain], None) is None, "the config names one"
 
 
 def test_a_run_of_before_this_key_goes_on_as_it_was(today: Today, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ CASES = [
         "interrupt",
         "the view has ended, the run is left as it is",
     ),
-    ("resume run steps=9", "rlft.runs.run_folder:check_resume", "interrupt", "the run is as it was"),
+    ("resume run steps=9", "rlft.runs.run_folder:check_same_inputs", "interrupt", "the run is as it was"),
 ]
 
 

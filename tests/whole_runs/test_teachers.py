@@ -12,14 +12,13 @@ from run_folders import check_same, learned, metrics
 from slow_cases import slow
 
 from rlft import cli
-from rlft.config import command as verbs
 from rlft.config.compose import compose
 from rlft.config.model import ModelConfig, SnapshotConfig
+from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop import base_loading, engines, rank_worker
 from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import parts
-from rlft.runs.references import resolved
 
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
@@ -65,7 +64,7 @@ def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: 
         "dpo": ("dpo", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64",
                 f"snapshot.reference={teacher}"),
     }[verb]  # fmt: skip
-    plan = verbs.named(verb).make_plan(resolved(compose([*words[1:], "lora.rank=2"], verb=verb)))
+    plan = resolve(compose([*words[1:], "lora.rank=2"], verb=verb)).plan()
     sizes = sizes_of(plan.config.model, plan.config.lora)
     demand = plan.demand(sizes, False)
     frozen = 2 if verb == "train" else 1

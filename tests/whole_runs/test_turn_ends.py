@@ -15,12 +15,11 @@ from rlft import cli
 from rlft.commands import chat, serve
 from rlft.commands.export.command import export, prepare
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.environment.endpoint.bodies import Chat
 from rlft.environment.endpoint.inbox import Request
 from rlft.environment.endpoint.server import bound
 from rlft.loop.engines import engine_args
-from rlft.plan import sft_plan
-from rlft.plan.train_plan import make_plan
 from rlft.runs.find import NamedRun
 from rlft.types import UserError
 
@@ -89,7 +88,7 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
 
 
 def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: Path, tiny_path: Path) -> None:
-    plan = make_plan(compose([f"model.path={base}", *KEYS]))
+    plan = resolve(compose([f"model.path={base}", *KEYS])).plan()
     assert plan.end_rows() == [
         ("a turn ends", "<|im_end|>", "learned and sampled, token 2; <|endoftext|> would end it too")
     ]
@@ -97,11 +96,11 @@ def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: 
     assert note.startswith(
         "a turn ends with <|im_end|>, as the chat template has it, while the tokenizer's end token is"
     )
-    usual = make_plan(compose([f"model.path={tiny_path}", *KEYS]))
+    usual = resolve(compose([f"model.path={tiny_path}", *KEYS])).plan()
     assert usual.end_rows() == [("a turn ends", "<|im_end|>", "learned and sampled, token 2")]
     assert not [note for note in usual.notes if "turn ends" in note]
     with pytest.raises(UserError, match=r"^generation\.stop: holds the special token .*leave it out, since every"):
-        make_plan(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"]))
+        resolve(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"])).plan()
 
 
 def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) ->
     keys = [f"model.path={base}", f"demonstrations.path={file}", "examples_per_step=4", "model.device=cpu"]
     keys += ["max_completion_tokens=64", "generation.max_tokens=64"]
     for style, end in (("chat", END), ("raw", OTHER)):
-        plan = sft_plan.make_plan(compose([*keys, f"prompts.style={style}"], verb="sft"))
+        plan = resolve(compose([*keys, f"prompts.style={style}"], verb="sft")).plan()
         config = plan.config
         args = engine_args(config, config.lora)
         assert {int(text.ids[-1]) for text in plan.train.texts} == {end}

@@ -14,8 +14,10 @@ from rlft.commands.doctor.row import Row, Status
 from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
+from rlft.config.keys import keys_of
 from rlft.config.overrides import Arguments
-from rlft.plan.checks import check_early
+from rlft.config.resolved import resolve
+from rlft.config.schema import RunConfig
 from rlft.runs import references
 from rlft.system import interrupt
 from rlft.system.crash import debugging
@@ -62,10 +64,6 @@ CHECKS = (
 """The time limits of `versions` and `kernels` include the start of a process, which imports torch."""
 
 VERB = "train"
-TAKEN = ("seed", "token_budget", "model", "lora", "generation", "freshness", "trainer", "alarms")
-"""Sections and keys that a trial takes from the user's config, besides typed sizes; the rest is made for it."""
-SIZES = ("prompts_per_step", "group_size")
-"""Keys that a trial takes from the user's config only if they were typed."""
 OWN = (
     "data=jsonl",
     "data.path=letters.jsonl",
@@ -87,7 +85,7 @@ def command(arguments: list[str]) -> int:
     parsed = only_overrides(words, VERB)
     run = compose_run(parsed.overrides, parsed.config_dir, VERB)
     plain = references.resolved(run.plain)
-    check_early(plain, VERB)
+    resolve(plain, VERB)
     return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)
 
 
@@ -136,6 +134,7 @@ def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Setti
     """The settings for a trial of the run with this config, whose folder would be `folder`."""
     typed = frozenset(override.lstrip("+~").partition("=")[0] for override in parsed.overrides)
     trial_config = compose(OWN, None, VERB)
-    trial_config |= {name: plain[name] for name in (*TAKEN, *(size for size in SIZES if size in typed))}
+    in_trial = {name: keys_of(RunConfig)[name].in_trial for name in trial_config}
+    trial_config |= {n: plain[n] for n, when in in_trial.items() if when == "always" or (when and n in typed)}
     trial_config["prompts"] = {**trial_config["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}
     return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)

@@ -21,15 +21,15 @@ from rlft.commands.doctor.arithmetic import peak_rate
 from rlft.commands.doctor.row import NotReadyError
 from rlft.commands.doctor.supervise import Settings
 from rlft.commands.doctor.work import SIZES, Work, make_model, write_prompts
+from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.config.token_budget import resolved
 from rlft.loop.engines import Engines
 from rlft.loop.metrics import Clock, peak_memory_bytes
 from rlft.loop.session import Session, open_session
 from rlft.model.backbone import read_config, resolve_device, resolve_dtype
 from rlft.model.roles import Roles
 from rlft.plan.gpu_budget import fitted
-from rlft.plan.train_plan import TrainPlan, make_plan
+from rlft.plan.train_plan import TrainPlan
 from rlft.system.memory import resident_bytes
 from rlft.types import Batch, Group, Scores
 
@@ -153,7 +153,7 @@ class Trial:
     def plan(self) -> TrainPlan:
         if "model" in self.failed:
             raise NotReadyError("there is no model to look at")
-        return fitted(make_plan(resolved(self.plain)))
+        return fitted(resolve(self.plain).plan())
 
     @property
     def config(self) -> RunConfig:

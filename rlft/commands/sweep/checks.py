@@ -34,15 +34,13 @@ from rlft.commands.sweep.space import (
     read_grid,
     read_space,
 )
-from rlft.config import command as verbs
 from rlft.config import compose as configs
 from rlft.config.cluster import ClusterConfig
 from rlft.config.overrides import Arguments
-from rlft.plan.checks import check_early
+from rlft.config.resolved import Resolved, resolve
 from rlft.plan.run_plan import Plan
-from rlft.runs import run_folder, run_status
+from rlft.runs import references, run_folder, run_status
 from rlft.runs.paths import is_path_key
-from rlft.runs.references import resolved
 from rlft.system.terminal import override
 from rlft.tokens.chat_template import AUTO_DATE, today
 from rlft.types import UserError
@@ -59,21 +57,25 @@ class Checked:
         verb: of its runs.
         parsed: its words, with the date on which it was begun.
         space: the keys and their values.
-        plains: the configs of its jobs; of a study those of its corners.
+        configs: those of its jobs; of a study those of its corners.
         cluster: the section of its runs; None where their verb has none.
         on_gpus: whether runs side by side have a GPU each.
         keys: of a study, how its values are drawn and trials compared; None for a plain sweep.
-        plans: of a study, those of the first corner and of those that read other files.
+        plans: {job or corner: its plan} of the first one and of those that read other files.
     """
 
     verb: str
     parsed: Arguments
     space: Space
-    plains: Sequence[dict[str, Any]]
+    configs: Sequence[Resolved]
     cluster: ClusterConfig | None
     on_gpus: bool
+    plans: Mapping[int, Plan]
     keys: StudyConfig | None = None
-    plans: Sequence[Plan] = ()
+
+    @property
+    def plains(self) -> list[Mapping[str, Any]]:
+        return [one.plain for one in self.configs]
 
     @property
     def in_parallel(self) -> bool:
@@ -107,23 +109,24 @@ def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
     else:
         space = read_grid(parsed.overrides, verb)
     tried = corners_of(space) if keys is not None else jobs_of(space)
-    plains = composed(tried, space, parsed.config_dir, verb, None if keys is None else keys.metric)
+    resolved = checked_configs(tried, space, parsed.config_dir, verb, None if keys is None else keys.metric)
+    plains = [one.plain for one in resolved]
     if (word := date_word(plains, folder)) is not None:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
-        plains = [dated(plain, word) for plain in plains]
+        resolved = [dated(one, word) for one in resolved]
     cluster = cluster_of(plains)
     import_libraries()
     on_gpus = cluster is not None and cluster.jobs > 1 and are_on_gpus(plains)
     if cluster is not None and on_gpus:
         gpus_of(cluster)  # refuses jobs for which there are too few
-    plans = planned(tried, plains, folder if keys is None else None)
+    plans = planned(tried, resolved, folder if keys is None else None)
     if keys is not None:
-        check_prunes(keys, int(plains[0]["eval"]["every"]), plans[0].num_steps)
+        check_prunes(keys, resolved[0].config.eval.every, plans[0].num_steps)
     return Checked(
         verb=verb,
         parsed=parsed,
         space=space,
-        plains=plains,
+        configs=resolved,
         cluster=cluster,
         on_gpus=on_gpus,
         keys=keys,
@@ -143,21 +146,21 @@ def corners_of(space: Space) -> list[Tried]:
     return [Tried(words=space.words(params), label=f"tried with {word}", word=word) for word, params in corners]
 
 
-def compose_checked(words: Sequence[str], config_dir: Path | None, verb: str) -> dict[str, Any]:
-    """The plain config of a run, once it has been checked by itself."""
-    plain = resolved(configs.compose(words, config_dir, verb))
-    check_early(plain, verb)
-    return plain
+def resolve_words(words: Sequence[str], config_dir: Path | None, verb: str) -> Resolved:
+    """The config of a run with these overrides, checked by itself."""
+    return resolve(references.resolved(configs.compose(words, config_dir, verb)), verb)
 
 
-def composed(
+def checked_configs(
     tried: Sequence[Tried], space: Space, config_dir: Path | None, verb: str, metric: str | None
-) -> list[dict[str, Any]]:
-    """The plain configs, once each has been checked; metric: by which they are to be comparable, if they are."""
-    plains: list[dict[str, Any]] = []
+) -> list[Resolved]:
+    """The configs, once each has been checked; metric: by which they are to be comparable, if they are."""
+    found: list[Resolved] = []
+    plains: list[Mapping[str, Any]] = []
     for one in tried:
         with _blamed_on(one, space):
-            plains.append(compose_checked(one.words, config_dir, verb))
+            found.append(resolve_words(one.words, config_dir, verb))
+            plains.append(found[-1].plain)
             if metric is not None and len(plains) > 1:
                 check_measured_alike(plains[0], plains[-1], metric)
                 check_loggers(plains[-1])
@@ -165,28 +168,27 @@ def composed(
             check_changes_numbers(space, plains[0])
             check_metric(metric, plains[0])
             check_loggers(plains[0])
-    return plains
+    return found
 
 
-def planned(tried: Sequence[Tried], plains: Sequence[dict[str, Any]], folder: Path | None = None) -> list[Plan]:
-    """The plans of the first config and of those that read other files, which are read once.
+def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path | None = None) -> dict[int, Plan]:
+    """{number: plan} of the first config and of those that read other files, which are read once.
 
     Args:
         tried: words that are tried; those of a study must hold out the same prompts for the same steps.
-        plains: their configs.
+        resolved: their configs.
         folder: of a plain sweep that is repeated, whose finished jobs are left out.
     """
     seen: list[Any] = []
-    plans: list[Plan] = []
-    for number, (one, plain) in enumerate(zip(tried, plains, strict=True)):
+    plans: dict[int, Plan] = {}
+    for number, (one, config) in enumerate(zip(tried, resolved, strict=True)):
         with _blamed_on(one):
-            is_done = folder is not None and is_finished(plain, folder / str(number))
-            if is_done or (files := of_the_files(plain)) in seen:
+            is_done = folder is not None and is_finished(config.plain, folder / str(number))
+            if is_done or (files := of_the_files(config.plain)) in seen:
                 continue
-            plan = verbs.named(plain["verb"]).make_plan(plain)
+            plan = plans[number] = config.plan()
             seen.append(files)
             if one.word:
-                plans.append(plan)
                 check_same_questions(key_of(one.word), plans[0], plan)
                 check_same_steps(key_of(one.word), plans[0].num_steps, plan.num_steps)
     return plans
@@ -289,9 +291,11 @@ def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str |
     return override(DATE, dates[0] if dates else today())
 
 
-def dated(plain: dict[str, Any], word: str) -> dict[str, Any]:
+def dated(resolved: Resolved, word: str) -> Resolved:
     """The config with the date of a `date_word`."""
-    return {**plain, "model": {**plain["model"], "date": word.partition("=")[2]}}
+    plain, config, date = resolved.plain, resolved.config, word.partition("=")[2]
+    plain = {**plain, "model": {**plain["model"], "date": date}}
+    return replace(resolved, plain=plain, config=replace(config, model=replace(config.model, date=date)))
 
 
 class Values:
@@ -322,7 +326,7 @@ class Values:
 
     def _is_refused(self, words: Sequence[str]) -> bool:
         try:
-            verbs.named(self._verb).make_plan(compose_checked(words, self._config_dir, self._verb))
+            resolve_words(words, self._config_dir, self._verb).plan()
         except UserError:
             return True
         return False

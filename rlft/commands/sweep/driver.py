@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlft.commands.launch import launch
-from rlft.commands.sweep.checks import compose_checked
+from rlft.commands.launch import launch, resolve_in
+from rlft.config import compose as configs
+from rlft.config.resolved import Resolved
+from rlft.config.token_budget import AUTO
 from rlft.runs import run_folder
 from rlft.system.crash import UnforeseenError, explains_itself, one_line
 from rlft.system.terminal import Say
@@ -25,14 +27,16 @@ class Run:
         name: what it is called.
         words: the overrides of its config.
         folder: where it is, or will be.
-        plain: its config, if the sweep has composed it already.
+        resolved: its config, if the sweep has read it already.
+        plan: its plan, if the sweep has made it already.
     """
 
     number: int
     name: str
     words: Sequence[str]
     folder: Path
-    plain: Mapping[str, Any] | None = field(default=None, repr=False)
+    resolved: Resolved | None = field(default=None, repr=False)
+    plan: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,14 +274,15 @@ class InThisProcess:
 
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
         """Does what the run lacks."""
-        plain = run.plain or compose_checked(run.words, self._config_dir, self._verb)
-        resumed = run.folder if run_folder.config_file(run.folder).exists() else None
-        plain = run_folder.with_kept_values(plain, resumed)
-        if resumed is not None:
-            plain = {**plain, "resume": str(resumed)}
+        resolved, plan = run.resolved, run.plan
+        if resolved is not None and not run_folder.config_file(run.folder).exists():
+            resolved = replace(resolved, plain=run_folder.with_kept_values(resolved.plain, None))
+        else:  # a run that goes on keeps values of its own
+            plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._verb)
+            resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._verb), None
         try:
             loggers = [PruningLogger(is_pruned)] if self._prunes else []
-            launch(plain, run.folder, self._engines, may_be_finished=True, loggers=loggers)
+            launch(resolved, run.folder, self._engines, plan=plan, may_be_finished=True, loggers=loggers)
         except (UserError, KeyboardInterrupt):
             with suppress(OSError):  # a run that was refused, or stopped before it started, leaves no folder
                 for folder in (run.folder, *list(run.folder.parents)[:2]):

@@ -35,9 +35,10 @@ class Grid:
                 name=checked.space.name(params),
                 words=checked.space.words(params),
                 folder=folder / str(number),
-                plain=plain,
+                resolved=resolved,
+                plan=checked.plans.get(number),
             )
-            for number, (params, plain) in enumerate(zip(checked.space.combinations(), checked.plains, strict=True))
+            for number, (params, resolved) in enumerate(zip(checked.space.combinations(), checked.configs, strict=True))
         ]
         self._failed: list[tuple[Run, Ending]] = []
         first = f"sweep of {len(self._waiting)} jobs; if it is stopped, repeat it with {repeating}"
@@ -47,7 +48,7 @@ class Grid:
     def next(self) -> Run | None:
         while self._waiting:
             run = self._waiting.pop(0)
-            if run.plain is None or not is_finished(run.plain, run.folder):
+            if run.resolved is None or not is_finished(run.resolved.plain, run.folder):
                 return run
             print(f"job {run.number} is finished already: {run.folder}")
         return None

@@ -10,9 +10,11 @@ from typing import Any
 
 import yaml
 
-from rlft.commands.sweep.space import changes_no_number, key_of
+from rlft.commands.sweep.space import SECTION, StudyConfig, changes_no_number, key_of
 from rlft.config.flat import flatten
+from rlft.config.keys import keys_of
 from rlft.config.overrides import CONFIG_DIR, Arguments
+from rlft.config.schema import RunConfig
 from rlft.runs import paths, run_folder
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
@@ -20,8 +22,8 @@ from rlft.types import UserError
 
 FILE = "sweep.yaml"
 """The file in a sweep's folder with the record."""
-MAY_CHANGE = ("sweep.trials", "hydra.sweep.dir", "cluster", "cluster.jobs", "cluster.kind", "cluster.address",
-              "cluster.timeout", "cluster.placement")  # fmt: skip
+MAY_CHANGE = ("hydra.sweep.dir", *(f"{SECTION}.{key}" for key, of in keys_of(StudyConfig).items() if of.free),
+              "cluster", *(key for key, of in keys_of(RunConfig).items() if of.free_in_sweep))  # fmt: skip
 """Keys that may differ when a study is resumed: none of them changes a trial that was drawn. `cluster` is the choice of
 a YAML; what else than these keys it changes, such as cluster.lanes, is seen in the configs."""
 
@@ -131,7 +133,7 @@ def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
     """The keys that differ and matter to a trial."""
     for key in {**old, **new}:
-        free = key in MAY_CHANGE or (changes_no_number(key, verb) and key.partition(".")[0] != "cluster")
+        free = key in MAY_CHANGE or (changes_no_number(key, {"verb": verb}) and key.partition(".")[0] != "cluster")
         if not free and old.get(key) != new.get(key) and not paths.same_path(old.get(key), new.get(key)):
             yield key
 

@@ -8,17 +8,16 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config import compose as configs
-from rlft.config import generation as engines
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.config.instantiate import from_mapping
+from rlft.config.keys import Key, known
 from rlft.config.overrides import OVERRIDE
 from rlft.runs import run_folder
 from rlft.runs.find import short_names
@@ -35,7 +34,7 @@ DATE = "model.date"
 class StudyConfig:
     """The keys of configs/base/sweep.yaml, which has their meanings and defaults."""
 
-    trials: PositiveInt | Literal["auto"]
+    trials: Annotated[PositiveInt | Literal["auto"], Key(free=True)]
     sampler: Literal["tpe", "random", "grid"]
     seeds: PositiveInt
     metric: str
@@ -109,11 +108,6 @@ WIDE = 10.0
 """An interval of positive numbers whose end is at least so many times its start is sampled on a log scale."""
 TAGS = ("log", "linear")
 ENDS = re.compile(r"interval\(\s*(?:start\s*=\s*)?(?P<low>[^,\s]+)\s*,\s*(?:end\s*=\s*)?(?P<high>[^)\s]+)\s*\)")
-
-NO_NUMBER = ("cluster", "alarms")
-"""Sections that change no number beside the keys that a resume may change: where a run computes, what it warns of."""
-COMPARED_BY = ("steps", "eval")
-"""What a resume may change, but decides how trials are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,29 +296,20 @@ def _read(words: Sequence[str], verb: str, again: str) -> Iterator[tuple[str, st
         yield word, key, got, parsed
 
 
-def changes_no_number(key: str, verb: str, generation: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Whether what a run measures does not depend on a key: a resume may change it, or it says where a run computes.
+def changes_no_number(key: str, plain: Mapping[str, Any]) -> bool:
+    """Whether what a run measures does not depend on a key of its plain config.
 
     Paths are not among them: a resume may name where the same file is now, and a trial another file.
-
-    Args:
-        key: with its section.
-        verb: of the run.
-        generation: the plain section, whose engine may be one from outside the tree.
     """
-    section = key.partition(".")[0]
-    if section in NO_NUMBER:
-        return True
-    free = {*run_folder.FREE, *verbs.named(verb).free_keys, *engines.free_keys(generation)}
-    is_free = any(key == name or key.startswith(f"{name}.") for name in free)
-    return is_free and section not in COMPARED_BY and not is_path_key(key)
+    measured = known(verbs.named(plain["verb"]).root, key).measured
+    return not measured if measured is not None else run_folder.may_change(key, plain) and not is_path_key(key)
 
 
 def check_changes_numbers(space: Space, plain: Mapping[str, Any]) -> None:
     """Refuses keys that no measurement depends on. plain: the config of a corner."""
     for one in space.varied:
         key = key_of(one.key)
-        if changes_no_number(key, plain["verb"], plain.get("generation") or {}):
+        if changes_no_number(key, plain):
             got = ", ".join(map(str, one.extremes))
             problem = "cannot be swept: it does not change what a run measures"
             raise UserError(key, problem, got=got, remedy="give it one value")

@@ -207,7 +207,9 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
     Raises:
         UserError: there is another one, or its files are damaged, or it has all its trials.
     """
-    now = record.record_of(checked.verb, checked.parsed, checked.plains, [plan.fingerprints for plan in checked.plans])
+    now = record.record_of(
+        checked.verb, checked.parsed, checked.plains, [plan.fingerprints for plan in checked.plans.values()]
+    )
     record.check_same(folder, now)
     steps, total = checked.plans[0].num_steps, number_of_trials(keys, checked.space)
     trials = Trials(

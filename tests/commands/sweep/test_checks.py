@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_studies import RATE
 
-from rlft.commands.sweep.checks import Values, composed, corners_of, planned
+from rlft.commands.sweep.checks import Values, checked_configs, corners_of, planned
 from rlft.commands.sweep.space import Choice, Space
 from rlft.types import UserError
 
@@ -29,9 +29,9 @@ def with_recipes(folder: Path, **texts: str) -> Space:
 
 def test_recipes_of_other_lengths_are_refused_though_they_read_the_same_files(tmp_path: Path) -> None:
     space = with_recipes(tmp_path, one="steps: 2", same="steps: 2\nepochs: 2", longer="steps: 4")
-    plains = composed(corners_of(space), space, tmp_path, "train", "accuracy")
+    configs = checked_configs(corners_of(space), space, tmp_path, "train", "accuracy")
     with pytest.raises(UserError, match=r"^recipe: decides how many steps a run has, .*, got 2 and 4 steps; "):
-        planned(corners_of(space), plains)
+        planned(corners_of(space), configs)
 
 
 def test_the_loggers_of_every_recipe_must_write_what_trials_are_compared_by(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_loggers_of_every_recipe_must_write_what_trials_are_compared_by(tmp_
     with pytest.raises(
         UserError, match=r"^logger: trials are compared by eval.jsonl, .*\+recipe=silent\), got console;"
     ):
-        composed(corners_of(space), space, tmp_path, "train", "accuracy")
+        checked_configs(corners_of(space), space, tmp_path, "train", "accuracy")
 
 
 @pytest.mark.parametrize("word", ["trainer.lr=-1.0", "algorithm.clip_low=-1"])

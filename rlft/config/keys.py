@@ -1,0 +1,98 @@
+"""What is known of a key besides its type: it stands at the key, in the typed section, and is looked up here.
+
+`steps: Annotated[PositiveInt, Key(free=True)]` is a key that a resume may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What is known of a key or a section. Keys of a section have what their section has, where they say nothing else.
+
+    Attributes:
+        free: whether a resume may change it: length, logging, and how the run fits the machine.
+        measured: whether what a run measures depends on it; None: unless it is free.
+        in_state: whether the tensors of a checkpoint depend on it.
+        of_data: whether it decides which data are read.
+        only_trains: whether an evaluation does not read it.
+        in_trial: whether the run that `rlft doctor` tries has the user's value: always, or if it was typed.
+        free_in_sweep: whether it may change when a sweep is resumed.
+        roles: the roles of another run that its value may name, in order of preference; a path, as well.
+        inside: what is known of keys of this section, before what its own class says: {key: what}.
+    """
+
+    free: bool | None = None
+    measured: bool | None = None
+    in_state: bool | None = None
+    of_data: bool | None = None
+    only_trains: bool | None = None
+    in_trial: Literal["always", "typed"] | None = None
+    free_in_sweep: bool | None = None
+    roles: tuple[str, ...] = ()
+    inside: Mapping[str, Key] = field(default_factory=dict, hash=False)
+
+    def over(self, section: Key) -> Key:
+        """This, with what its section says where it says nothing itself; without the section's roles and `inside`."""
+        inherited = {f.name: getattr(section, f.name) for f in fields(Key) if f.name not in ("roles", "inside")}
+        return replace(self, **{name: value for name, value in inherited.items() if getattr(self, name) is None})
+
+
+@cache
+def keys_of(root: type) -> Mapping[str, Key]:
+    """{key with its sections: what is known} of every section and key of a command's root, in order."""
+    return dict(_keys(root, "", Key()))
+
+
+def known(root: type, key: str) -> Key:
+    """What is known of a key, also of one that only a component has, such as `reward.exact_match.weight`."""
+    table = keys_of(root)
+    while key and key not in table:
+        key = key.rpartition(".")[0]
+    return table.get(key, Key())
+
+
+def is_below(key: str, names: Iterable[str]) -> bool:
+    """Whether a key is one of these, or in one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def without_key(hint: Any) -> Any:
+    """The type of a field without its `Key`.
+
+    >>> without_key(typing.Annotated[int, Key(free=True)])
+    <class 'int'>
+    """
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint
+    kind, *others = typing.get_args(hint)
+    others = [other for other in others if not isinstance(other, Key)]
+    return typing.Annotated[kind, *others] if others else kind
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the only type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _keys(cls: type, prefix: str, section: Key) -> Iterator[tuple[str, Key]]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name in (f.name for f in dataclasses.fields(cls)):
+        hint = hints[name]
+        written = next((other for other in getattr(hint, "__metadata__", ()) if isinstance(other, Key)), Key())
+        key = section.inside.get(name, Key()).over(written).over(section)
+        key = replace(key, roles=key.roles or written.roles, inside=written.inside)
+        yield f"{prefix}{name}", key
+        kinds: list[Any] = [kind for kind in options(without_key(hint)) if dataclasses.is_dataclass(kind)]
+        if kinds:
+            yield from _keys(kinds[0], f"{prefix}{name}.", key)
+        else:
+            yield from ((f"{prefix}{name}.{inner}", said.over(key)) for inner, said in key.inside.items())

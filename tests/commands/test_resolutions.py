@@ -1,0 +1,88 @@
+"""A config is typed once and planned once, whatever command reads it: counted through the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli
+from rlft.config import compose, instantiate
+from rlft.config.generation import GenerationConfig
+from rlft.config.resolved import Resolved
+from rlft.config.schema import Root
+
+SMALL = ("lora.rank=2", "model.device=cpu", "checkpoint.every=0", "logger=[jsonl]", "scoring.workers=0")
+SAMPLES = ("generation=transformers", "generation.max_tokens=8")
+TRAIN = ("train", "steps=1", "prompts_per_step=2", "group_size=2", "eval.every=0", "rollouts.every=0",
+         "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL)  # fmt: skip
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
+    """{what: how often}: whole configs and `generation` sections that were typed, and plans that were made."""
+    counted = {"configs": 0, "sections": 0, "plans": 0}
+    from_mapping, plan = instantiate.from_mapping, Resolved.plan
+
+    def typed(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
+        counted["configs"] += issubclass(cls, Root)
+        counted["sections"] += cls is GenerationConfig
+        return from_mapping(cls, values, prefix, verb)
+
+    def planned(self: Resolved, **how: Any) -> Any:
+        counted["plans"] += 1
+        return plan(self, **how)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in (compose, instantiate):
+        monkeypatch.setattr(module, "from_mapping", typed)
+    monkeypatch.setattr(Resolved, "plan", planned)
+    return counted
+
+
+PAIRS = ("preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "steps=1", "eval.every=0")
+DEMONSTRATIONS = ("demonstrations.path=embedded:arithmetic-demonstrations", *PAIRS[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        ((*TRAIN, "hydra.run.dir=run"), 1),
+        (("plan", *TRAIN[1:]), 1),
+        (("eval", "model.path=embedded:tiny-arithmetic", "eval.num_prompts=2", *TRAIN[4:]), 1),
+        (("sample", "num_prompts=2", "n=2", "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL[1:2]), 1),
+        (("sft", *DEMONSTRATIONS, *SMALL[:-1], "scoring.workers=0"), 1),
+        (("rm", *PAIRS, *SMALL[:-1]), 1),
+        (("dpo", *PAIRS, *SMALL[:-1]), 1),
+        ((*TRAIN, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),
+    ],
+    ids=lambda value: value[0] + " -m" * ("-m" in value) if isinstance(value, tuple) else None,
+)
+def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(
+    words: tuple[str, ...], runs: int, counts: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(words) == 0, capsys.readouterr().err
+    assert counts == dict.fromkeys(("configs", "sections", "plans"), runs) | (
+        {"sections": 0} if words[0] in ("rm", "dpo") else {}
+    )
+
+
+def test_so_are_those_of_what_is_resumed_and_repeated(
+    counts: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = [word for word in TRAIN if not word.startswith("checkpoint.every")]
+    assert cli.run([*saved, "hydra.run.dir=run"]) == cli.run([*saved, "-m", "seed=0,1", "hydra.sweep.dir=sweep"]) == 0
+    for words, runs in (
+        (("resume", "run", "steps=2"), 1),
+        ((*saved[:1], *saved[2:], "steps=2", "hydra.run.dir=run", "resume=auto"), 1),  # finished
+        (("resume", "run/checkpoints/step_000001", "steps=2", "hydra.run.dir=fork"), 1),
+        (("eval", "run=run", "eval.num_prompts=2"), 1),
+        (("sample", "run=run", "num_prompts=2", "n=2"), 1),
+        ((*saved, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),  # finished, which is seen without a plan
+    ):
+        counts.update(dict.fromkeys(counts, 0))
+        assert cli.run(words) == 0, capsys.readouterr().err
+        assert counts == dict.fromkeys(counts, runs) | ({"plans": 0} if "-m" in words else {}), words
