@@ -12,6 +12,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.commands.launch import after_the_end
+from rlft.config import command as verbs
 
 RUN = Path("run")
 MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
@@ -29,8 +30,7 @@ MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
     ],
 )
 def test_what_can_be_done_with_a_finished_run(verb: str, schedule: str | None, remedy: str) -> None:
-    plain = {"verb": verb} | ({"trainer": {"schedule": schedule}} if schedule else {})
-    assert after_the_end(plain, RUN, 5) == remedy
+    assert after_the_end(verbs.named(verb), schedule, RUN, 5) == remedy
 
 
 @pytest.mark.parametrize(
