@@ -91,7 +91,7 @@ TOOLS = {
         module="rlft.commands.doctor.command",
         usage="[+recipe=<name>] [...]",
         help="does rlft work on this machine? measured in minutes, with nothing to download",
-        interrupted="nothing is kept of the checks",
+        interrupted="no results were saved",
     ),
     "runs": Tool(
         module="rlft.commands.watch.runs",

@@ -17,7 +17,7 @@ from pathlib import Path
 from bench_work import default_dtype, device_and_dtype, run_rlft, table, where_and_when
 
 from rlft.commands.doctor.arithmetic import Shape, product_rate, step_flops
-from rlft.commands.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.work import SIZES, Workload, make_model
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     rows = []
     for shape in asked.shapes:
         prompt, completion = map(int, shape.split("+"))
-        work = Work(group=asked.group, prompt_tokens=prompt, completion_tokens=completion)
+        work = Workload(group=asked.group, prompt_tokens=prompt, completion_tokens=completion)
         tokens = min(prompt + asked.group * completion, 4096)
         rates, seconds = [product_rate(size, tokens, *device_and_dtype())], []
         for _ in range(asked.rounds):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench_work import Measured, table
 
-from rlft.commands.doctor.work import Work
+from rlft.commands.doctor.work import Workload
 
 STAGES = ("sample", "score", "credit", "update", "publish", "train", "step")
 SHARES = ("sample", "score", "train", "publish")
@@ -27,7 +27,7 @@ class Result:
     """
 
     size: str
-    work: Work
+    work: Workload
     runs: Mapping[str, Sequence[Measured]]
     failed: Mapping[str, str]
     micro_batch: int | None = None

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from bench_work import default_dtype, run_rlft, table, where_and_when
 
-from rlft.commands.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.work import SIZES, Workload, make_model
 
-MIDDLE = Work(prompt_tokens=128, completion_tokens=64)
+MIDDLE = Workload(prompt_tokens=128, completion_tokens=64)
 AXES = {
     "group": ("group", [2, 4, 8, 16, 32, 64]),
     "prompt": ("prompt_tokens", [64, 128, 256, 512, 1024, 2048]),

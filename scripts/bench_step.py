@@ -29,9 +29,9 @@ from bench_trainers import TRAINERS, Setting, fastest_micro_batch, measure, trai
 from bench_work import Measured, MeasurementError, default_dtype, device_and_dtype, where, where_and_when
 
 from rlft.commands.doctor.arithmetic import Shape, peak_rate, step_flops
-from rlft.commands.doctor.work import SIZES, Work
+from rlft.commands.doctor.work import SIZES, Workload
 
-TINY = Work(prompt_tokens=32, completion_tokens=48)
+TINY = Workload(prompt_tokens=32, completion_tokens=48)
 OF_A_CARD = {
     "engine": "vllm",
     "sizes": ["0.5b", "1.5b"],
@@ -67,7 +67,7 @@ def main() -> None:
     print(text)
 
 
-def works(asked: argparse.Namespace) -> Iterator[tuple[str, Work]]:
+def works(asked: argparse.Namespace) -> Iterator[tuple[str, Workload]]:
     """(the model's size, the work); the embedded model has no size."""
     for size in asked.sizes:
         for shape in asked.shapes:
@@ -78,13 +78,15 @@ def works(asked: argparse.Namespace) -> Iterator[tuple[str, Work]]:
                     prompt, completion = map(int, shape.split("+"))
                     yield (
                         size,
-                        Work(prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion),
+                        Workload(
+                            prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion
+                        ),
                     )
         for prompt, completion, group in asked.also:
-            yield size, Work(prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion)
+            yield size, Workload(prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion)
 
 
-def measure_work(size: str, work: Work, setting: Setting, asked: argparse.Namespace, kept: Kept) -> Result:
+def measure_work(size: str, work: Workload, setting: Setting, asked: argparse.Namespace, kept: Kept) -> Result:
     """All rounds of all trainers on this work; those that are kept are not made again."""
     runs: dict[str, list[Measured]] = {name: [] for name in asked.only}
     failed: dict[str, str] = {}

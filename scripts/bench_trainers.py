@@ -14,7 +14,7 @@ from typing import cast
 from bench_work import EMBEDDED, Measured, MeasurementError, default_dtype, run_rlft, run_to_the_end
 from card_memory import CardMemory
 
-from rlft.commands.doctor.work import SIZES, Work, make_model, write_prompts
+from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 
 TRAINERS = ("rlft", "trl", "trl-transformers", "unsloth")
 
@@ -48,7 +48,7 @@ class Setting:
     out: Path
 
 
-def measure(trainer: str, size: str, work: Work, setting: Setting, micro_batch: int | None = None) -> Measured:
+def measure(trainer: str, size: str, work: Workload, setting: Setting, micro_batch: int | None = None) -> Measured:
     """One process. size: of the model; "" is the embedded model on its own task. micro_batch: TRL's.
 
     Raises:
@@ -65,7 +65,7 @@ def measure(trainer: str, size: str, work: Work, setting: Setting, micro_batch: 
     return replace(found, card=card.peak)
 
 
-def fastest_micro_batch(trainer: str, size: str, work: Work, setting: Setting) -> int:
+def fastest_micro_batch(trainer: str, size: str, work: Workload, setting: Setting) -> int:
     """TRL's, among those that the work allows; those that fail, as for want of memory, are out."""
     sizes = [number for number in setting.micro_batches if number <= work.completions]
     if len(sizes) < 2:
@@ -85,7 +85,7 @@ def fastest(sizes: Sequence[int], run: Callable[[int], Measured]) -> int:
     return min(took, key=lambda size: took[size]) if took else min(sizes)
 
 
-def _run_another(trainer: str, model: str, work: Work, setting: Setting, micro_batch: int) -> Measured:
+def _run_another(trainer: str, model: str, work: Workload, setting: Setting, micro_batch: int) -> Measured:
     prompts = setting.out / "prompts.jsonl"
     if model == EMBEDDED:
         from rlft.model.backbone import resolve_path

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_work import EMBEDDED, Measured, mean_of
 
-from rlft.commands.doctor.work import Work
+from rlft.commands.doctor.work import Workload
 from rlft.loop.metrics import peak_memory_bytes
 
 ENGINE_SHARE = 0.45
@@ -35,7 +35,7 @@ def main() -> None:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    work, steps = Work(**asked.work), asked.steps + 1
+    work, steps = Workload(**asked.work), asked.steps + 1
     cuda = torch.cuda.is_available()
     lora: Any = LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     if asked.unsloth:
@@ -108,7 +108,7 @@ def main() -> None:
     print(Measured(seconds=seconds[1:], peak=peak_memory_bytes()).dump())
 
 
-def engine_options(engine: str, work: Work, *, continuous_batching: bool = False) -> dict[str, Any]:
+def engine_options(engine: str, work: Workload, *, continuous_batching: bool = False) -> dict[str, Any]:
     """TRL's settings of how completions are sampled."""
     if engine == "transformers":
         return {"use_transformers_continuous_batching": continuous_batching}
@@ -120,7 +120,7 @@ def engine_options(engine: str, work: Work, *, continuous_batching: bool = False
     }
 
 
-def unsloth_model(asked: argparse.Namespace, work: Work, dtype: Any) -> tuple[Any, Any]:
+def unsloth_model(asked: argparse.Namespace, work: Workload, dtype: Any) -> tuple[Any, Any]:
     """(model with an adapter on all linear layers, tokenizer), in 16 bits, without gradient checkpointing."""
     from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from bench_work import run_rlft, table, where_and_when
 
-from rlft.commands.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.work import SIZES, Workload, make_model
 from rlft.config.compose import compose
 from rlft.generation.engine import EngineArgs
 from rlft.generation.transformers import Transformers, TransformersGenerator
@@ -89,7 +89,7 @@ def with_turns(folder: Path) -> Path:
     return folder
 
 
-def words_of(turns: int, work: Work) -> list[str]:
+def words_of(turns: int, work: Workload) -> list[str]:
     """What `rlft train` is told of conversations of so many turns, which sample as many tokens as the work says."""
     between = len(END + ANSWER + END + ">") - 2 * (len(END) - 1)
     words = ["generation=fixed_turns", "prompts.style=chat", f"prompts.max_tokens={work.prompt_tokens + 2}"]
@@ -120,7 +120,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench"))
     options = parser.parse_args(words)
     out = options.out.resolve()
-    work = Work(prompt_tokens=options.prompt, completion_tokens=options.tokens, group=options.group)
+    work = Workload(prompt_tokens=options.prompt, completion_tokens=options.tokens, group=options.group)
     model = with_turns(make_model(out / f"turns-{options.size}", SIZES[options.size], "float32"))
     write_engine(out / "configs" / "generation" / "fixed_turns.yaml")
     seconds: dict[int, list[dict[str, float]]] = {turns: [] for turns in TURNS}
@@ -145,7 +145,7 @@ def name_of(turns: int) -> str:
     return "no environment" if turns == NO_ENVIRONMENT else f"{turns} turn{'s' * (turns > 1)}"
 
 
-def report(seconds: dict[int, list[dict[str, float]]], work: Work, options: argparse.Namespace) -> str:
+def report(seconds: dict[int, list[dict[str, float]]], work: Workload, options: argparse.Namespace) -> str:
     middle = {
         turns: {stage: statistics.median(step[stage] for step in own) for stage in STAGES}
         for turns, own in seconds.items()

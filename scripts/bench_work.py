@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from compare_algorithms import machine
 
-from rlft.commands.doctor.work import Work, write_prompts
+from rlft.commands.doctor.work import Workload, write_prompts
 from rlft.logger.jsonl import METRICS, read_lines
 from rlft.runs import run_folder
 
@@ -82,7 +82,7 @@ def run_to_the_end(
 def run_rlft(
     folder: Path,
     model: str,
-    work: Work,
+    work: Workload,
     steps: int,
     overrides: list[str],
     embedded: bool,
@@ -135,7 +135,7 @@ def overridden(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [*(word for word in words if word.partition("=")[0] not in given), *overrides]
 
 
-def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -> list[str]:
+def words_of(folder: Path, model: str, work: Workload, steps: int, embedded: bool) -> list[str]:
     """What `rlft train` is told of this work; the prompts are written to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [

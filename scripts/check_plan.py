@@ -27,7 +27,7 @@ from bench_work import (
     words_of,
 )
 
-from rlft.commands.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.work import SIZES, Workload, make_model
 
 ALLOWED = 0.15
 
@@ -37,7 +37,7 @@ class Case:
     """size: of rlft.commands.doctor.work's models; None: the embedded one on its own task."""
 
     size: str | None
-    work: Work
+    work: Workload
     overrides: tuple[str, ...] = ()
 
     @property
@@ -47,30 +47,34 @@ class Case:
 
 CRITIC = ("algorithm=ppo", "critic.kind=adapter")
 CASES = [
-    Case(size="1m", work=Work(prompts=2, group=2, prompt_tokens=8, completion_tokens=8)),
-    Case(size=None, work=Work(prompts=32, prompt_tokens=32, completion_tokens=48)),
-    Case(size=None, work=Work(prompts=32, prompt_tokens=32, completion_tokens=48), overrides=CRITIC),
-    Case(size="17m", work=Work(prompt_tokens=128, completion_tokens=128)),
-    Case(size="17m", work=Work(prompt_tokens=384, completion_tokens=64)),
-    Case(size="17m", work=Work(prompts=4, group=16, prompt_tokens=64, completion_tokens=256)),
-    Case(size="17m", work=Work(prompt_tokens=128, completion_tokens=128), overrides=CRITIC),
+    Case(size="1m", work=Workload(prompts=2, group=2, prompt_tokens=8, completion_tokens=8)),
+    Case(size=None, work=Workload(prompts=32, prompt_tokens=32, completion_tokens=48)),
+    Case(size=None, work=Workload(prompts=32, prompt_tokens=32, completion_tokens=48), overrides=CRITIC),
+    Case(size="17m", work=Workload(prompt_tokens=128, completion_tokens=128)),
+    Case(size="17m", work=Workload(prompt_tokens=384, completion_tokens=64)),
+    Case(size="17m", work=Workload(prompts=4, group=16, prompt_tokens=64, completion_tokens=256)),
+    Case(size="17m", work=Workload(prompt_tokens=128, completion_tokens=128), overrides=CRITIC),
     Case(
         size="17m",
-        work=Work(prompt_tokens=128, completion_tokens=128),
+        work=Workload(prompt_tokens=128, completion_tokens=128),
         overrides=("token_budget=8192", "generation.transformers.weights=apart"),
     ),
     Case(
         size="17m",
-        work=Work(prompt_tokens=128, completion_tokens=128),
+        work=Workload(prompt_tokens=128, completion_tokens=128),
         overrides=("token_budget=8192", "model.gradient_checkpointing=true"),
     ),
     Case(
         size="17m",
-        work=Work(prompts=2, prompt_tokens=128, completion_tokens=128),
+        work=Workload(prompts=2, prompt_tokens=128, completion_tokens=128),
         overrides=("eval.every=2", "eval.num_prompts=16", "eval.num_samples=8", "data.held_out_fraction=0.6"),
     ),
-    Case(size="120m", work=Work(prompts=2, prompt_tokens=128, completion_tokens=64)),
-    Case(size="120m", work=Work(prompts=2, group=4, prompt_tokens=64, completion_tokens=64, rank=64), overrides=CRITIC),
+    Case(size="120m", work=Workload(prompts=2, prompt_tokens=128, completion_tokens=64)),
+    Case(
+        size="120m",
+        work=Workload(prompts=2, group=4, prompt_tokens=64, completion_tokens=64, rank=64),
+        overrides=CRITIC,
+    ),
 ]
 
 

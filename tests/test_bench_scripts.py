@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft.commands.doctor.arithmetic import Shape, step_flops
-from rlft.commands.doctor.work import Size, Work, make_model, write_prompts
+from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def small() -> Size:
 
 
 def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Size, tmp_path: Path) -> None:
-    work = Work(prompts=3, group=2, prompt_tokens=5, completion_tokens=4, rank=2)
+    work = Workload(prompts=3, group=2, prompt_tokens=5, completion_tokens=4, rank=2)
     base = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", small, "float32"))
     bare = copy.deepcopy(base)
     model = get_peft_model(base, LoraConfig(r=work.rank, target_modules="all-linear"))
@@ -79,7 +79,7 @@ def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Size
 
 def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Size, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", small, "float32")
-    work = Work(prompts=2, group=2, prompt_tokens=17, completion_tokens=4)
+    work = Workload(prompts=2, group=2, prompt_tokens=17, completion_tokens=4)
     rows = write_prompts(tmp_path / "prompts.jsonl", work, steps=3).read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert {len(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in rows} == {17}

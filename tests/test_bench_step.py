@@ -18,11 +18,11 @@ from bench_trainers import Setting
 from bench_work import Measured, MeasurementError, run_to_the_end
 from card_memory import CardMemory
 
-from rlft.commands.doctor.work import Work
+from rlft.commands.doctor.work import Workload
 
 pytestmark = pytest.mark.slow
 
-WORK = Work(group=2, prompt_tokens=8, completion_tokens=4)
+WORK = Workload(group=2, prompt_tokens=8, completion_tokens=4)
 
 
 def measured(step: float, *, card: int | None = None, **stages: float) -> Measured:
@@ -34,7 +34,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     """(trainer, micro-batch) of every process that was started; none is, and each takes a step of 4 s."""
     started: list[tuple[str, int | None]] = []
 
-    def measure(trainer: str, size: str, work: Work, setting: Setting, micro_batch: int | None = None) -> Measured:
+    def measure(trainer: str, size: str, work: Workload, setting: Setting, micro_batch: int | None = None) -> Measured:
         started.append((trainer, micro_batch))
         return measured(4.0)
 

@@ -158,7 +158,7 @@ def test_every_command_of_a_page_does_what_it_says(
             if file == "pyproject.toml":
                 project = tomllib.loads(text)["project"]
                 install(tmp_path, project["name"], project["entry-points"][verbs.GROUP])
-                verbs.brought.cache_clear()
+                verbs.plugins.cache_clear()
         elif language == "sh":
             for command, refused in commands(text):
                 if command.endswith(" &"):
@@ -167,7 +167,7 @@ def test_every_command_of_a_page_does_what_it_says(
                 code = run(filled(command, long_context_path), long_context_path)
                 told = capfd.readouterr()
                 assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"
-    verbs.brought.cache_clear()
+    verbs.plugins.cache_clear()
     if page.stem in TEACHES:
         assert_it_teaches(Path("runs") / TEACHES[page.stem])
 

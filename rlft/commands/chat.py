@@ -261,7 +261,7 @@ class Talk:
         from rlft.config.generation import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
-        from rlft.plan.environments import shown_in_prompts
+        from rlft.plan.environments import prompt_additions
         from rlft.types import NOTHING
 
         self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved
@@ -280,7 +280,7 @@ class Talk:
         if settings.environment is not None:
             environment = replace(settings.environment, workers=1)
             prompt = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
-            self._shown = shown_in_prompts(environment, backbone.tokenizer, [prompt])
+            self._shown = prompt_additions(environment, backbone.tokenizer, [prompt])
             self._policy, self._base = (
                 Conversations(generator, environment, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
                 for generator in (self._policy, self._base)

@@ -83,9 +83,9 @@ def launch(
     verb, plain = resolved.command, resolved.plain
     from rlft.loop.engines import Engines
     from rlft.plan import disk_space, rules
-    from rlft.plan.gpu_budget import fitted
+    from rlft.plan.gpu_budget import fit_to_device
 
-    plan = fitted(plan or resolved.plan())
+    plan = fit_to_device(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)

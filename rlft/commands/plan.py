@@ -13,17 +13,17 @@ import torch
 from rlft.config.generation import section_of
 from rlft.config.resolved import Resolved
 from rlft.config.token_budget import AUTO
-from rlft.generation.memory import ModelSizes, Part, peak
+from rlft.generation.memory import MemoryPart, ModelSizes, peak
 from rlft.loop.base_loading import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
 from rlft.plan.cluster_plan import context_bytes, placed_elsewhere
 from rlft.plan.disk_space import LOWERED_BY
 from rlft.plan.environment_trial import EnvironmentTrial, try_environment
 from rlft.plan.fit import Remedy, remedies
-from rlft.plan.gpu_budget import settled
+from rlft.plan.gpu_budget import resolve_auto
 from rlft.plan.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
-from rlft.plan.memory_parts import Demand, engine_memory, lacks, parts, teacher_memory
-from rlft.plan.reward_trial import Trial, doubts, try_rewards
+from rlft.plan.memory_parts import Demand, engine_memory, memory_shortfall, parts, teacher_memory
+from rlft.plan.reward_trial import RewardTrial, doubts, try_rewards
 from rlft.plan.rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
@@ -71,12 +71,12 @@ class Planned:
     limit: int
     named_limit: bool
     lengths: Sequence[DataLengths]
-    trials: Sequence[Trial]
+    trials: Sequence[RewardTrial]
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
     disk: Mapping[str, int]
 
-    def memory(self, *, recompute: bool) -> list[Part]:
+    def memory(self, *, recompute: bool) -> list[MemoryPart]:
         return parts(self.model, replace(self.demand, recompute=recompute), self.process)
 
     @property
@@ -114,7 +114,7 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.limit and not lacks(self.model, self.demand)
+        return self.peak <= self.limit and not memory_shortfall(self.model, self.demand)
 
     def remedies(self) -> list[Remedy]:
         """Changes that would make the run fit; none if it fits."""
@@ -155,7 +155,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
     if on_another or demand.device == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
-        plan = settled(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
+        plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
     if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):
         plan = plan.sampled_by(demand.section, model.itemsize)
     if demand.engine is not None:
@@ -241,7 +241,7 @@ def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
     return BaseCopies(2, why) if why else None
 
 
-def trials_of(plan: Plan) -> list[Trial]:
+def trials_of(plan: Plan) -> list[RewardTrial]:
     """The rewards' scores of a few prompts; none if nothing is scored."""
     prompts = plan.scored_prompts
     if prompts is None:

@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.commands.plan import Planned
-from rlft.generation.memory import Part, busiest, peak
+from rlft.generation.memory import MemoryPart, busiest, peak
 from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
 from rlft.plan.disk_space import LOWERED_BY
 from rlft.plan.environment_trial import EnvironmentTrial
 from rlft.plan.fit import in_words
-from rlft.plan.reward_trial import Trial, doubts
+from rlft.plan.reward_trial import RewardTrial, doubts
 from rlft.plan.run_plan import DataLengths
 from rlft.system.disk import size_text
 
@@ -99,7 +99,7 @@ def print_disk(terminal: Terminal, planned: Planned) -> None:
     terminal.print(grid([*rows, ("together", size_text(sum(planned.disk.values())), "")]))
 
 
-def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[Part]) -> None:
+def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[MemoryPart]) -> None:
     """Prints whether the run fits and, if not, which keys to change."""
     limit_name = "device_memory" if planned.named_limit else "this machine has free"
     room = f"{in_words(planned.peak)} of {in_words(planned.limit)} ({limit_name})"
@@ -163,7 +163,7 @@ def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
     terminal.print(grid(rows))
 
 
-def print_trials(terminal: Terminal, trials: Sequence[Trial]) -> None:
+def print_trials(terminal: Terminal, trials: Sequence[RewardTrial]) -> None:
     """Prints a table with a row per completion and a column per reward."""
     heading(terminal, "What the rewards say, before their weights")
     names = list(dict.fromkeys(trial.reward for trial in trials))

@@ -21,8 +21,8 @@ from rlft.data.records import identity
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.generation.engine import Generator
 from rlft.logger.console import open_terminal
-from rlft.logger.jsonl import encode, told_on_stderr
-from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.logger.jsonl import encode, warn
+from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 from rlft.loop.driver import Outcome, deterministic_on_cpu
 from rlft.loop.engines import Engines, largest_of
 from rlft.loop.freshness import open_freshness
@@ -122,7 +122,7 @@ class Samples:
         with writing(self.file):
             self.file.touch()
         os.truncate(self.file, self.state["bytes"])
-        lost: list[Lost] = []
+        lost: list[DamagedLines] = []
         with self.file.open("rb") as lines:
             for _ in complete_lines(lines, lost, is_sampled):
                 pass
@@ -298,12 +298,12 @@ def after_sampling(
 ) -> list[tuple[str, str]]:
     """(what it does, command) of each verb for which the file has enough lines; `command` is how rlft is called."""
     rewards: dict[str, list[float | None]] = {}
-    lost: list[Lost] = []
+    lost: list[DamagedLines] = []
     with file.open("rb") as lines:
         for _, line in complete_lines(lines, lost, _is_scored):
             rewards.setdefault(identity(line["prompt"]), []).append(line["reward"])
     if lost:
-        told_on_stderr(lost_text(file, lost))
+        warn(lost_text(file, lost))
     ranked = [question for question, scores in rewards.items() if len({r for r in scores if r is not None}) > 1]
     limits = [f"prompts.max_tokens={max_prompt_tokens}", f"max_completion_tokens={max_completion_tokens}"]
     shared = [override("model.path", model), *limits]

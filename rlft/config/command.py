@@ -109,7 +109,7 @@ def named(name: str) -> Verb:
     """
     if name in OWN:
         return getattr(importlib.import_module(OWN_MODULE), name.upper())
-    points = brought().get(name, ())
+    points = plugins().get(name, ())
     if not points:
         remedy = f"use one of {', '.join(names())}, or install the package that provides it"
         raise UnknownVerbError("verb", "there is no such verb", got=name, remedy=remedy)
@@ -122,7 +122,7 @@ def named(name: str) -> Verb:
 
 def names() -> list[str]:
     """The names of all verbs that make runs, rlft's own first."""
-    return [*OWN, *sorted(brought())]
+    return [*OWN, *sorted(plugins())]
 
 
 def working() -> list[Verb]:
@@ -135,7 +135,7 @@ def working() -> list[Verb]:
 
 
 @cache
-def brought() -> Mapping[str, tuple[EntryPoint, ...]]:
+def plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
     """{verb: its entry points} of the verbs that installed packages provide; they cannot replace rlft's own."""
     by_name: dict[str, tuple[EntryPoint, ...]] = {}
     for point in dict.fromkeys(entry_points(group=GROUP)):

@@ -11,7 +11,7 @@ from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import (
     Read,
-    Row,
+    RecordRow,
     RowError,
     chat,
     check_template,
@@ -77,7 +77,7 @@ class DemonstrationKeys:
         check_prompt_ids([demonstration.prompt for demonstration in demonstrations], "demonstrations.path")
         return demonstrations
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Demonstration | None]]:
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         """The row's demonstrations; None where the length limit cut the text to learn. Raises RowError."""
         if is_sampled(fields):
             return [self._sampled(fields)]
@@ -86,25 +86,25 @@ class DemonstrationKeys:
         if has(fields, self.prompt_field, self.completion_field):
             turns = turns_of(fields, self.prompt_field)
             demonstration = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
-            return [Row(identity=identity(turns), made=demonstration)]
+            return [RecordRow(identity=identity(turns), made=demonstration)]
         raise RowError(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
             f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
         )
 
-    def _chat(self, turns: tuple[Message, ...], row_id: str) -> list[Row[Demonstration | None]]:
+    def _chat(self, turns: tuple[Message, ...], row_id: str) -> list[RecordRow[Demonstration | None]]:
         """With `turns: all`, chats with the same opening share their identity: each opening is itself a question."""
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if not learned:
             raise RowError(f"field {self.messages_field!r} holds no assistant message to learn")
         first_turn_learned = learned[0] if self.turns == "all" else learned[-1]
-        rows: list[Row[Demonstration | None]] = []
+        rows: list[RecordRow[Demonstration | None]] = []
         for i in learned if self.turns == "all" else learned[-1:]:
             if i == 0 or turns[i - 1]["role"] != "user":
                 raise RowError(f"message {i} of field {self.messages_field!r} answers no user message")
             prompt_id = row_id if i == learned[-1] else f"{row_id}:{i}"
             demonstration = self._demonstration(turns[:i], turns[i]["content"], prompt_id)
-            rows.append(Row(identity=identity(turns[:first_turn_learned]), made=demonstration))
+            rows.append(RecordRow(identity=identity(turns[:first_turn_learned]), made=demonstration))
         return rows
 
     def _demonstration(self, turns: tuple[Message, ...], completion: str, prompt_id: str) -> Demonstration:
@@ -113,14 +113,14 @@ class DemonstrationKeys:
         messages = chat(turns, self.system_prompt, self.prompt_template)
         return Demonstration(prompt=Prompt(id=prompt_id, messages=messages, answer=""), completion=completion)
 
-    def _sampled(self, fields: Mapping[str, Any]) -> Row[Demonstration | None]:
+    def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:
         line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
         demonstration = None
         if self.token_ids == "sampled":
             demonstration = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=line.token_ids)
         elif line.finish_reason is FinishReason.stop:
             demonstration = Demonstration(prompt=line.prompt, completion=line.completion)
-        return Row(identity=identity(line.prompt.messages), made=demonstration)
+        return RecordRow(identity=identity(line.prompt.messages), made=demonstration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

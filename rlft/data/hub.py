@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlft.config.bounds import PositiveFraction
 from rlft.data.jsonl import hash_split, rows, training
-from rlft.data.records import Made, Parse, RecordKeys, Row, RowError
+from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowError
 from rlft.system.hub import hub_answers
 from rlft.types import Prompt, Split, UserError
 
@@ -46,7 +46,7 @@ class HubSet:
         """Checks that a local path exists; a hub id is not looked up. Raises UserError."""
         local_path(self.path, f"{self.section}.path")
 
-    def read(self, split: Split, parse: Parse[Made]) -> Sequence[Row[Made]]:
+    def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The split's rows, in the order of the set. Raises UserError."""
         key = f"{self.section}.path"
         path = local_path(self.path, key)
@@ -60,7 +60,7 @@ class HubSet:
             return held_out
         return training(self._rows(self.train_split, "train_split", path, parse), held_out, self.path, key)
 
-    def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[Row[Made]]:
+    def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The rows of one of the set's splits.
 
         Args:
@@ -84,9 +84,9 @@ class HubSet:
             remedy=f"put {self._files()} there, or give a .jsonl file",
         )
 
-    def _parsed(self, records: Any, name: str, source: str, parse: Parse[Made]) -> Sequence[Row[Made]]:
+    def _parsed(self, records: Any, name: str, source: str, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         key, other_fields = f"{self.section}.path", f"name other fields ({self.section}.*_field)"
-        rows: list[Row[Made]] = []
+        rows: list[RecordRow[Made]] = []
         for number, fields in enumerate(records):
             try:
                 rows += parse(fields, f"{name}:{number}")

@@ -12,7 +12,7 @@ import rlft
 from rlft.config.bounds import PositiveFraction
 from rlft.data import streamed
 from rlft.data.lines import bad_row, objects
-from rlft.data.records import Made, Parse, RecordKeys, Row, RowError, split_of, warn_of_held_out, without
+from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowError, split_of, warn_of_held_out, without
 from rlft.data.streamed import StreamedRows
 from rlft.types import Prompt, Split, UserError
 
@@ -46,7 +46,7 @@ class JsonlFiles:
         if self.held_out_path is not None:
             existing_file(self.held_out_path, f"{self.section}.held_out_path")
 
-    def read(self, split: Split, parse: Parse[Made]) -> Sequence[Row[Made]]:
+    def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The split's rows in file order. Raises UserError naming `file:line` for the first bad line."""
         key, held_out_key = f"{self.section}.path", f"{self.section}.held_out_path"
         file = existing_file(self.path, key)
@@ -101,13 +101,13 @@ def _embedded(path: str, key: str) -> Path:
     return embedded_files[path]
 
 
-def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[Row[Made]]:
+def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
     """Every row of the JSONL file that config key `key` names, streamed where it is large (rlft/data/streamed.py).
 
     Raises:
         UserError: the file is unreadable, empty or malformed.
     """
-    parsed_rows: Sequence[Row[Made]]
+    parsed_rows: Sequence[RecordRow[Made]]
     if file.stat().st_size > streamed.STREAMED_BYTES:
         parsed_rows = streamed.streamed_file(file, parse, key)
     else:
@@ -117,9 +117,9 @@ def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[Row[Made]]:
     return parsed_rows
 
 
-def held_rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
+def held_rows(file: Path, parse: Parse[Made], key: str) -> list[RecordRow[Made]]:
     """Every row, held in memory. Raises UserError if the file is unreadable or malformed."""
-    parsed_rows: list[Row[Made]] = []
+    parsed_rows: list[RecordRow[Made]] = []
     for number, fields in objects(file, key):
         try:
             parsed_rows += parse(fields, f"{file.name}:{number}")
@@ -129,8 +129,8 @@ def held_rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
 
 
 def hash_split(
-    rows: Sequence[Row[Made]], split: Split, held_out_fraction: float, where: object, section: str
-) -> Sequence[Row[Made]]:
+    rows: Sequence[RecordRow[Made]], split: Split, held_out_fraction: float, where: object, section: str
+) -> Sequence[RecordRow[Made]]:
     """The rows of one split, chosen by a hash of the question, so that the two splits are disjoint by construction.
 
     Args:
@@ -140,7 +140,7 @@ def hash_split(
         where: the file or data set, for the error message.
         section: the section of the config that names the data.
     """
-    chosen: Sequence[Row[Made]]
+    chosen: Sequence[RecordRow[Made]]
     if isinstance(rows, StreamedRows):
         limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
         chosen = rows.where([(identity < limit) is held_out for identity in rows.identities])
@@ -156,7 +156,9 @@ def hash_split(
     return chosen
 
 
-def training(rows: Sequence[Row[Made]], held_out: Sequence[Row[Made]], where: object, key: str) -> Sequence[Row[Made]]:
+def training(
+    rows: Sequence[RecordRow[Made]], held_out: Sequence[RecordRow[Made]], where: object, key: str
+) -> Sequence[RecordRow[Made]]:
     """The rows whose questions are not held out.
 
     Args:
@@ -165,7 +167,7 @@ def training(rows: Sequence[Row[Made]], held_out: Sequence[Row[Made]], where: ob
         where: the training file or data set, for messages.
         key: the config key that names the data.
     """
-    kept: Sequence[Row[Made]]
+    kept: Sequence[RecordRow[Made]]
     if isinstance(rows, StreamedRows) or isinstance(held_out, StreamedRows):
         held_out_identities = set(streamed.identities_of(held_out))
         is_kept = [identity not in held_out_identities for identity in streamed.identities_of(rows)]

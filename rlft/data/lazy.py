@@ -32,13 +32,13 @@ class Lazy(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | Lazy[Item]:
         selected = range(len(self))[index]
-        return self.at(selected) if isinstance(selected, int) else Part(self, selected)
+        return self.at(selected) if isinstance(selected, int) else LazySlice(self, selected)
 
     def __iter__(self) -> Iterator[Item]:
         return self.between(0, len(self))
 
 
-class Part(Lazy[Item]):
+class LazySlice(Lazy[Item]):
     """The items of a lazy sequence at these indices."""
 
     def __init__(self, whole: Lazy[Item], indices: range) -> None:

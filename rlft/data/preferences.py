@@ -11,7 +11,7 @@ from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import (
     Read,
-    Row,
+    RecordRow,
     RowError,
     chat,
     check_template,
@@ -141,7 +141,7 @@ class PreferenceKeys:
             )
         return rankings
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Candidates]]:
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Candidates]]:
         """The row's completions with their scores. Raises RowError."""
         if is_sampled(fields):
             return [self._sampled(fields)]
@@ -158,7 +158,7 @@ class PreferenceKeys:
             )
         prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt, self.prompt_template), answer="")
         candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
-        return [Row(identity=identity(turns), made=Candidates(prompt=prompt, candidates=candidates))]
+        return [RecordRow(identity=identity(turns), made=Candidates(prompt=prompt, candidates=candidates))]
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         for name in (self.messages_field, self.prompt_field):
@@ -194,7 +194,7 @@ class PreferenceKeys:
             raise RowError(f"field {self.scores_field!r} must be a list of {len(texts)} numbers, one a completion")
         return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
 
-    def _sampled(self, fields: Mapping[str, Any]) -> Row[Candidates]:
+    def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Candidates]:
         line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
         rewards = {**line.rewards, "reward": line.reward}
         if self.rank_by not in rewards:
@@ -206,7 +206,7 @@ class PreferenceKeys:
         tokens = line.token_ids if self.token_ids == "sampled" else ()
         candidate = Candidate(completion=line.completion, score=score, token_ids=tokens)
         candidates = Candidates(prompt=line.prompt, candidates=(candidate,))
-        return Row(identity=identity(line.prompt.messages), made=candidates)
+        return RecordRow(identity=identity(line.prompt.messages), made=candidates)
 
 
 def ranking_set(groups: Sequence[tuple[Prompt, Sequence[Candidate]]]) -> RankingSet:

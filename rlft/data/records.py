@@ -44,7 +44,7 @@ class RowError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Generic[Made]):
+class RecordRow(Generic[Made]):
     """An object made of a row.
 
     Attributes:
@@ -56,10 +56,10 @@ class Row(Generic[Made]):
     made: Made
 
 
-Parse = Callable[[Mapping[str, Any], str], Sequence[Row[Made]]]
+Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
 """A function that maps (fields, id) of a row to the objects made of it, all with one identity. It raises RowError."""
 
-Read = Callable[[Split, Parse[Made]], Sequence[Row[Made]]]
+Read = Callable[[Split, Parse[Made]], Sequence[RecordRow[Made]]]
 """A function that returns the rows of a split in the order of the data. It raises UserError."""
 
 
@@ -150,7 +150,7 @@ class RecordKeys:
         examples = first_by_identity(training, self.few_shot + 1)
         return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, examples)))
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Question]]:
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Question]]:
         """The row's question. Raises RowError."""
         turns = self._turns(fields)
         worked_answer = self._worked_answer(fields, turns)
@@ -163,7 +163,7 @@ class RecordKeys:
             raise RowError(f"there is no field {missing[0]!r} (data.metadata_fields), {only(fields)}")
         metadata = {name: fields[name] for name in self.metadata_fields}
         question = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=metadata)
-        return [Row(identity=identity(turns), made=question)]
+        return [RecordRow(identity=identity(turns), made=question)]
 
     def _turns(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         if self.messages_field is not None:
@@ -194,7 +194,7 @@ class RecordKeys:
             last = match
         return last
 
-    def _warn_of_cut_numbers(self, rows: Sequence[Row[Question]]) -> None:
+    def _warn_of_cut_numbers(self, rows: Sequence[RecordRow[Question]]) -> None:
         """Warns once if the pattern takes part of a number, such as 1 of 1,080: the answers would be wrong."""
         number, first = 0, None
         for row in islice(rows, MAX_CHECKED_ANSWERS):
@@ -214,7 +214,7 @@ class RecordKeys:
         messages = chat(question.turns, self.system_prompt, self.prompt_template, examples)
         return Prompt(id=question.id, messages=messages, answer=question.answer, metadata=question.metadata)
 
-    def _examples(self, row: Row[Question], candidates: Sequence[Row[Question]]) -> list[Message]:
+    def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
         others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
         if len(others) < self.few_shot:
@@ -276,12 +276,12 @@ def split_of(question_identity: str, held_out_fraction: float) -> Split:
     return Split.held_out if int(question_identity[:16], 16) < held_out_fraction * 2**64 else Split.train
 
 
-def first_by_identity(rows: Iterable[Row[Made]], number: int) -> list[Row[Made]]:
+def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[RecordRow[Made]]:
     """The `number` rows with the lowest identities, in order; memory holds no more than these.
 
     Of several rows with the same question, the last is returned.
     """
-    first: dict[str, Row[Made]] = {}
+    first: dict[str, RecordRow[Made]] = {}
     largest = ""  # the largest identity in `first`
     for row in rows:
         if len(first) < number or row.identity <= largest:
@@ -292,7 +292,9 @@ def first_by_identity(rows: Iterable[Row[Made]], number: int) -> list[Row[Made]]
     return [first[identity] for identity in sorted(first)]
 
 
-def without(rows: Iterable[Row[Made]], held_out: Iterable[Row[Made]], where: object) -> list[Row[Made]]:
+def without(
+    rows: Iterable[RecordRow[Made]], held_out: Iterable[RecordRow[Made]], where: object
+) -> list[RecordRow[Made]]:
     """The rows whose questions are not held out, with a warning about the number of the others."""
     held_out_identities = {row.identity for row in held_out}
     rows = list(rows)

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 from rlft.data.lazy import CHUNK, Lazy
 from rlft.data.lines import Line, bad_row, lines, parsed, unreadable
-from rlft.data.records import Made, Parse, Row, RowError
+from rlft.data.records import Made, Parse, RecordRow, RowError
 from rlft.system.terminal import with_progress
 from rlft.types import UserError
 
@@ -119,7 +119,7 @@ class Index(NamedTuple):
         return Index(*(array(column.typecode, compress(column, keep)) for column in self))
 
 
-class StreamedRows(Lazy[Row[Made]], Generic[Made]):
+class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
     """The rows that `parse` makes of a source's records, in order; a record may become several rows, or none."""
 
     def __init__(self, source: Source, parse: Parse[Made], index: Index) -> None:
@@ -137,10 +137,10 @@ class StreamedRows(Lazy[Row[Made]], Generic[Made]):
     def __len__(self) -> int:
         return len(self._index.positions)
 
-    def at(self, index: int) -> Row[Made]:
+    def at(self, index: int) -> RecordRow[Made]:
         return next(self.between(index, index + 1))
 
-    def between(self, start: int, stop: int) -> Iterator[Row[Made]]:
+    def between(self, start: int, stop: int) -> Iterator[RecordRow[Made]]:
         for begin in range(start, stop, CHUNK):
             chunk = slice(begin, min(stop, begin + CHUNK))
             index = Index(*(column[chunk] for column in self._index))
@@ -188,7 +188,7 @@ def _index_of_file(file: Path, stamp: tuple[int, int, int], parse: Callable[...,
     return index_of(JsonlSource(file, key), parse)
 
 
-def identities_of(rows: Sequence[Row[Any]]) -> Sequence[int]:
+def identities_of(rows: Sequence[RecordRow[Any]]) -> Sequence[int]:
     """The first 64 bits of each row's identity, whether the rows are streamed or not."""
     return rows.identities if isinstance(rows, StreamedRows) else [number_of(row.identity) for row in rows]
 

@@ -22,7 +22,7 @@ class When(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MemoryPart:
     """Bytes on one device.
 
     Attributes:
@@ -35,19 +35,19 @@ class Part:
     key: str | None = None
 
 
-def peak(parts: Sequence[Part]) -> int:
+def peak(parts: Sequence[MemoryPart]) -> int:
     """The most bytes that are in use at the same time."""
     by_time = bytes_by_time(parts)
     return by_time[When.always] + by_time[busiest(parts)]
 
 
-def busiest(parts: Sequence[Part]) -> When:
+def busiest(parts: Sequence[MemoryPart]) -> When:
     """When the most bytes are in use, besides those that always are."""
     by_time = bytes_by_time(parts)
     return max((when for when in When if when is not When.always), key=lambda when: by_time[when])
 
 
-def bytes_by_time(parts: Sequence[Part]) -> dict[When, int]:
+def bytes_by_time(parts: Sequence[MemoryPart]) -> dict[When, int]:
     """{when: bytes of the parts that are in use only then}"""
     return {when: sum(part.bytes for part in parts if part.when is when) for when in When}
 
@@ -166,6 +166,6 @@ class EngineMemory:
         lacks: bytes by which the engine's own share of the device is too small for it to start.
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MemoryPart, ...] = ()
     freed_block: int = 0
     lacks: int = 0

@@ -66,11 +66,11 @@ class Slot:
     started: bool = False
     ready: bool = False
     replaced_stale: bool = False
-    joining: Work | None = None
+    joining: EngineWork | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Work:
+class EngineWork:
     """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one.
 
     Attributes:
@@ -204,7 +204,7 @@ class EnginePool(Generator):
         with self._lock:
             size = self._unit(n, len(prompts))
             units = deque(slice(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
-            busy: dict[int, Work] = {}
+            busy: dict[int, EngineWork] = {}
             self._clock.since_last()  # the time before is not counted
             while units or any(work.unit is not None for work in busy.values()):
                 for number, slot in enumerate(self._slots):
@@ -278,7 +278,7 @@ class EnginePool(Generator):
         while joining := [self._join(slot) for slot in self._slots if not slot.ready]:
             self._finish(joining, lambda work, results: None)
 
-    def _finish(self, calls: Sequence[Work], then: Callable[[Work, list[Any]], None]) -> None:
+    def _finish(self, calls: Sequence[EngineWork], then: Callable[[EngineWork, list[Any]], None]) -> None:
         """Waits for all of these calls; engines that fail are replaced."""
         waiting = list(calls)
         self._clock.since_last()
@@ -293,11 +293,11 @@ class EnginePool(Generator):
                     continue
                 then(work, answers)
 
-    def _work(self, slot: Slot, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> Work:
+    def _work(self, slot: Slot, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> EngineWork:
         limit_s = self._timeout_s + (0.0 if slot.started else START_S)
-        return Work(slot=slot, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
+        return EngineWork(slot=slot, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
 
-    def _join(self, slot: Slot) -> Work:
+    def _join(self, slot: Slot) -> EngineWork:
         """Has an engine load the version in use, and score the fixed tokens if the check is set."""
         if slot.joining is None:
             member, version, futures = slot.member, self._version, []
@@ -311,12 +311,12 @@ class EnginePool(Generator):
 
     def _begin(
         self, slot: Slot, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
-    ) -> Work:
+    ) -> EngineWork:
         sent_prompts = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
         future = slot.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
         return self._work(slot, [future], "sample", unit)
 
-    def _over(self, waiting: Sequence[Work]) -> list[Work]:
+    def _over(self, waiting: Sequence[EngineWork]) -> list[EngineWork]:
         """Waits for calls that are answered, have failed or are out of time, and returns them."""
         pending = [future for work in waiting for future in work.futures]
         while True:
@@ -328,7 +328,7 @@ class EnginePool(Generator):
             for work in waiting:
                 work.left_s -= passed
 
-    def _answers(self, work: Work) -> list[Any]:
+    def _answers(self, work: EngineWork) -> list[Any]:
         """What the engine's calls returned.
 
         Raises:
@@ -354,7 +354,7 @@ class EnginePool(Generator):
                 raise _Failed(f"{text}; its log is {work.slot.member.log}") from error
         return answers
 
-    def _accept(self, work: Work, answers: Sequence[Any]) -> None:
+    def _accept(self, work: EngineWork, answers: Sequence[Any]) -> None:
         """Checks which version an answer comes from.
 
         Raises:
@@ -410,7 +410,7 @@ def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[in
     return unit
 
 
-def _is_done(work: Work) -> bool:
+def _is_done(work: EngineWork) -> bool:
     """Whether all calls are answered, or one has raised: those after it are useless."""
     return all(f.done() for f in work.futures) or any(f.done() and f.exception(0) is not None for f in work.futures)
 

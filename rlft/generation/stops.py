@@ -13,7 +13,7 @@ from typing import Any
 
 from rlft.config.generation import GenerationConfig
 from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import decode, decoded, marking, said
+from rlft.tokens.text import decode, decoded, hidden_special_tokens, visible_special_ids
 from rlft.types import Sampling, UserError
 
 Decode = Callable[[Sequence[int]], str]
@@ -104,12 +104,12 @@ class StopStrings:
 def plain_decoder(tokenizer: Any) -> Decode:
     """How single tokens are decoded: by the tokenizers library itself where it can, ten times faster."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and said(tokenizer):
-        hidden = marking(tokenizer)
+    if backend is not None and visible_special_ids(tokenizer):
+        hidden = hidden_special_tokens(tokenizer)
         return lambda ids: backend.decode([t for t in ids if t not in hidden], skip_special_tokens=False)
     if backend is not None:
         return lambda ids: backend.decode(ids, skip_special_tokens=True)
-    if said(tokenizer):
+    if visible_special_ids(tokenizer):
         return lambda ids: decode(tokenizer, ids)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -174,7 +174,7 @@ def check_stops(
         for token in (token for token in special if token in string):
             why = (
                 "engines do not look for in texts"
-                if special[token] in said(tokenizer)
+                if special[token] in visible_special_ids(tokenizer)
                 else "the text of a completion never shows"
             )
             problem = f"holds the special token {token}, which {why}"

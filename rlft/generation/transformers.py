@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from rlft.config.bounds import PositiveInt
 from rlft.generation.engine import Engine, EngineArgs, Generator, TokenCallback
-from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
+from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
@@ -104,7 +104,7 @@ class Transformers(Engine):
     def _prompts_at_once(self, decoding: Decoding) -> int:
         return min(decoding.num_prompts, max(1, self.batch_size // decoding.samples))
 
-    def _parts(self, model: ModelSizes, load: Load, decoding: Decoding) -> list[Part]:
+    def _parts(self, model: ModelSizes, load: Load, decoding: Decoding) -> list[MemoryPart]:
         size = {"merged": model.itemsize if model.itemsize > 2 else 0, "merged_bfloat16": 2, "apart": 0}[self.weights]
         sums = 0 if model.plain else model.adapted * size
         prompts, longest = self._prompts_at_once(decoding), len(decoding.longest)
@@ -113,14 +113,14 @@ class Transformers(Engine):
         prefill = prompts * longest * model.layer_width * model.itemsize
         logits = rows * model.vocabulary * FLOAT32 * 3 + AT_ONCE * 8
         return [
-            Part(name="base and policy added up", bytes=sums, when=When.always, key="weights"),
-            Part(
+            MemoryPart(name="base and policy added up", bytes=sums, when=When.always, key="weights"),
+            MemoryPart(
                 name="keys and values",
                 bytes=tokens * model.key_size * model.itemsize,
                 when=When.sampling,
                 key="batch_size",
             ),
-            Part(name="decoding", bytes=max(prefill, logits), when=When.sampling, key="batch_size"),
+            MemoryPart(name="decoding", bytes=max(prefill, logits), when=When.sampling, key="batch_size"),
         ]
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 from rlft.system.disk import writing
 from rlft.system.files import append, flush
 from rlft.system.terminal import Say
@@ -53,7 +53,7 @@ class Jsonl:
         for name in (METRICS, EVALUATIONS, ALARMS):
             self.files[name] = open_after(self.folder / name, run.step)
         if missing := missing_at_the_end(self.folder / METRICS, run.step):
-            told_on_stderr(missing)
+            warn(missing)
 
     def stage(self, name: str) -> None:
         """Flushes the files to disk before a checkpoint, so that a power cut leaves no gap in a resumed run's files."""
@@ -147,7 +147,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
 
 
-def told_on_stderr(text: str) -> None:
+def warn(text: str) -> None:
     """Prints a line on stderr for the person who reads the files of a run."""
     print(text, file=sys.stderr, flush=True)
 
@@ -156,7 +156,7 @@ def silent(text: str) -> None:
     """Prints nothing: for a reader of a file about which another reader prints the same line."""
 
 
-def read_lines(path: Path, say: Say = told_on_stderr) -> list[dict[str, Any]]:
+def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:
     """The undamaged lines of a JSONL file, without a torn last line; empty if there is no file.
 
     Args:
@@ -166,7 +166,7 @@ def read_lines(path: Path, say: Say = told_on_stderr) -> list[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read.
     """
-    lost: list[Lost] = []
+    lost: list[DamagedLines] = []
     try:
         with path.open("rb") as file:
             lines = [line for _, line in complete_lines(file, lost)]
@@ -180,7 +180,7 @@ def read_lines(path: Path, say: Say = told_on_stderr) -> list[dict[str, Any]]:
     return lines
 
 
-def last_line(path: Path, say: Say = told_on_stderr) -> dict[str, Any]:
+def last_line(path: Path, say: Say = warn) -> dict[str, Any]:
     """The last undamaged line of a JSONL file of numbers; {} if there is none.
 
     If every line has the quotes, colons, commas and braces of such a file, only the last one is parsed; checking for
@@ -215,7 +215,7 @@ def holds_numbers(line: bytes) -> bool:
     return line.startswith(b'{"step": ') and marks == b"{" + b", ".join([b'"": '] * marks.count(b":")) + b"}\n"
 
 
-def open_after(path: Path, step: int, say: Say = told_on_stderr) -> BinaryIO:
+def open_after(path: Path, step: int, say: Say = warn) -> BinaryIO:
     """The file opened to append, unbuffered, cut after the last undamaged line of this step or an earlier one.
 
     Damaged lines before that are left as they are.
@@ -226,7 +226,7 @@ def open_after(path: Path, step: int, say: Say = told_on_stderr) -> BinaryIO:
         say: called with a line about damaged lines that may be of this step or an earlier one, kept or cut off.
     """
     keep = 0
-    lost: list[Lost] = []
+    lost: list[DamagedLines] = []
     if path.exists():
         with path.open("rb") as file:
             for end, line in complete_lines(file, lost):

@@ -14,7 +14,7 @@ _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
 @dataclass(slots=True, kw_only=True)
-class Lost:
+class DamagedLines:
     """Damaged lines that follow each other.
 
     Attributes:
@@ -60,7 +60,7 @@ def has_step(line: dict[str, Any]) -> bool:
 
 
 def complete_lines(
-    file: Iterable[bytes], lost: list[Lost] | None = None, is_whole: Callable[[dict[str, Any]], bool] = has_step
+    file: Iterable[bytes], lost: list[DamagedLines] | None = None, is_whole: Callable[[dict[str, Any]], bool] = has_step
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(bytes up to the line's end, line) of each undamaged line; a last line without a newline is still being written.
 
@@ -86,7 +86,7 @@ def complete_lines(
             continue
         steps = [int(digits) for digits in _STEP.findall(raw)]
         if lost_lines is None:
-            lost_lines = Lost(first=number, last=number, steps=steps, after=step)
+            lost_lines = DamagedLines(first=number, last=number, steps=steps, after=step)
             if lost is not None:
                 lost.append(lost_lines)
         else:
@@ -94,7 +94,7 @@ def complete_lines(
             lost_lines.steps += steps
 
 
-def lost_text(path: Path, lost: Sequence[Lost]) -> str:
+def lost_text(path: Path, lost: Sequence[DamagedLines]) -> str:
     """One line that names the file, the lines and their steps."""
     verb = "is" if len(lost) == 1 and lost[0].first == lost[0].last else "are"
     return f"{path}: {', '.join(map(str, lost))} {verb} damaged and left out"

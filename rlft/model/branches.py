@@ -17,7 +17,7 @@ from rlft.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BranchPart:
     """A run of columns of a row whose tokens are read one after the other.
 
     Attributes:
@@ -34,11 +34,11 @@ class Part:
         return sum(length for _, length in self.read)
 
 
-def parts_of(batch: Batch) -> list[list[Part]]:
+def parts_of(batch: Batch) -> list[list[BranchPart]]:
     """The parts of each row: the trunk, which begins with the row's first column, and then its branches."""
     lengths_B = batch.attention_mask.sum(1).tolist()
     if batch.previous is None:
-        return [[Part(columns=(0, length))] for length in lengths_B]
+        return [[BranchPart(columns=(0, length))] for length in lengths_B]
     usual_T = torch.arange(-1, batch.token_ids.shape[1] - 1)
     previous_BT = batch.previous.cpu()
     return [
@@ -47,16 +47,16 @@ def parts_of(batch: Batch) -> list[list[Part]]:
     ]
 
 
-def _parts(previous_T: Tensor, starts: Sequence[int], length: int) -> list[Part]:
+def _parts(previous_T: Tensor, starts: Sequence[int], length: int) -> list[BranchPart]:
     """The parts of one row whose branches begin with the columns `starts`."""
-    parts: list[Part] = []
+    parts: list[BranchPart] = []
     for start, end in zip([0, *starts], [*starts, length], strict=True):
         read = _path(parts, int(previous_T[start])) if parts else ()
-        parts.append(Part(columns=(start, end - start), read=read))
+        parts.append(BranchPart(columns=(start, end - start), read=read))
     return parts
 
 
-def _path(parts: Sequence[Part], column: int) -> tuple[Span, ...]:
+def _path(parts: Sequence[BranchPart], column: int) -> tuple[Span, ...]:
     """The runs of columns that are read up to this one."""
     part = next(p for p in parts if p.columns[0] <= column < sum(p.columns))
     return (*part.read, (part.columns[0], column + 1 - part.columns[0]))

@@ -88,7 +88,7 @@ def check_environment(config: SamplingRoot) -> None:
         )
 
 
-def shown_in_prompts(
+def prompt_additions(
     environment: Environment | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> Shown:
     """What prompts show of the environment, for `rlft.data.prompts.scan`; nothing without one.

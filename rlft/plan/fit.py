@@ -8,7 +8,7 @@ from typing import Any
 
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes, peak
-from rlft.plan.memory_parts import Demand, lacks, parts, teacher_memory
+from rlft.plan.memory_parts import Demand, memory_shortfall, parts, teacher_memory
 from rlft.plan.teacher_memory import TEACHER_SHARE, TeacherDemand
 
 GIB = 2**30
@@ -49,7 +49,7 @@ def remedies(model: ModelSizes, demand: Demand, process: int, limit: int) -> lis
         smallest = replace(smallest, engine=replace(demand.engine, **changed))
         changes |= _as_keys(demand, smallest)
     several = Remedy(changes=changes, peak=peak(parts(model, smallest, process)))
-    return [several] if several.peak <= limit and not lacks(model, smallest) else []
+    return [several] if several.peak <= limit and not memory_shortfall(model, smallest) else []
 
 
 def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Remedy | None]:
@@ -57,7 +57,7 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
 
     def remedy(key: str, value: str, changed: Demand, sizes: ModelSizes = model) -> Remedy | None:
         needed = peak(parts(sizes, changed, process))
-        fits = needed <= limit and not lacks(sizes, changed)
+        fits = needed <= limit and not memory_shortfall(sizes, changed)
         return Remedy(changes={key: value}, peak=needed) if fits else None
 
     budget = largest_budget(model, demand, process, limit)

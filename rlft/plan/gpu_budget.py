@@ -22,7 +22,7 @@ from rlft.plan.run_plan import Plan
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
-def fitted(plan: AnyPlan) -> AnyPlan:
+def fit_to_device(plan: AnyPlan) -> AnyPlan:
     """The plan of a run with the values of `auto` for this GPU, and with its engines and ranks placed.
 
     On a CPU the values stay as they are.
@@ -40,10 +40,10 @@ def fitted(plan: AnyPlan) -> AnyPlan:
     if demand is None:
         return plan
     demand = on_a_gpu(demand, plan, limit, absent=False)
-    return settled(plan, model, demand, limit, plan.plain.get("token_budget") == AUTO)
+    return resolve_auto(plan, model, demand, limit, plan.plain.get("token_budget") == AUTO)
 
 
-def settled(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
+def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
     """The plan for a GPU: with gradient checkpointing if it does not fit without, and a token budget that fits.
 
     Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the

@@ -15,7 +15,7 @@ import torch
 
 from rlft.batch import select
 from rlft.generation.engine import Engine
-from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
+from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes, layer_sizes
 from rlft.model.kernels.selection import Decision
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
@@ -173,21 +173,23 @@ def model_sizes(
     )
 
 
-def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
+def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     """The parts of everything that the trainer's device holds; `process` is the bytes of the process itself."""
     engine = engine_memory(model, demand)
     has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
     adapters = demand.adapters + has_copy
     counted = [
-        Part(name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always),
-        Part(name="base", bytes=base_bytes(model, demand), when=When.always, key="model.dtype"),
-        Part(
+        MemoryPart(
+            name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always
+        ),
+        MemoryPart(name="base", bytes=base_bytes(model, demand), when=When.always, key="model.dtype"),
+        MemoryPart(
             name="adapters",
             bytes=(adapters * model.lora + demand.frozen) * FLOAT32,
             when=When.always,
             key="lora.rank",
         ),
-        Part(
+        MemoryPart(
             name="optimizer and gradients",
             bytes=LEARNED_COPIES * demand.trainable * FLOAT32,
             when=When.always,
@@ -195,12 +197,12 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
         ),
     ]
     if norm := model.adapter.bytes_of_a_norm(model.itemsize):
-        counted.append(Part(name="weight norms of DoRA", bytes=norm, when=When.always, key="lora.use_dora"))
+        counted.append(MemoryPart(name="weight norms of DoRA", bytes=norm, when=When.always, key="lora.use_dora"))
     if demand.engines_apart and demand.engine is not None and demand.engine.on_trainers_base:
         bases = demand.engines_apart * model.base_bytes
-        counted.append(Part(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
+        counted.append(MemoryPart(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
     if demand.beside:
-        counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
+        counted.append(MemoryPart(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
     counted += teacher_memory(demand).parts
     updating = updating_parts(model, demand)
     return [
@@ -241,7 +243,7 @@ def teacher_memory(demand: Demand) -> EngineMemory:
     return demand.teacher.memory(demand.device, demand.device_memory, beside_vllm=beside_vllm)
 
 
-def teachers_pass(demand: Demand) -> list[Part]:
+def teachers_pass(demand: Demand) -> list[MemoryPart]:
     """The part for the largest pass, without gradient, through a teacher that transformers computes."""
     teacher = demand.teacher
     if teacher is None or teacher.share is not None:
@@ -253,15 +255,15 @@ def teachers_pass(demand: Demand) -> list[Part]:
     else:
         head = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     pass_bytes = tokens * model.layer_width * model.itemsize + head
-    return [Part(name="teacher's pass", bytes=pass_bytes, when=When.annotating, key="token_budget")]
+    return [MemoryPart(name="teacher's pass", bytes=pass_bytes, when=When.annotating, key="token_budget")]
 
 
-def lacks(model: ModelSizes, demand: Demand) -> int:
+def memory_shortfall(model: ModelSizes, demand: Demand) -> int:
     """Bytes that the policy's and the teacher's engines need beyond their shares of the device; 0 if these suffice."""
     return engine_memory(model, demand).lacks + teacher_memory(demand).lacks
 
 
-def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
+def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     """The parts of a forward and backward of the largest micro-batch, and of its batch."""
     tokens, predicted = largest_micro_batch(demand, packed=model.packed)
     count = checkpointed_bytes if demand.recompute else activation_bytes
@@ -285,15 +287,15 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
     if demand.top_k:
         head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
     return [
-        Part(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
-        Part(
+        MemoryPart(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
+        MemoryPart(
             name="gradients of activations",
             bytes=tokens * model.layer_width * model.itemsize,
             when=When.updating,
             key="token_budget",
         ),
-        Part(name="LM head", bytes=head, when=When.updating, key="token_budget"),
-        Part(
+        MemoryPart(name="LM head", bytes=head, when=When.updating, key="token_budget"),
+        MemoryPart(
             name="batch",
             bytes=demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k),
             when=When.always,
@@ -316,7 +318,7 @@ def left_by_sampling(model: ModelSizes, demand: Demand, engine: EngineMemory) ->
     return sum(part.bytes for part in engine.parts if part.when is When.sampling)
 
 
-def holes(demand: Demand, left: int, updating: Sequence[Part]) -> list[Part]:
+def holes(demand: Demand, left: int, updating: Sequence[MemoryPart]) -> list[MemoryPart]:
     """The freed blocks that the C library keeps on a CPU for later steps (`rlft.system.memory`).
 
     Args:
@@ -328,7 +330,7 @@ def holes(demand: Demand, left: int, updating: Sequence[Part]) -> list[Part]:
         return []
     if demand.own_critic:
         left += int(CRITIC_HOLES * sum(part.bytes for part in updating if part.name == ACTIVATIONS))
-    return [Part(name="freed blocks that stay", bytes=left, when=When.updating, key="token_budget")]
+    return [MemoryPart(name="freed blocks that stay", bytes=left, when=When.updating, key="token_budget")]
 
 
 def largest_micro_batch(demand: Demand, *, packed: bool) -> tuple[int, int]:

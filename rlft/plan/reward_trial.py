@@ -23,7 +23,7 @@ ANSWERED = "<think>-</think><answer>{}</answer>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class RewardTrial:
     """One reward's score of one completion, before weighting, and the error that it raised in its group.
 
     `score` is None where the error would end the run, else what its `on_error` gives.
@@ -56,9 +56,9 @@ def try_rewards(
     sampling: Sampling,
     ends: TurnEnds,
     timeout_s: float,
-) -> list[Trial]:
+) -> list[RewardTrial]:
     """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
-    trials: list[Trial] = []
+    trials: list[RewardTrial] = []
     for name, spec in rewards.items():
         if spec.runs_in_trainer:
             continue
@@ -76,7 +76,7 @@ def _try(
     texts: Sequence[tuple[str, str]],
     said: Sequence[Completion],
     timeout_s: float,
-) -> list[Trial]:
+) -> list[RewardTrial]:
     rollouts = tuple(Rollout(prompt=prompt, completion=completion, policy_version=0) for completion in said)
     group = Group(prompt=prompt, rollouts=rollouts)
     scores: list[float | None] = [None] * len(texts)
@@ -88,7 +88,7 @@ def _try(
     except RewardError as failed:
         error = str(failed)
     return [
-        Trial(reward=name, kind=kind, prompt=prompt.id, completion=text, score=score, error=error)
+        RewardTrial(reward=name, kind=kind, prompt=prompt.id, completion=text, score=score, error=error)
         for (kind, text), score in zip(texts, scores, strict=True)
     ]
 
@@ -113,7 +113,7 @@ def as_sampled(
     ]
 
 
-def doubts(trials: Sequence[Trial]) -> list[str]:
+def doubts(trials: Sequence[RewardTrial]) -> list[str]:
     """Warnings about rewards that failed, or that do not tell a right answer from a wrong or an empty one."""
     texts = []
     for name in dict.fromkeys(trial.reward for trial in trials):
@@ -133,7 +133,7 @@ def doubts(trials: Sequence[Trial]) -> list[str]:
     return texts
 
 
-def _worse(trials: Sequence[Trial], wrong: str, right: str) -> bool:
+def _worse(trials: Sequence[RewardTrial], wrong: str, right: str) -> bool:
     """Whether the wrong answers have a higher mean score than the right ones."""
     scores = {kind: [t.score for t in trials if t.kind == kind and t.score is not None] for kind in (wrong, right)}
     return sum(scores[wrong]) > sum(scores[right])

@@ -110,7 +110,7 @@ def _teacher(config: RunConfig, algorithm: Objective) -> None:
         )
     if snapshot.teacher_hint is not None and not snapshot.teacher_hint.strip():
         raise UserError(
-            "snapshot.teacher_hint", "says nothing", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
+            "snapshot.teacher_hint", "is blank", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
         )
     odd = [braces for braces in re.findall(r"\{[^{}]*\}", snapshot.teacher_hint or "") if braces != ANSWER]
     if odd:

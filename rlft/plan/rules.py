@@ -25,7 +25,7 @@ from rlft.generation.engine import Engine
 from rlft.model.positions import limit_of
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.disk import DiskError, writing
-from rlft.system.files import becoming
+from rlft.system.files import atomic_folder
 from rlft.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -798,7 +798,7 @@ def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
     probe = folder / ".rlft_write_probe"
     try:
         # A kill here leaves the probe, which the next check replaces.
-        with becoming(probe, folder / ".rlft_write_probe.writing", replaces=True) as written, writing(written):
+        with atomic_folder(probe, folder / ".rlft_write_probe.writing", replaces=True) as written, writing(written):
             (written / "file").touch()
     except DiskError as error:
         if not error.is_of_the_name:

@@ -19,7 +19,7 @@ from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_confi
 from rlft.plan import rules
 from rlft.plan.adapters import check_adapters, check_classifiers
 from rlft.plan.disk_space import TOKEN_ID, completion_bytes
-from rlft.plan.environments import environment_of, shown_in_prompts
+from rlft.plan.environments import environment_of, prompt_additions
 from rlft.plan.reference_answers import check_references
 from rlft.plan.run_plan import Plan
 from rlft.plan.sample_checks import lora_of, uses_of
@@ -114,7 +114,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data").load(split)
     environment = environment_of(config)
-    shown = shown_in_prompts(environment, tokenizer, data)
+    shown = prompt_additions(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     rules.check_metadata(rewards, prompts.prompts[0])
     texts = untokenised(prompts)

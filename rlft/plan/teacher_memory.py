@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlft.generation.memory import EngineMemory, ModelSizes, Part, When
+from rlft.generation.memory import EngineMemory, MemoryPart, ModelSizes, When
 from rlft.generation.vllm import memory as vllm_memory
 
 TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY
@@ -36,7 +36,7 @@ class TeacherDemand:
             beside_vllm: whether the policy is sampled with vLLM, whose libraries are counted there.
         """
         if self.share is None:
-            part = Part(name="teacher", bytes=self.model.base_bytes, when=When.always, key="snapshot.teacher")
+            part = MemoryPart(name="teacher", bytes=self.model.base_bytes, when=When.always, key="snapshot.teacher")
             return EngineMemory(parts=(part,))
         if device == "cpu":
             return vllm_memory.teacher_on_a_cpu(self.model, self.row_tokens, libraries=not beside_vllm)

@@ -37,7 +37,7 @@ from rlft.model.positions import limit_of
 from rlft.plan import rules
 from rlft.plan.adapters import check_adapters, check_classifiers, empty_model, uses
 from rlft.plan.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
-from rlft.plan.environments import environment_of, shown_in_prompts
+from rlft.plan.environments import environment_of, prompt_additions
 from rlft.plan.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.plan.memory_parts import Demand
 from rlft.plan.ranks import idle_engines, why_whole
@@ -325,7 +325,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
     environment = environment_of(config)
     texts = data.load(Split.train)
-    shown = shown_in_prompts(environment, tokenizer, texts)
+    shown = prompt_additions(environment, tokenizer, texts)
     style = config.prompts.style
     train_prompts = scan(texts, tokenizer, limit, over_limit, Split.train, style, shown)
     held_out = None

@@ -15,7 +15,7 @@ from enum import StrEnum
 from rlft.types import Group, UserError
 
 
-class Mode(StrEnum):
+class FormatMode(StrEnum):
     strict = "strict"
     soft = "soft"
 
@@ -97,7 +97,7 @@ class Format:
             no parts); None for the tags.
     """
 
-    mode: Mode
+    mode: FormatMode
     tags: Sequence[str]
     pattern: str | None
 
@@ -113,11 +113,11 @@ class Format:
     def _score(self, text: str) -> float:
         if self.pattern is not None:
             return follows_pattern(text, self.pattern)
-        return follows_template(text, self.tags) if self.mode == Mode.strict else soft_score(text, self.tags)
+        return follows_template(text, self.tags) if self.mode == FormatMode.strict else soft_score(text, self.tags)
 
 
-def _check_pattern(pattern: str, mode: Mode) -> None:
-    if mode != Mode.strict:
+def _check_pattern(pattern: str, mode: FormatMode) -> None:
+    if mode != FormatMode.strict:
         problem = "a pattern is matched or not, and has no parts to count"
         raise UserError("mode", problem, got=mode, remedy="use mode=strict, or pattern=null")
     try:

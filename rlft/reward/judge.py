@@ -39,7 +39,7 @@ SCHEMA = {
 PATH = "/chat/completions"
 
 
-class Mode(StrEnum):
+class JudgeMode(StrEnum):
     """Whether a request is about one completion, or about all siblings."""
 
     each = "each"
@@ -73,7 +73,7 @@ class Judge(ServerKeys):
     """
 
     model: str | None
-    mode: Mode
+    mode: JudgeMode
     rubric: str
     show_reference: bool
     lowest: float
@@ -96,7 +96,7 @@ class Judge(ServerKeys):
 
     def __call__(self, group: Group) -> list[float]:
         order = list(range(len(group.rollouts)))
-        if self.mode is Mode.each:
+        if self.mode is JudgeMode.each:
             return self.ask([self._request(group, [index]) for index in order], self._ratings)
         random.Random(derive(0, 0, f"judge/{group.prompt.id}")).shuffle(order)
         return self.ask([self._request(group, order)], self._ratings)

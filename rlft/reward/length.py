@@ -12,7 +12,7 @@ from rlft.reward.exact_match import ExactMatch
 from rlft.types import Group, Prompt, UserError
 
 
-class Mode(StrEnum):
+class LengthMode(StrEnum):
     kimi = "kimi"
     target = "target"
     limit = "limit"
@@ -66,22 +66,22 @@ class Length(ExactMatch):
         penalty: what each token over the limit costs (mode limit).
     """
 
-    mode: Mode
+    mode: LengthMode
     target: PositiveInt | None
     limit: PositiveInt | None
     penalty: PositiveFloat
 
     def __post_init__(self) -> None:
         AnswerKeys.__post_init__(self)  # super() doesn't know a class with slots
-        for mode, value in ((Mode.target, self.target), (Mode.limit, self.limit)):
+        for mode, value in ((LengthMode.target, self.target), (LengthMode.limit, self.limit)):
             if self.mode == mode and value is None:
                 raise UserError(mode.value, f"is null, and mode={mode} needs it", remedy="give a number of tokens")
 
     def __call__(self, group: Group) -> list[float]:
         lengths = [rollout.completion.num_sampled for rollout in group.rollouts]
-        if self.mode == Mode.kimi:
+        if self.mode == LengthMode.kimi:
             return among_siblings(lengths, self.right(group))
-        if self.mode == Mode.target:
+        if self.mode == LengthMode.target:
             assert self.target is not None
             return [near_target(length, self.target) for length in lengths]
         assert self.limit is not None
@@ -91,4 +91,4 @@ class Length(ExactMatch):
         return [score == 1.0 for score in ExactMatch.__call__(self, group)]
 
     def reference_text(self, prompt: Prompt) -> str | None:
-        return ExactMatch.reference_text(self, prompt) if self.mode == Mode.kimi else None
+        return ExactMatch.reference_text(self, prompt) if self.mode == LengthMode.kimi else None

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.runs.config_file import FORMAT, KEY, NewerError, check_format
 from rlft.system.disk import BLOCK, writing
-from rlft.system.files import becoming
+from rlft.system.files import atomic_folder
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         for left_by_a_kill in root.glob(f"{WRITING}*"):
             shutil.rmtree(left_by_a_kill)
         # A step that is repeated because its checkpoint is damaged replaces that checkpoint.
-        with becoming(final, root / f"{WRITING}{final.name}", replaces=True) as temporary:
+        with atomic_folder(final, root / f"{WRITING}{final.name}", replaces=True) as temporary:
             _write(temporary, checkpoint)
     others = [folder for folder in finished(root) if folder != final]
     earlier = [folder for folder in others if step_of(folder) < checkpoint.step]

@@ -106,7 +106,7 @@ def writing(target: Path, needed: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def named_by(key: str) -> Iterator[None]:
+def blame_key(key: str) -> Iterator[None]:
     """Turns a DiskError inside into a refusal of `key`, with which the user has named the file or folder.
 
     Raises:

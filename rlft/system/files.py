@@ -91,7 +91,7 @@ def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
 
 
 @contextmanager
-def becoming(final: Path, temporary: Path, *, replaces: bool = False) -> Iterator[Path]:
+def atomic_folder(final: Path, temporary: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Makes the folder `temporary`, and renames it to `final`, in the same folder, when all its files are on disk.
 
     A failure or an interruption inside removes it. With `replaces`, an existing `final` is removed first.

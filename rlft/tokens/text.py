@@ -53,9 +53,9 @@ OPENED = re.compile(r"(?:<(?:think\w*|thought\w*|reason\w*|answer)>|\[(?:THINK\w
 
 def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of token ids, without the special tokens that mark turns."""
-    if not said(tokenizer):
+    if not visible_special_ids(tokenizer):
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
-    hidden = marking(tokenizer)
+    hidden = hidden_special_tokens(tokenizer)
     return tokenizer.batch_decode([[t for t in row if t not in hidden] for row in rows], skip_special_tokens=False)
 
 
@@ -64,12 +64,12 @@ def decode(tokenizer: PreTrainedTokenizerBase, row: Sequence[int]) -> str:
     return decoded(tokenizer, [list(row)])[0]
 
 
-def said(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def visible_special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The special tokens that a text shows."""
     return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[0]
 
 
-def marking(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
+def hidden_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
     """{id: special token} of those that a text does not show."""
     return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[1]
 
@@ -121,17 +121,17 @@ def tail(tokenizer: PreTrainedTokenizerBase, prompt: str, *, by_template: bool) 
         by_template: whether the chat template wrote it.
     """
     if by_template:
-        begun = _begun(tokenizer, _template(tokenizer))
-        if begun is not None:
-            return begun if begun and prompt.endswith(begun) else ""
+        opened = _opening_of_turn(tokenizer, _template(tokenizer))
+        if opened is not None:
+            return opened if opened and prompt.endswith(opened) else ""
     match = OPENED.search(prompt)
-    if match is None or match[0].strip() in marking(tokenizer).values():
+    if match is None or match[0].strip() in hidden_special_tokens(tokenizer).values():
         return ""
     return match[0]
 
 
 @lru_cache(maxsize=4)
-def _begun(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+def _opening_of_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     """What the template has begun to say for the assistant: where a prompt goes beyond the header of earlier turns.
 
     None if the header cannot be found out.
@@ -143,10 +143,10 @@ def _begun(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     header = spoken[: spoken.find(FIRST)]
     if FIRST not in spoken or not prompt.startswith(header):
         return None
-    begun = prompt[len(header) :]
-    tags = list(TAG.finditer(begun))
+    opened = prompt[len(header) :]
+    tags = list(TAG.finditer(opened))
     is_open = tags and not (tags[-1][1] or tags[-1][3] or (tags[-1][2] or tags[-1][4]).startswith(CLOSING_WORDS))
-    return begun if is_open else ""
+    return opened if is_open else ""
 
 
 def last_tag(text: str) -> str:
@@ -154,7 +154,7 @@ def last_tag(text: str) -> str:
     return next((match[0] for match in reversed(list(TAG.finditer(text)))), "")
 
 
-def without_tail(text: str, begun: str) -> str:
+def without_tail(text: str, tail: str) -> str:
     r"""What is left to say of a turn of which the prompt has begun this much.
 
     >>> without_tail("<think>\nyes</think>", "<think>\n"), without_tail("<think>yes</think>", "<think>\n")
@@ -162,7 +162,7 @@ def without_tail(text: str, begun: str) -> str:
     >>> without_tail("yes", "<think>\n")
     'yes'
     """
-    if begun and text.startswith(begun):
-        return text[len(begun) :]
+    if tail and text.startswith(tail):
+        return text[len(tail) :]
     bare = text.lstrip()
-    return bare[len(begun.strip()) :].lstrip() if begun.strip() and bare.startswith(begun.strip()) else text
+    return bare[len(tail.strip()) :].lstrip() if tail.strip() and bare.startswith(tail.strip()) else text

@@ -20,7 +20,7 @@ from rlft import cli
 from rlft.commands import plan
 from rlft.commands.plan_command import read_bytes
 from rlft.commands.plan_page import print_trials
-from rlft.plan.reward_trial import Trial
+from rlft.plan.reward_trial import RewardTrial
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
 TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
@@ -390,7 +390,7 @@ def test_a_narrow_page_shows_what_every_reward_says() -> None:
     names = ("exact_match", "format", "a_reward_with_a_long_name")
     kinds = ("wrong, in tags", "reference, in tags")
     trials = [
-        Trial(
+        RewardTrial(
             reward=name, kind=kind, prompt="gsm8k-train-000017", completion=f"<think>-</think>{'9' * 60}", score=score
         )
         for kind in kinds

@@ -16,7 +16,7 @@ import pytest
 from rlft.data import streamed
 from rlft.data.lazy import Lazy
 from rlft.data.prompts import PromptSet, TokenisedPrompts, scan, untokenised
-from rlft.data.records import Row, first_by_identity
+from rlft.data.records import RecordRow, first_by_identity
 from rlft.model.backbone import Backbone
 from rlft.types import Prompt, Split, UserError
 
@@ -211,6 +211,6 @@ def test_what_is_held_of_streamed_data_is_26_bytes_a_row(
 def test_the_first_rows_by_identity_are_those_of_all_rows_sorted() -> None:
     drawn = random.Random(0)
     for number, kinds in itertools.product((1, 2, 5), (1, 3, 40)):
-        rows = [Row(identity=f"{drawn.randrange(kinds):03}", made=i) for i in range(100)]
+        rows = [RecordRow(identity=f"{drawn.randrange(kinds):03}", made=i) for i in range(100)]
         by_hand = [row for _, row in sorted({row.identity: row for row in rows}.items())[:number]]
         assert first_by_identity(rows, number) == by_hand

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from in_one_test import each
 
-from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 
 
 def lines_of(*steps: int) -> list[bytes]:
@@ -15,7 +15,7 @@ def lines_of(*steps: int) -> list[bytes]:
 
 
 def read(raw: list[bytes]) -> tuple[list[int], str]:
-    lost: list[Lost] = []
+    lost: list[DamagedLines] = []
     steps = [line["step"] for _, line in complete_lines(raw, lost)]
     return steps, lost_text(Path("metrics.jsonl"), lost) if lost else ""
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from rlft.model.branches import Part, parts_of, paths_of
+from rlft.model.branches import BranchPart, parts_of, paths_of
 
 
 def test_a_row_without_branches_is_one_part(awkward_batch):
     lengths = awkward_batch.attention_mask.sum(1).tolist()
-    assert parts_of(awkward_batch) == [[Part(columns=(0, length))] for length in lengths]
+    assert parts_of(awkward_batch) == [[BranchPart(columns=(0, length))] for length in lengths]
     usual = torch.arange(-1, awkward_batch.token_ids.shape[1] - 1).repeat(len(lengths), 1)
     assert parts_of(replace(awkward_batch, previous=usual)) == parts_of(awkward_batch)
 
@@ -17,12 +17,12 @@ def test_a_row_without_branches_is_one_part(awkward_batch):
 def test_a_part_reads_runs_of_columns_that_end_with_the_token_before_it(tree_batch):
     trees, _, _ = tree_batch
     assert parts_of(trees)[1] == [
-        Part(columns=(0, 10)),
-        Part(columns=(10, 3), read=((0, 7),)),
-        Part(columns=(13, 2), read=((0, 7), (10, 1))),
+        BranchPart(columns=(0, 10)),
+        BranchPart(columns=(10, 3), read=((0, 7),)),
+        BranchPart(columns=(13, 2), read=((0, 7), (10, 1))),
     ]
     assert [part.depth for part in parts_of(trees)[1]] == [0, 7, 8]
-    assert parts_of(trees)[0][3] == Part(columns=(15, 3), read=((0, 4),))
+    assert parts_of(trees)[0][3] == BranchPart(columns=(15, 3), read=((0, 4),))
 
 
 def test_paths_are_the_rows_that_one_would_write_by_hand(tree_batch):

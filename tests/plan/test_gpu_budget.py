@@ -13,7 +13,7 @@ from rlft.config.resolved import resolve
 from rlft.config.token_budget import GPU_TOKENS
 from rlft.generation.memory import peak
 from rlft.plan import gpu_budget, memory_demand
-from rlft.plan.gpu_budget import fitted
+from rlft.plan.gpu_budget import fit_to_device
 from rlft.plan.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.plan.memory_parts import parts
 
@@ -50,7 +50,7 @@ def needed(plan, budget: int, recompute: bool) -> int:
 
 
 def test_a_large_gpu_keeps_its_budget(on_gpu):
-    found = fitted(on_gpu(80 * 2**30)).config
+    found = fit_to_device(on_gpu(80 * 2**30)).config
     assert (found.token_budget, found.model.gradient_checkpointing) == (GPU_TOKENS, False)
 
 
@@ -59,22 +59,22 @@ def test_a_small_one_takes_the_largest_that_fits(checkpointing, on_gpu):
     words, recompute = f"model.gradient_checkpointing={checkpointing}", checkpointing == "auto"
     plan = on_gpu(0, words)
     limit = (needed(plan, GPU_TOKENS, recompute) + needed(plan, 512, recompute)) // 2
-    found = fitted(on_gpu(limit, words)).config.token_budget
+    found = fit_to_device(on_gpu(limit, words)).config.token_budget
     group = 22 + 8 * 48
     assert group < found < GPU_TOKENS
     assert needed(plan, found, recompute) <= limit < needed(plan, found + 64 + group, recompute)
-    assert fitted(on_gpu(limit, words)).config.model.gradient_checkpointing is recompute
+    assert fit_to_device(on_gpu(limit, words)).config.model.gradient_checkpointing is recompute
 
 
 def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_gpu, monkeypatch):
-    assert fitted(on_gpu(600 * 2**20, "token_budget=9000")).config.token_budget == 9000
+    assert fit_to_device(on_gpu(600 * 2**20, "token_budget=9000")).config.token_budget == 9000
     monkeypatch.setattr(gpu_budget, "resolve_device", lambda name: torch.device("cpu"))
     plan = resolve(compose([*WORDS])).plan()
-    assert fitted(plan) is plan
+    assert fit_to_device(plan) is plan
 
 
 def test_where_nothing_fits_the_rehearsal_is_to_say_so(on_gpu):
-    found = fitted(on_gpu(300 * 2**20)).config
+    found = fit_to_device(on_gpu(300 * 2**20)).config
     assert (found.token_budget, found.model.gradient_checkpointing) == (GPU_TOKENS, True)
 
 
@@ -82,9 +82,9 @@ def test_a_learned_reward_that_says_auto_takes_the_lowered_budget_and_one_with_a
     words = ("reward=[exact_match,learned]", "reward_model.refresh_every=5", "reward_model.labels=exact_match")
     plan = on_gpu(0, *words)
     limit = (needed(plan, GPU_TOKENS, True) + needed(plan, 512, True)) // 2
-    found = fitted(on_gpu(limit, *words)).config
+    found = fit_to_device(on_gpu(limit, *words)).config
     assert found.token_budget < GPU_TOKENS
     assert found.reward["learned"]["token_budget"] == found.token_budget
     assert "token_budget" not in found.reward["exact_match"]
-    kept = fitted(on_gpu(limit, *words, "reward.learned.token_budget=700")).config
+    kept = fit_to_device(on_gpu(limit, *words, "reward.learned.token_budget=700")).config
     assert kept.reward["learned"]["token_budget"] == 700

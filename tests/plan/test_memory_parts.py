@@ -17,7 +17,7 @@ from rlft.algorithm.ops.distillation import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve
-from rlft.generation.memory import Part, When, peak
+from rlft.generation.memory import MemoryPart, When, peak
 from rlft.model.activations import LOGIT_CHUNK
 from rlft.model.kernels.lm_head import top_k_logprobs
 from rlft.plan.memory_demand import sizes_of
@@ -30,7 +30,7 @@ DEMAND = Demand(
 )  # fmt: skip
 
 
-def by_name(found: list[Part]) -> dict[str, int]:
+def by_name(found: list[MemoryPart]) -> dict[str, int]:
     return {part.name: part.bytes for part in found}
 
 
@@ -68,9 +68,11 @@ def test_padded_rows_cost_their_prompts_each_time():
 
 
 def test_the_peak_is_what_is_always_there_and_the_larger_of_two_times():
-    found = [Part(name=w, bytes=b, when=w) for w, b in ((When.always, 5), (When.sampling, 20), (When.updating, 30))]
+    found = [
+        MemoryPart(name=w, bytes=b, when=w) for w, b in ((When.always, 5), (When.sampling, 20), (When.updating, 30))
+    ]
     assert peak(found) == 35
-    assert peak([*found, Part(name="x", bytes=11, when=When.sampling)]) == 36
+    assert peak([*found, MemoryPart(name="x", bytes=11, when=When.sampling)]) == 36
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.generation.memory import ModelSizes, Part, When, busiest, peak
+from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.plan.fit import remedies
 from rlft.plan.memory_demand import sizes_of
-from rlft.plan.memory_parts import Demand, lacks, parts, teacher_memory, teachers_pass
+from rlft.plan.memory_parts import Demand, memory_shortfall, parts, teacher_memory, teachers_pass
 from rlft.plan.teacher_memory import TEACHER_SHARE, TeacherDemand
 from rlft.plan.teachers import check_teacher_engine, missing_engine
 from rlft.types import UserError
@@ -52,7 +52,7 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     [part] = teachers_pass(replace(demand, token_budget=2000, teacher=padded))
     assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
     assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []
-    beside = [Part(name=when, bytes=size, when=when) for when, size in zip(When, (1, 20, 400, 300), strict=True)]
+    beside = [MemoryPart(name=when, bytes=size, when=when) for when, size in zip(When, (1, 20, 400, 300), strict=True)]
     assert (peak(beside), busiest(beside)) == (401, When.annotating)
 
 
@@ -103,11 +103,13 @@ def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> Non
     assert demand.teacher.row_tokens == plan.config.prompts.max_tokens + plan.config.generation.max_tokens
     taken = {part.name: part.bytes for part in parts(model, demand, 0)}
     assert taken["teacher in vLLM"] == int(0.2 * 2 * GIB)
-    assert lacks(model, demand) == 0
+    assert memory_shortfall(model, demand) == 0
     tight = replace(demand, teacher=replace(demand.teacher, share=0.001))
-    assert lacks(model, tight) == teacher_memory(tight).lacks > 0
+    assert memory_shortfall(model, tight) == teacher_memory(tight).lacks > 0
     ways = {key: value for remedy in remedies(model, tight, 0, 2 * GIB) for key, value in remedy.changes.items()}
-    assert lacks(model, replace(tight, teacher=replace(demand.teacher, share=float(ways[TEACHER_SHARE])))) == 0
+    assert (
+        memory_shortfall(model, replace(tight, teacher=replace(demand.teacher, share=float(ways[TEACHER_SHARE])))) == 0
+    )
 
 
 def test_shares_of_both_engines_that_are_more_than_a_gpu_are_refused(run_config) -> None:

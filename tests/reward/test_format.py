@@ -3,7 +3,7 @@ import time
 import pytest
 from in_one_test import each
 
-from rlft.reward.format import Format, Mode
+from rlft.reward.format import Format, FormatMode
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import UserError
 
@@ -38,24 +38,26 @@ VERDICTS = [
 
 @each(("text", "strict", "fifths"), VERDICTS)
 def test_verdicts(group, text, strict, fifths):
-    assert Format(mode=Mode.strict, tags=TAGS, pattern=None)(group([text])) == [float(strict)]
-    assert Format(mode=Mode.soft, tags=TAGS, pattern=None)(group([text])) == [pytest.approx(fifths / 5, abs=1e-12)]
+    assert Format(mode=FormatMode.strict, tags=TAGS, pattern=None)(group([text])) == [float(strict)]
+    assert Format(mode=FormatMode.soft, tags=TAGS, pattern=None)(group([text])) == [
+        pytest.approx(fifths / 5, abs=1e-12)
+    ]
 
 
 def test_the_template_is_a_config_key(group):
     texts = ["<plan>a</plan><code>b</code><result>c</result>", GOOD]
-    assert Format(mode=Mode.strict, tags=("plan", "code", "result"), pattern=None)(group(texts)) == [1.0, 0.0]
+    assert Format(mode=FormatMode.strict, tags=("plan", "code", "result"), pattern=None)(group(texts)) == [1.0, 0.0]
 
 
 def test_a_template_needs_different_tags():
     for tags in ((), ("answer", "answer"), ("",)):
         with pytest.raises(UserError, match="must be different names"):
-            Format(mode=Mode.soft, tags=tags, pattern=None)
+            Format(mode=FormatMode.soft, tags=tags, pattern=None)
 
 
 def test_a_million_tags_take_no_time(group):
     text = "<think></think><answer>" * 50_000
-    assert Format(mode=Mode.soft, tags=TAGS, pattern=None)(group([text])) == [0.0]
+    assert Format(mode=FormatMode.soft, tags=TAGS, pattern=None)(group([text])) == [0.0]
 
 
 HASHES = r".+\n#### -?[0-9]+"
@@ -76,17 +78,17 @@ HASHES = r".+\n#### -?[0-9]+"
     ],
 )
 def test_a_pattern_takes_the_place_of_the_tags(group, text, follows):
-    assert Format(mode=Mode.strict, tags=TAGS, pattern=HASHES)(group([text])) == [float(follows)]
+    assert Format(mode=FormatMode.strict, tags=TAGS, pattern=HASHES)(group([text])) == [float(follows)]
 
 
 def test_a_pattern_has_no_parts_to_count():
     with pytest.raises(UserError, match=r"mode: a pattern is matched or not, .*, got soft; use mode=strict"):
-        Format(mode=Mode.soft, tags=TAGS, pattern=HASHES)
+        Format(mode=FormatMode.soft, tags=TAGS, pattern=HASHES)
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused():
     with pytest.raises(UserError, match=r"pattern: is not a regular expression \(missing \), .*got \(unclosed"):
-        Format(mode=Mode.strict, tags=TAGS, pattern="(unclosed")
+        Format(mode=FormatMode.strict, tags=TAGS, pattern="(unclosed")
 
 
 def test_a_pattern_that_backtracks_for_ever_is_stopped_by_the_time_limit(group):

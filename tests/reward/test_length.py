@@ -4,7 +4,7 @@ import pytest
 from in_one_test import each
 
 from rlft.reward.answer import AnswerIn, Which
-from rlft.reward.length import Length, Mode
+from rlft.reward.length import Length, LengthMode
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
@@ -13,7 +13,7 @@ RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
 def length(**keys) -> Length:
     defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
-    numbers = {"mode": Mode.kimi, "target": None, "limit": None, "penalty": 0.001}
+    numbers = {"mode": LengthMode.kimi, "target": None, "limit": None, "penalty": 0.001}
     return Length(**{**defaults, "numeric": True, "ignore_case": False, **numbers, **keys})
 
 
@@ -66,16 +66,16 @@ def test_verdicts_on_right_answers(group, text, reference, right):
 def test_a_wished_length_is_missed_on_both_sides(group):
     # -|n - 40| / 40, at least -1.
     made = sized(group, [RIGHT, WRONG] * 4, [40, 30, 50, 0, 80, 81, 4000, 41])
-    assert length(mode=Mode.target, target=40)(made) == [0, -0.25, -0.25, -1, -1, -1, -1, -0.025]
+    assert length(mode=LengthMode.target, target=40)(made) == [0, -0.25, -0.25, -1, -1, -1, -1, -0.025]
 
 
 def test_tokens_over_a_limit_cost_a_penalty_each(group):
     # -0.125 for each token over 40, at least -1: at 48.
     made = sized(group, [RIGHT, WRONG] * 3, [0, 40, 41, 44, 48, 400])
-    assert length(mode=Mode.limit, limit=40, penalty=0.125)(made) == [0, 0, -0.125, -0.5, -1, -1]
+    assert length(mode=LengthMode.limit, limit=40, penalty=0.125)(made) == [0, 0, -0.125, -0.5, -1, -1]
 
 
-@pytest.mark.parametrize("keys", [{"mode": Mode.target, "target": 10}, {"mode": Mode.limit, "limit": 10}])
+@pytest.mark.parametrize("keys", [{"mode": LengthMode.target, "target": 10}, {"mode": LengthMode.limit, "limit": 10}])
 def test_only_kimis_reward_needs_a_reference_answer(group, keys):
     made = sized(group, ["poem"], [10], answer="")
     assert length(**keys)(made) == [0.0]

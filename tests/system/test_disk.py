@@ -12,7 +12,7 @@ import pytest
 from in_one_test import each
 
 from rlft.system import disk
-from rlft.system.disk import DiskError, errno_of, explained, failure_of, named_by, size_text, writing
+from rlft.system.disk import DiskError, blame_key, errno_of, explained, failure_of, size_text, writing
 from rlft.types import UserError
 
 
@@ -95,10 +95,10 @@ def test_a_part_is_told_with_what_the_whole_needs(free: SimpleNamespace) -> None
 
 
 def test_a_name_that_cannot_be_written_is_a_mistake_and_a_full_disk_is_none() -> None:
-    with pytest.raises(UserError, match="out: cannot be written \\(Permission denied\\), got x"), named_by("out"):  # noqa: SIM117
+    with pytest.raises(UserError, match="out: cannot be written \\(Permission denied\\), got x"), blame_key("out"):  # noqa: SIM117
         with writing(Path("x")):
             raise OSError(errno.EACCES, "x")
-    with pytest.raises(DiskError), named_by("out"), writing(Path("x")):
+    with pytest.raises(DiskError), blame_key("out"), writing(Path("x")):
         raise OSError(errno.ENOSPC, "x")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlft.system import files
 from rlft.system.disk import DiskError
-from rlft.system.files import NOT_FLUSHED, append, becoming, flush, write_atomically
+from rlft.system.files import NOT_FLUSHED, append, atomic_folder, flush, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -71,7 +71,7 @@ def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path: Path, monk
     monkeypatch.setattr(Path, "rename", across)
     with (
         pytest.raises(DiskError, match="its file system cannot rename within a folder"),
-        becoming(tmp_path / "out", tmp_path / ".out") as folder,
+        atomic_folder(tmp_path / "out", tmp_path / ".out") as folder,
     ):
         (folder / "file").touch()
     assert names(tmp_path) == []
@@ -80,9 +80,9 @@ def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path: Path, monk
 def test_what_comes_first_in_a_folder_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     final = tmp_path / "out"
     for number in range(2):
-        with becoming(final, tmp_path / ".out", replaces=True) as folder:
+        with atomic_folder(final, tmp_path / ".out", replaces=True) as folder:
             (folder / f"{number}").touch()
-    with pytest.raises(ZeroDivisionError), becoming(final, tmp_path / ".out", replaces=True):
+    with pytest.raises(ZeroDivisionError), atomic_folder(final, tmp_path / ".out", replaces=True):
         raise ZeroDivisionError
     assert (names(tmp_path), names(final)) == (["out"], ["1"])
 

@@ -8,7 +8,7 @@ from in_one_test import each
 from tokenizers import AddedToken
 
 from rlft.generation.stops import GrowingText, plain_decoder, shown_texts
-from rlft.tokens.text import decode, marking, said, tail, with_ends, without_tail
+from rlft.tokens.text import decode, hidden_special_tokens, tail, visible_special_ids, with_ends, without_tail
 from rlft.types import Sampling
 from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer
 
@@ -46,8 +46,8 @@ def with_special(*tokens, family="qwen2.5", template=None):
 def test_a_text_shows_special_tokens_that_are_said_and_none_that_marks_turns(tokens, family, template):
     tokenizer = with_special(*tokens, family=family, template=template)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
-    assert {*ids.values()} <= said(tokenizer)
-    assert tokenizer.eos_token_id in marking(tokenizer)
+    assert {*ids.values()} <= visible_special_ids(tokenizer)
+    assert tokenizer.eos_token_id in hidden_special_tokens(tokenizer)
     text = f"{tokens[0]}so{tokens[1]} 18"
     row = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert ids[tokens[0]] in row
@@ -64,10 +64,10 @@ def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
         every = [ids[0], *tokenizer.added_tokens_decoder, *ids]
         turns = {
             t
-            for t, name in marking(tokenizer).items()
+            for t, name in hidden_special_tokens(tokenizer).items()
             if name in tokenizer.chat_template or t in tokenizer.all_special_ids
         }
-        shown = [t for t in every if t not in turns or t not in marking(tokenizer)]
+        shown = [t for t in every if t not in turns or t not in hidden_special_tokens(tokenizer)]
         assert decode(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True), family
         assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
 

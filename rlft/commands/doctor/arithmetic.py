@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlft.commands.doctor.work import Size, Work
+from rlft.commands.doctor.work import Size, Workload
 from rlft.model.activations import layer_sizes
 
 MIN_REPEATS = 3
@@ -61,7 +61,7 @@ class Shape:
         )
 
 
-def step_flops(shape: Shape, work: Work) -> float:
+def step_flops(shape: Shape, work: Workload) -> float:
     """Floating-point operations of credit and update: one forward and backward, with each prompt once per group.
 
     The cost of a token is a multiple of 2 x the number of parameters involved: for the base 1 forward and 1 for the

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.row import Row, Status
+from rlft.commands.doctor.row import CheckRow, Status
 from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
@@ -91,7 +91,7 @@ def command(arguments: list[str]) -> int:
 
 def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, opens: str = TRIAL) -> int:
     """Runs the checks on the trial that `opens` makes from these settings, prints their rows; returns the exit code."""
-    interrupt.set_interrupt_message("nothing is kept of the checks")
+    interrupt.set_interrupt_message("no results were saved")
     with owned_folder() as folder:
         subject = Subject(opens=opens, settings=settings, folder=folder)
         rows = [row for _, row in run_checks(checks, subject, tell)]
@@ -106,7 +106,7 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
     return 1 if any(row.status is Status.wrong for row in rows) else 0
 
 
-def as_dict(rows: Sequence[Row]) -> dict[str, Any]:
+def as_dict(rows: Sequence[CheckRow]) -> dict[str, Any]:
     """The table as values for JSON."""
     return {"works": all(row.status is not Status.wrong for row in rows), "rows": [asdict(row) for row in rows]}
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlft.commands.doctor.row import Row, Status, judged
-from rlft.commands.doctor.trial import Trial
+from rlft.commands.doctor.row import CheckRow, Status, judged
+from rlft.commands.doctor.trial import MachineTrial
 from rlft.generation.engine import Generator
 from rlft.loop.freshness import Gap, Limits, flatten
 from rlft.model.roles import POLICY
@@ -24,7 +24,7 @@ MIN_MOVE = 0.1
 """Nats by which the changed adapter must move a log-prob, besides twice the threshold of the freshness check."""
 
 
-def model_rows(trial: Trial) -> list[Row]:
+def model_rows(trial: MachineTrial) -> list[CheckRow]:
     """Makes or reads the model's config, and plans the trial."""
     plan, work = trial.plan, trial.work
     makes_model = trial.settings.makes_model
@@ -34,20 +34,20 @@ def model_rows(trial: Trial) -> list[Row]:
     value = f"{model}, {dtype} on {trial.device}; {shape}; engine {plan.engine} ({plan.engine_reason})"
     numbers = {"prompts": work.prompts, "group": work.group, "prompt_tokens": work.prompt_tokens}
     numbers["completion_tokens"] = work.completion_tokens
-    return [Row(name="model", status=Status.ok, value=value, numbers=numbers)]
+    return [CheckRow(name="model", status=Status.ok, value=value, numbers=numbers)]
 
 
-def engine_rows(trial: Trial) -> list[Row]:
+def engine_rows(trial: MachineTrial) -> list[CheckRow]:
     """Loads the model, starts the engine, and has it take the first adapter."""
     start = time.monotonic()
     trial.start()
     trial.publish()
     seconds = time.monotonic() - start
     value = f"{trial.plan.engine} started and took an adapter in {seconds:.1f} s"
-    return [Row(name="engine", status=Status.ok, value=value, numbers={"seconds": seconds})]
+    return [CheckRow(name="engine", status=Status.ok, value=value, numbers={"seconds": seconds})]
 
 
-def gap_rows(trial: Trial) -> list[Row]:
+def gap_rows(trial: MachineTrial) -> list[CheckRow]:
     """The log-prob gap of fixed tokens, as in the freshness check, and that of sampled tokens."""
     session = trial.session
     sequences = fixed_sequences(trial)
@@ -59,7 +59,7 @@ def gap_rows(trial: Trial) -> list[Row]:
     return [gap_row(fixed, sampled, session.freshness.limits, None if alarms is None else alarms.logprob_gap)]
 
 
-def gap_row(fixed: Gap, sampled: Gap, threshold: float | Limits, alarm: float | None) -> Row:
+def gap_row(fixed: Gap, sampled: Gap, threshold: float | Limits, alarm: float | None) -> CheckRow:
     """Whether a run with this gap would be stopped by its freshness check, or raise an alarm.
 
     Args:
@@ -95,12 +95,14 @@ class Adapters(Protocol):
     def score(self, sequences: list[list[int]]) -> list[list[float]]: ...
 
 
-def swap_rows(trial: Trial) -> list[Row]:
+def swap_rows(trial: MachineTrial) -> list[CheckRow]:
     session = trial.session
     return [swap_row(session.generator, trial.roles, fixed_sequences(trial), session.freshness.limits)]
 
 
-def swap_row(generator: Generator, adapters: Adapters, sequences: list[list[int]], threshold: float | Limits) -> Row:
+def swap_row(
+    generator: Generator, adapters: Adapters, sequences: list[list[int]], threshold: float | Limits
+) -> CheckRow:
     """Publishes a changed adapter, then the original one again; leaves the policy as it was.
 
     The changed adapter moves log-probs by at least two thresholds. After each publish, the engine's log-probs must be
@@ -175,7 +177,7 @@ def with_noise(weights: Mapping[str, Tensor], spread: float) -> dict[str, Tensor
     return noisy
 
 
-def fixed_sequences(trial: Trial) -> list[list[int]]:
+def fixed_sequences(trial: MachineTrial) -> list[list[int]]:
     """The first tokens of a few prompts, which are always the same."""
     prompts = trial.plan.train_prompts.prompts[:SCORED_SEQUENCES]
     return [list(prompt.token_ids[:SCORED_TOKENS]) for prompt in prompts]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlft.batch import select
 from rlft.commands.doctor.engine import with_noise
-from rlft.commands.doctor.row import NotReadyError, Row, Status, judged
-from rlft.commands.doctor.trial import Trial
+from rlft.commands.doctor.row import CheckRow, NotReadyError, Status, judged
+from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import KernelChoice
 from rlft.loop.base_loading import free_bytes
 from rlft.model.backbone import read_backbone
@@ -91,7 +91,7 @@ class Bounds:
     gradients: float
 
 
-def kernel_rows(trial: Trial) -> list[Row]:
+def kernel_rows(trial: MachineTrial) -> list[CheckRow]:
     settings = trial.config.model
     if settings.kernels is KernelChoice.plain:
         raise NotReadyError("model.kernels=plain: there is nothing to compare")
@@ -101,10 +101,12 @@ def kernel_rows(trial: Trial) -> list[Row]:
         known = decide(settings.kernels, trial.config_of_model.model_type).choice is KernelChoice.plain
         status = Status.skipped if known else Status.wrong  # wrong: rlft's were tried on this model and disagreed
         return [
-            Row(name="kernels", status=status, value=f"are plain: {rlft_pass.reason}", remedy="use model.kernels=plain")
+            CheckRow(
+                name="kernels", status=status, value=f"are plain: {rlft_pass.reason}", remedy="use model.kernels=plain"
+            )
         ]
     if sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed:
-        return [Row(name="kernels", status=Status.wrong, value=rlft_pass.layout, remedy="use model.kernels=plain")]
+        return [CheckRow(name="kernels", status=Status.wrong, value=rlft_pass.layout, remedy="use model.kernels=plain")]
     plain_pass = measured_pass(trial, KernelChoice.plain, batch)
     speed = plain_pass.seconds / rlft_pass.seconds
     config = trial.config_of_model.get_text_config()
@@ -134,14 +136,14 @@ def bounds_of(plain: Differences, least: float) -> Bounds:
     return Bounds(**dict(zip(("logprobs", "mean", "gradients"), allowed, strict=True)))
 
 
-def has_room_for_exact(trial: Trial) -> bool:
+def has_room_for_exact(trial: MachineTrial) -> bool:
     """Whether the weights fit in memory in float32, with as much again for a pass."""
     model = trial.config.model
     parameters = sizes_of(model, None).parameters
     return model.quantization is None and 2 * FLOAT32 * parameters <= free_bytes(trial.device)
 
 
-def kernel_row(measured: Differences, speed: float, bound: Bounds) -> Row:
+def kernel_row(measured: Differences, speed: float, bound: Bounds) -> CheckRow:
     """Whether rlft's kernels compute the same as plain ones, and faster.
 
     Args:
@@ -198,7 +200,7 @@ def finite(value: Tensor) -> float:
     return value.item() if bool(value.isfinite()) else math.inf
 
 
-def measured_pass(trial: Trial, kernels: KernelChoice, batch: Batch, dtype: str | None = None) -> Pass:
+def measured_pass(trial: MachineTrial, kernels: KernelChoice, batch: Batch, dtype: str | None = None) -> Pass:
     """A pass of the model, which is loaded for it and released afterwards.
 
     Args:
@@ -249,7 +251,7 @@ def one_pass(roles: Roles, batch: Batch) -> Tensor:
     return logprobs_BT[batch.loss_mask]
 
 
-def random_batch(trial: Trial) -> Batch:
+def random_batch(trial: MachineTrial) -> Batch:
     """Groups of random tokens: with the trial's lengths, but at most TOKENS tokens per group."""
     work = trial.work
     prompt, completion = min(work.prompt_tokens, TOKENS // 4), min(work.completion_tokens, TOKENS // 8)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from rlft.commands.doctor.row import Row, Status, judged
-from rlft.commands.doctor.trial import Trial
+from rlft.commands.doctor.row import CheckRow, Status, judged
+from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model_paths import resolve_path
 from rlft.model.backbone import OLDEST_WITH_BFLOAT16
 from rlft.system.disk import room, size_text
@@ -65,7 +65,7 @@ class Gpu:
     free: int
 
 
-def rows(trial: Trial) -> Iterator[Row]:
+def rows(trial: MachineTrial) -> Iterator[CheckRow]:
     """The rows of driver, GPU, memory and disk."""
     cuda = Cuda(build=torch.version.cuda, driver=driver_release(), works=torch.cuda.is_available())
     yield driver_row(cuda)
@@ -76,7 +76,7 @@ def rows(trial: Trial) -> Iterator[Row]:
         capability = (properties.major, properties.minor)
         gpu = Gpu(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
         yield gpu_row(gpu)
-    yield Row(name="memory", status=Status.ok, value=f"{size_text(free_memory())} free", numbers=_memory())
+    yield CheckRow(name="memory", status=Status.ok, value=f"{size_text(free_memory())} free", numbers=_memory())
     runs = trial.settings.runs
     yield disk_row(runs, room(runs)[0], os.access(_existing_ancestor(runs), os.W_OK))
 
@@ -94,26 +94,26 @@ def driver_release() -> tuple[int, int] | None:
     return None
 
 
-def driver_row(cuda: Cuda) -> Row:
+def driver_row(cuda: Cuda) -> CheckRow:
     """Whether torch's CUDA build fits the driver. Within a major release, newer builds run on older drivers."""
     build, driver = cuda.build, cuda.driver
     supported = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
     value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {supported}"
     if cuda.works:
-        return Row(name="driver", status=Status.ok, value=value)
+        return CheckRow(name="driver", status=Status.ok, value=value)
     if driver is None:
-        return Row(name="driver", status=Status.skipped, value=value, remedy="use the CPU, or install a driver")
+        return CheckRow(name="driver", status=Status.skipped, value=value, remedy="use the CPU, or install a driver")
     if build is None:
         remedy = f"install a torch that is built for CUDA {driver[0]}.{driver[1]} or an older release"
-        return Row(name="driver", status=Status.slow, value=value, remedy=remedy)
+        return CheckRow(name="driver", status=Status.slow, value=value, remedy=remedy)
     if int(build.partition(".")[0]) > driver[0]:
         remedy = f"update the driver, or install a torch that is built for CUDA {driver[0]}"
-        return Row(name="driver", status=Status.wrong, value=value, remedy=remedy)
+        return CheckRow(name="driver", status=Status.wrong, value=value, remedy=remedy)
     remedy = "look at nvidia-smi, at the rights on /dev/nvidia*, and at CUDA_VISIBLE_DEVICES"
-    return Row(name="driver", status=Status.wrong, value=f"{value}; torch finds no GPU", remedy=remedy)
+    return CheckRow(name="driver", status=Status.wrong, value=f"{value}; torch finds no GPU", remedy=remedy)
 
 
-def gpu_row(gpu: Gpu) -> Row:
+def gpu_row(gpu: Gpu) -> CheckRow:
     """Whether torch has kernels for the GPU, and the GPU is free.
 
     Kernels for a compute capability also run on GPUs with the same major and a higher minor number.
@@ -149,7 +149,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return major == capability[0] and minor <= capability[1]
 
 
-def disk_row(folder: Path, free: int | None, may_write: bool) -> Row:
+def disk_row(folder: Path, free: int | None, may_write: bool) -> CheckRow:
     """Whether the folder can be written to and its disk has room.
 
     Args:
@@ -172,7 +172,7 @@ def _existing_ancestor(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
-def hub_rows(trial: Trial) -> list[Row]:
+def hub_rows(trial: MachineTrial) -> list[CheckRow]:
     from huggingface_hub import constants
 
     path = trial.settings.plain["model"]["path"]
@@ -180,7 +180,7 @@ def hub_rows(trial: Trial) -> list[Row]:
     return [hub_row(hub_answers(), constants.HF_HUB_OFFLINE, hub_id)]
 
 
-def hub_row(answers: bool, switched_off: bool, model: str | None) -> Row:
+def hub_row(answers: bool, switched_off: bool, model: str | None) -> CheckRow:
     """Whether the hub can be reached.
 
     Args:
@@ -189,16 +189,16 @@ def hub_row(answers: bool, switched_off: bool, model: str | None) -> Row:
         model: hub id of the model that the user has named; None if the model is made here or local.
     """
     if answers:
-        return Row(name="hub", status=Status.ok, value="can be reached")
+        return CheckRow(name="hub", status=Status.ok, value="can be reached")
     requirement = f"; {model} must be in its cache here" if model else ""
     if switched_off:
-        return Row(name="hub", status=Status.ok, value=f"is not asked, by HF_HUB_OFFLINE{requirement}")
+        return CheckRow(name="hub", status=Status.ok, value=f"is not asked, by HF_HUB_OFFLINE{requirement}")
     value = f"cannot be reached{requirement}"
     remedy = "connect to the network, or set HF_HUB_OFFLINE=1 and use local paths, which saves waiting for it"
     return judged("hub", value, remedy, {}, wrong=model is not None, slow=True)
 
 
-def sandbox_rows(trial: Trial) -> list[Row]:
+def sandbox_rows(trial: MachineTrial) -> list[CheckRow]:
     isolation, sentence = bubblewrap.available()
     bound = bubblewrap.memory_bound().sentence if isolation is not Isolation.none else ""
     return [sandbox_row(isolation, sentence, bound, uses_code(trial.settings.rewards))]
@@ -210,7 +210,7 @@ def uses_code(rewards: Mapping[str, Any]) -> bool:
     return any(str(target).startswith("rlft.reward.code.") for target in targets)
 
 
-def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) -> Row:
+def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) -> CheckRow:
     """Whether reward=code can isolate programs.
 
     Args:
@@ -220,8 +220,10 @@ def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) 
         is_used: whether the run has that reward.
     """
     if isolation is not Isolation.none:
-        return Row(name="sandbox", status=Status.ok, value=f"{sentence}; {bound}" if bound else sentence)
+        return CheckRow(name="sandbox", status=Status.ok, value=f"{sentence}; {bound}" if bound else sentence)
     remedy = "install bubblewrap (apt install bubblewrap) for reward=code"
     if is_used:
-        return Row(name="sandbox", status=Status.wrong, value=sentence, remedy=remedy)
-    return Row(name="sandbox", status=Status.skipped, value=f"{sentence}; only reward=code needs it", remedy=remedy)
+        return CheckRow(name="sandbox", status=Status.wrong, value=sentence, remedy=remedy)
+    return CheckRow(
+        name="sandbox", status=Status.skipped, value=f"{sentence}; only reward=code needs it", remedy=remedy
+    )

@@ -8,14 +8,14 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from rlft.commands.doctor.row import Row, Status
+from rlft.commands.doctor.row import CheckRow, Status
 from rlft.logger.console import open_terminal
 from rlft.logger.text import visible
 
 STYLES = {Status.ok: "green", Status.slow: "yellow", Status.wrong: "red", Status.skipped: "dim"}
 
 
-def print_rows(rows: Sequence[Row], terminal: Terminal | None = None) -> None:
+def print_rows(rows: Sequence[CheckRow], terminal: Terminal | None = None) -> None:
     """Prints every row with its remedy below it, and then the number of rows with each status."""
     terminal = terminal or open_terminal()
     table = Table.grid(padding=(0, 2))

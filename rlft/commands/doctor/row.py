@@ -17,7 +17,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckRow:
     """A row of the table.
 
     Attributes:
@@ -39,7 +39,11 @@ class NotReadyError(RuntimeError):
     """Something that a check needs is missing, because an earlier check failed; the message is the reason."""
 
 
-def judged(name: str, value: str, remedy: str, numbers: Mapping[str, float], *, wrong: bool, slow: bool = False) -> Row:
+def judged(
+    name: str, value: str, remedy: str, numbers: Mapping[str, float], *, wrong: bool, slow: bool = False
+) -> CheckRow:
     """The row of a measurement: wrong, else slow, else ok; a row that is ok has no remedy."""
     status = Status.wrong if wrong else Status.slow if slow else Status.ok
-    return Row(name=name, status=status, value=value, remedy="" if status is Status.ok else remedy, numbers=numbers)
+    return CheckRow(
+        name=name, status=status, value=value, remedy="" if status is Status.ok else remedy, numbers=numbers
+    )

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from rlft.commands.doctor.arithmetic import Shape, step_flops
-from rlft.commands.doctor.row import Row, judged
-from rlft.commands.doctor.trial import Trial
+from rlft.commands.doctor.row import CheckRow, judged
+from rlft.commands.doctor.trial import MachineTrial
 from rlft.generation.adapter_files import memory_folder
 from rlft.generation.memory import peak
 from rlft.model.activations import is_checkpointed
@@ -26,7 +26,7 @@ MAX_PLAN_ERROR = 0.15
 """Largest allowed relative difference between the planned and the measured peak."""
 
 
-def step_rows(trial: Trial) -> list[Row]:
+def step_rows(trial: MachineTrial) -> list[CheckRow]:
     """The rows of sampling, update and publish in the trial's steps."""
     measured, roles, work = trial.measured, trial.roles, trial.work
     sample, update, publish = (measured.fastest(stage) for stage in ("sample", "update", "publish"))
@@ -44,7 +44,7 @@ def step_rows(trial: Trial) -> list[Row]:
     ]
 
 
-def sampling_row(tokens: int, seconds: float, update_s: float, engine: str) -> Row:
+def sampling_row(tokens: int, seconds: float, update_s: float, engine: str) -> CheckRow:
     """The speed of sampling.
 
     Args:
@@ -60,7 +60,7 @@ def sampling_row(tokens: int, seconds: float, update_s: float, engine: str) -> R
     return judged("sampling", value, remedy, numbers, wrong=False, slow=ratio > MAX_SAMPLING_RATIO)
 
 
-def update_row(tokens: int, seconds: float, flops: float, rate: float, least_share: float) -> Row:
+def update_row(tokens: int, seconds: float, flops: float, rate: float, least_share: float) -> CheckRow:
     """Tokens/s, and the share of the machine's arithmetic that the update reaches.
 
     Args:
@@ -77,7 +77,7 @@ def update_row(tokens: int, seconds: float, flops: float, rate: float, least_sha
     return judged("update", value, remedy, numbers, wrong=False, slow=share < least_share)
 
 
-def publish_row(seconds: float, step_s: float) -> Row:
+def publish_row(seconds: float, step_s: float) -> CheckRow:
     """The time of a publish.
 
     Args:
@@ -91,7 +91,7 @@ def publish_row(seconds: float, step_s: float) -> Row:
     return judged("publish", value, remedy, {"seconds": seconds, "share": share}, wrong=False, slow=slow)
 
 
-def memory_rows(trial: Trial) -> list[Row]:
+def memory_rows(trial: MachineTrial) -> list[CheckRow]:
     """The trial's peak compared with that of `rlft plan`: on a CPU the process's, on a GPU the allocator's."""
     model = sizes_of(trial.config.model, trial.config.lora)
     recompute = is_checkpointed(trial.session.backbone.model)
@@ -103,7 +103,7 @@ def memory_rows(trial: Trial) -> list[Row]:
     return [memory_row(peak(parts(model, demand, process)), trial.measured.peak)]
 
 
-def memory_row(planned: int, measured: int) -> Row:
+def memory_row(planned: int, measured: int) -> CheckRow:
     """Whether the planned peak of `rlft plan` is close to the measured one, both in bytes."""
     ratio = planned / measured
     value = f"planned {in_words(planned)}, measured {in_words(measured)} ({ratio:.2f} of it)"

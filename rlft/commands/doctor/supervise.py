@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.doctor.row import NotReadyError, Row, Status
+from rlft.commands.doctor.row import CheckRow, NotReadyError, Status
 from rlft.generation.adapter_files import memory_folder, remove_abandoned
 from rlft.system.crash import debugging, one_line
 from rlft.system.process.child import Child, Ended, function_of, wait_for
@@ -84,7 +84,9 @@ class Subject:
     folder: Path
 
 
-def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], None]) -> Iterator[tuple[Check, Row]]:
+def run_checks(
+    checks: Sequence[Check], subject: Subject, tell: Callable[[str], None]
+) -> Iterator[tuple[Check, CheckRow]]:
     """The rows of these checks, as they are made.
 
     Args:
@@ -122,7 +124,7 @@ def _start(subject: Subject, failed: Sequence[str]) -> Child:
         return Child("rlft-doctor", f"{__name__}:serve", arguments, output=output.fileno())
 
 
-def rows_of(child: Child, check: Check, output: Path) -> list[Row]:
+def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:
     """The rows of this check. The process has ended if it died of the check, or took too long for it."""
     child.send(pickle.dumps(check), check.limit_s)
     clock = RunningTime()
@@ -136,9 +138,9 @@ def rows_of(child: Child, check: Check, output: Path) -> list[Row]:
     return [_failed(check, problem, last_lines(output, 1))]
 
 
-def _failed(check: Check, problem: str, last_line: str) -> Row:
+def _failed(check: Check, problem: str, last_line: str) -> CheckRow:
     value = f"{problem}; it said last: {_short(last_line)}" if last_line else problem
-    return Row(name=check.name, status=Status.wrong, value=value, remedy="look at what else runs on this machine")
+    return CheckRow(name=check.name, status=Status.wrong, value=value, remedy="look at what else runs on this machine")
 
 
 def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> None:
@@ -159,13 +161,13 @@ def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> 
         connection.send(rows)
 
 
-def row_of(check: Check, error: Exception) -> Row:
+def row_of(check: Check, error: Exception) -> CheckRow:
     """The row of a check that has raised this error."""
     if isinstance(error, NotReadyError):
-        return Row(name=check.name, status=Status.skipped, value=str(error), remedy="repair what is wrong above")
+        return CheckRow(name=check.name, status=Status.skipped, value=str(error), remedy="repair what is wrong above")
     if isinstance(error, UserError):
         got = "" if error.got is None else f", got {error.got}"
-        return Row(
+        return CheckRow(
             name=check.name,
             status=Status.wrong,
             value=_short(f"{error.key}: {error.problem}{got}"),
@@ -173,7 +175,7 @@ def row_of(check: Check, error: Exception) -> Row:
         )
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     remedy = "check what it names; the traceback is printed with RLFT_DEBUG=1"
-    return Row(name=check.name, status=Status.wrong, value=_short(text), remedy=remedy)
+    return CheckRow(name=check.name, status=Status.wrong, value=_short(text), remedy=remedy)
 
 
 def _short(text: str) -> str:

@@ -20,7 +20,7 @@ from rlft.batch import collate
 from rlft.commands.doctor.arithmetic import peak_rate
 from rlft.commands.doctor.row import NotReadyError
 from rlft.commands.doctor.supervise import Settings
-from rlft.commands.doctor.work import SIZES, Work, make_model, write_prompts
+from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.engines import Engines
@@ -28,7 +28,7 @@ from rlft.loop.metrics import Clock, peak_memory_bytes
 from rlft.loop.session import Session, open_session
 from rlft.model.backbone import read_config, resolve_device, resolve_dtype
 from rlft.model.roles import Roles
-from rlft.plan.gpu_budget import fitted
+from rlft.plan.gpu_budget import fit_to_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.system.memory import resident_bytes
 from rlft.types import Batch, Group, Scores
@@ -87,7 +87,7 @@ class Measured:
         return min(step[stage] for step in self.seconds)
 
 
-class Trial:
+class MachineTrial:
     """The trial of one process.
 
     Args:
@@ -146,14 +146,14 @@ class Trial:
         return with_values(plain, {"data.path": str(prompts)})
 
     @property
-    def work(self) -> Work:
+    def work(self) -> Workload:
         return work_of(self.plain)
 
     @cached_property
     def plan(self) -> TrainPlan:
         if "model" in self.failed:
             raise NotReadyError("there is no model to look at")
-        return fitted(resolve(self.plain).plan())
+        return fit_to_device(resolve(self.plain).plan())
 
     @property
     def config(self) -> RunConfig:
@@ -242,8 +242,8 @@ def alternating(groups: Sequence[Group]) -> Scores:
     return Scores(total=total, by_reward={"alternating": total})
 
 
-def work_of(plain: Mapping[str, Any]) -> Work:
-    return Work(
+def work_of(plain: Mapping[str, Any]) -> Workload:
+    return Workload(
         prompts=plain["prompts_per_step"],
         group=plain["group_size"],
         prompt_tokens=plain["prompts"]["max_tokens"],

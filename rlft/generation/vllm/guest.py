@@ -86,7 +86,7 @@ def explained(doing: str, remedy: str, key: str | None = None, *, room: str = ""
         if type(error).__name__ == DEAD_ENGINE:
             raise
         cause = error.__cause__ if isinstance(error, VLLMError) and error.__cause__ is not None else error
-        problem = f"{doing}: {said(cause)}"
+        problem = f"{doing}: {error_text(cause)}"
         if key is not None:
             first = room if lacks_memory(error) else ""
             raise UserError(key, problem, got="vllm", remedy=f"{first}{remedy}") from error
@@ -95,12 +95,12 @@ def explained(doing: str, remedy: str, key: str | None = None, *, room: str = ""
         raise VLLMError(f"{problem}; {remedy}") from error
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in words: its text if that is a sentence, else also its type and where in vLLM it was raised.
 
-    >>> said(ValueError("LoRA rank 32 is greater than max_lora_rank 16."))
+    >>> error_text(ValueError("LoRA rank 32 is greater than max_lora_rank 16."))
     'LoRA rank 32 is greater than max_lora_rank 16'
-    >>> said(KeyError("layers.0.weight"))
+    >>> error_text(KeyError("layers.0.weight"))
     "KeyError: 'layers.0.weight'"
     """
     text = str(error).strip().rstrip(".")

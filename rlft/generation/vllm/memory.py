@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
+from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a prefix-cache block on a CPU. The default is 128: shorter prompts would never be shared by their group."""
@@ -43,8 +43,8 @@ def on_a_cpu(model: ModelSizes, load: Load, max_num_seqs: int) -> EngineMemory:
     """A second base and the KV cache, which vLLM writes to at once."""
     cache = cpu_cache_bytes(model.key_size * model.itemsize, load.max_sequence_tokens, max_num_seqs)
     name, size = "vLLM, its base and KV cache", model.base_bytes + cache
-    libraries = Part(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
-    return EngineMemory(parts=(Part(name=name, bytes=size, when=When.always, key="max_num_seqs"), libraries))
+    libraries = MemoryPart(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
+    return EngineMemory(parts=(MemoryPart(name=name, bytes=size, when=When.always, key="max_num_seqs"), libraries))
 
 
 def on_a_gpu(
@@ -75,13 +75,15 @@ def on_a_gpu(
     lacks = max(0, least - share_bytes) if load.device_memory else 0
     when, size = When.sampling if sleep else When.always, share_bytes + lacks
     if not shares_base:
-        parts = (Part(name="vLLM, its base and KV cache", bytes=size, when=when, key=SHARE_KEY),)
+        parts = (MemoryPart(name="vLLM, its base and KV cache", bytes=size, when=when, key=SHARE_KEY),)
         return EngineMemory(parts=parts, lacks=lacks)
     size = max(0, size - model.base_bytes)
     graph_bytes = min(GRAPHS, size) if sleep and graphs else 0
-    parts = (Part(name="vLLM, its KV cache (it shares the base)", bytes=size - graph_bytes, when=when, key=SHARE_KEY),)
+    parts = (
+        MemoryPart(name="vLLM, its KV cache (it shares the base)", bytes=size - graph_bytes, when=when, key=SHARE_KEY),
+    )
     if graph_bytes:
-        parts += (Part(name="vLLM's CUDA graphs", bytes=graph_bytes, when=When.always, key="enforce_eager"),)
+        parts += (MemoryPart(name="vLLM's CUDA graphs", bytes=graph_bytes, when=When.always, key="enforce_eager"),)
     return EngineMemory(parts=parts, lacks=lacks)
 
 
@@ -103,7 +105,9 @@ def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> 
     """
     cache = cpu_cache_bytes(model.key_size * model.itemsize, row_tokens + 1, TEACHER_SEQS)
     size = model.base_bytes + cache + libraries * CPU_LIBRARIES
-    return EngineMemory(parts=(Part(name="teacher in vLLM", bytes=size, when=When.always, key="snapshot.teacher"),))
+    return EngineMemory(
+        parts=(MemoryPart(name="teacher in vLLM", bytes=size, when=When.always, key="snapshot.teacher"),)
+    )
 
 
 def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, share: float) -> EngineMemory:
@@ -122,8 +126,8 @@ def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, sha
     # The logits of a forward pass's tokens, their log-probs, and room to sort these.
     vocabulary = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     parts = (
-        Part(name="teacher in vLLM", bytes=share_bytes + lacks, when=When.always, key=TEACHER_SHARE_KEY),
-        Part(name="teacher's log-probs", bytes=vocabulary, when=When.updating, key="snapshot.teacher"),
+        MemoryPart(name="teacher in vLLM", bytes=share_bytes + lacks, when=When.always, key=TEACHER_SHARE_KEY),
+        MemoryPart(name="teacher's log-probs", bytes=vocabulary, when=When.updating, key="snapshot.teacher"),
     )
     return EngineMemory(parts=parts, lacks=lacks)
 

@@ -23,9 +23,9 @@ from rlft.commands.doctor import engine, kernels, machine, speed, versions
 from rlft.commands.doctor.command import CHECKS
 from rlft.commands.doctor.engine import Gap
 from rlft.commands.doctor.machine import Cuda, Gpu
-from rlft.commands.doctor.row import Row, Status
+from rlft.commands.doctor.row import CheckRow, Status
 from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
-from rlft.commands.doctor.trial import Trial, alternating, with_values
+from rlft.commands.doctor.trial import MachineTrial, alternating, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.system.sandbox.bubblewrap import Isolation
@@ -130,12 +130,12 @@ def test_a_trial_keeps_sizes_that_were_typed_and_drops_what_fits_another_model_o
     plain = with_values(compose(doctor.OWN), {"lora.path": "adapter", "generation.stop": ["</s>"], "group_size": 3})
     plain = with_values(plain, {"model.device": "cpu"})
     typed = frozenset({"group_size"})
-    made = Trial(Settings(plain=plain, typed=typed, rewards={}, runs=tmp_path), tmp_path, ())
+    made = MachineTrial(Settings(plain=plain, typed=typed, rewards={}, runs=tmp_path), tmp_path, ())
     assert (made.work.group, made.work.prompts, made.work.prompt_tokens, made.work.completion_tokens) == (3, 2, 64, 64)
     assert (made.plain["lora"]["path"], made.plain["generation"]["stop"]) == (None, [])
     assert Path(made.plain["model"]["path"]).parent == tmp_path
     own = frozenset({"model.path", "lora.path"})
-    given = Trial(Settings(plain=plain, typed=own, rewards={}, runs=tmp_path), tmp_path, ())
+    given = MachineTrial(Settings(plain=plain, typed=own, rewards={}, runs=tmp_path), tmp_path, ())
     assert given.plain["model"] == plain["model"]
     assert (given.plain["lora"]["path"], given.plain["generation"]["stop"]) == ("adapter", ["</s>"])
 
@@ -213,7 +213,7 @@ ASKED = {
 }  # fmt: skip
 
 
-def version_rows(**changed: str | None) -> dict[str, Row]:
+def version_rows(**changed: str | None) -> dict[str, CheckRow]:
     there = {**HERE, **{name.replace("_", "-"): version for name, version in changed.items()}}
     rows = versions.rows_of(there.get, lambda name: [Requirement(text) for text in ASKED.get(name, ())])
     return {row.name: row for row in rows}
@@ -268,7 +268,7 @@ def test_torchs_build_and_the_driver(cuda: Cuda, status: Status, told: str) -> N
 
 
 def test_a_gpu_that_torch_is_not_built_for_is_wrong_and_one_that_is_taken_slow() -> None:
-    def row(capability: tuple[int, int], free: int) -> Row:
+    def row(capability: tuple[int, int], free: int) -> CheckRow:
         built_for = ("sm_80", "sm_90")
         gpu = Gpu(name="GPU", capability=capability, built_for=built_for, total=80 * 10**9, free=free)
         return machine.gpu_row(gpu)
@@ -346,7 +346,7 @@ class Follower(Logits):
         return [[value + self.off for value in row] for row in super().score(sequences)]
 
 
-def swap(engine_: Any, threshold: float = 1e-3) -> Row:
+def swap(engine_: Any, threshold: float = 1e-3) -> CheckRow:
     trainer = Logits()
     before = trainer.weights("policy")
     row = engine.swap_row(engine_, trainer, SEQUENCES, threshold)
@@ -418,15 +418,15 @@ def test_a_plan_that_is_off_is_wrong() -> None:
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def tiny_trial(tmp_path: Path) -> Callable[..., Trial]:
+def tiny_trial(tmp_path: Path) -> Callable[..., MachineTrial]:
     """Builds a trial of the embedded model with four prompts of eight letters."""
 
-    def make(**keys: Any) -> Trial:
+    def make(**keys: Any) -> MachineTrial:
         sizes = {"prompts_per_step": 2, "group_size": 2, "prompts.max_tokens": 8, "generation.max_tokens": 8}
         values = {**sizes, "model.device": "cpu", "generation.engine": "transformers", "lora.rank": 4, **keys}
         plain = with_values(compose(doctor.OWN), values)
         typed = frozenset({*sizes, "model.path"})
-        return Trial(Settings(plain=plain, typed=typed, rewards={}, runs=tmp_path), tmp_path, ())
+        return MachineTrial(Settings(plain=plain, typed=typed, rewards={}, runs=tmp_path), tmp_path, ())
 
     return make
 
@@ -440,7 +440,9 @@ def test_a_trials_rewards_stand_by_themselves_too_as_gdpo_asks() -> None:
     assert batch.each_reward.tolist() == [[0.0], [1.0], [0.0]]
 
 
-def test_kernels_that_agree_with_plain_ones_are_within_float32s_rounding(tiny_trial: Callable[..., Trial]) -> None:
+def test_kernels_that_agree_with_plain_ones_are_within_float32s_rounding(
+    tiny_trial: Callable[..., MachineTrial],
+) -> None:
     [row] = kernels.kernel_rows(tiny_trial())
     assert row.status in (Status.ok, Status.slow)  # of speed nothing can be said on a busy machine
     # 4 sqrt(2 x 8 roundings x 4 layers) x (2^-24 + sqrt(128) 2^-24)
@@ -451,7 +453,7 @@ def test_kernels_that_agree_with_plain_ones_are_within_float32s_rounding(tiny_tr
 
 
 def test_kernels_in_16_bits_are_compared_with_what_16_bits_do_to_plain_ones(
-    tiny_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    tiny_trial: Callable[..., MachineTrial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [row] = kernels.kernel_rows(tiny_trial(**{"model.dtype": "bfloat16"}))
     assert row.status in (Status.ok, Status.slow)
@@ -473,7 +475,7 @@ def test_the_bounds_of_16_bits_are_twice_what_plain_kernels_lose() -> None:
     ("scale", "shift", "dtype"), [(1.0, 1e-2, "float32"), (1.001, 0.0, "float32"), (1.0, 0.1, "bfloat16")]
 )
 def test_kernels_that_are_off_are_wrong(
-    scale: float, shift: float, dtype: str, tiny_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    scale: float, shift: float, dtype: str, tiny_trial: Callable[..., MachineTrial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By 1e-2 in the log-probs alone (0.1 in bfloat16), and by a thousandth in the gradients, too.
 
@@ -495,7 +497,7 @@ def test_kernels_that_are_off_are_wrong(
 
 
 def test_kernels_that_a_run_would_leave_aside_are_wrong(
-    tiny_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    tiny_trial: Callable[..., MachineTrial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlft.model import forward
 
@@ -506,17 +508,17 @@ def test_kernels_that_a_run_would_leave_aside_are_wrong(
     assert row.value.startswith("padded rows: packed and padded log-probs differ by 1.0e-02")
 
 
-def test_kernels_are_skipped_where_there_are_none_to_compare(tiny_trial: Callable[..., Trial]) -> None:
+def test_kernels_are_skipped_where_there_are_none_to_compare(tiny_trial: Callable[..., MachineTrial]) -> None:
     with pytest.raises(kernels.NotReadyError, match="there is nothing to compare"):
         kernels.kernel_rows(tiny_trial(**{"model.kernels": "plain"}))
 
 
 def test_kernels_that_a_model_has_lost_are_wrong(
-    tiny_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    tiny_trial: Callable[..., MachineTrial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = kernels.measured_pass
 
-    def plain(trial: Trial, choice: Any, batch: Any) -> Any:
+    def plain(trial: MachineTrial, choice: Any, batch: Any) -> Any:
         return made(trial, kernels.KernelChoice.plain, batch)
 
     monkeypatch.setattr(kernels, "measured_pass", plain)
