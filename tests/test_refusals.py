@@ -475,7 +475,7 @@ TABLE = [
     ("train algorithm=opd", "snapshot.teacher", "learns from a teacher's log-prob of each token, got none"),
     ("train snapshot.teacher=base", "snapshot.teacher", "has no use for a teacher, got base"),
     ("train snapshot.teacher_hint=x", "snapshot.teacher_hint", "only a teacher reads it, and snapshot.teacher is none"),
-    (f"{AS_IT_IS} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),
+    (f"{AS_IT_IS} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "is blank, got ''; use null for no hint"),
     (f"{AS_IT_IS} \"snapshot.teacher_hint='It is {{Answer}}.'\"", "snapshot.teacher_hint",
      "has {Answer}, which nothing is put in the place of, got 'It is {Answer}.'; use {answer} for the prompt's answer"),
     (f"{AS_IT_IS} \"snapshot.teacher_hint='It is {{answer'\"", "snapshot.teacher_hint",
