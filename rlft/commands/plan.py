@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from rlft.config import token_budget
 from rlft.config.generation import section_of
 from rlft.config.resolved import Resolved
-from rlft.config.token_budget import AUTO
+from rlft.config.token_budget import AUTO, with_budget_of_device
 from rlft.generation.memory import MemoryPart, ModelSizes, peak
 from rlft.loop.base_loading import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
@@ -206,10 +207,11 @@ def _note_of_ranks(plan: Plan, on_gpus: bool) -> list[str]:
 
 
 def without_gpu(resolved: Resolved) -> Resolved:
-    """The run as a machine without a GPU can check it, with the dtype that `auto` has on a GPU."""
-    config = resolved.config
+    """The run as a machine without a GPU can check it, with the values that `auto` has on a GPU."""
+    config = with_budget_of_device(resolved.config, resolved.plain)
     dtype = "bfloat16" if config.model.dtype == AUTO else config.model.dtype  # float16 before Ampere: of the same size
-    return replace(resolved, config=replace(config, model=replace(config.model, device="cpu", dtype=dtype)))
+    config = replace(config, model=replace(config.model, device="cpu", dtype=dtype))
+    return replace(resolved, plain=token_budget.resolved(resolved.plain, gpu=True), config=config)
 
 
 def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
