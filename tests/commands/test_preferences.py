@@ -21,12 +21,12 @@ from rlft.commands.preferences import (
     PreferenceTask,
 )
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens, Rankings
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
 from rlft.model.roles import POLICY, REFERENCE, Roles
 from rlft.model.rows import rows_of
-from rlft.plan.preference_checks import check_config
 from rlft.plan.preference_plan import PreferencePlan
 from rlft.runs import checkpoint
 
@@ -56,7 +56,8 @@ def plan(
     """reference: a folder's place in `Roles`; None: the one that the config means."""
     if not any(key.startswith("rankings_per_step=") for key in keys):
         keys = (*keys, f"rankings_per_step={len(train)}")
-    config, loss, _ = check_config(compose(["preferences.path=embedded:arithmetic-preferences", *keys], verb=verb))
+    resolved = resolve(compose(["preferences.path=embedded:arithmetic-preferences", *keys], verb=verb))
+    config, (loss, _) = resolved.config, resolved.parts
     return PreferencePlan(
         config=config,
         plain={},

@@ -106,14 +106,15 @@ def make_study(
 ) -> Study:
     space = Space(fixed=(), varied=varied or (RATE, RANK, ALGORITHM))
     plan: Any = SimpleNamespace(num_steps=steps)
+    config_of_corner: Any = SimpleNamespace(plain={"seed": 0})
     checked = Checked(
         verb="train",
         parsed=parse(["-m"]),
         space=space,
-        plains=[{"seed": 0}],
+        configs=[config_of_corner],
         cluster=None,
         on_gpus=False,
-        plans=[plan],
+        plans={0: plan},
     )
     config = replace(config, metric="eval/loss" if lower else config.metric)
     return Study(make_trials(folder, config, space, lower=lower, steps=steps), folder, checked, config)

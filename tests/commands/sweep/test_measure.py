@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_studies import line, write
@@ -19,8 +18,7 @@ from rlft.commands.sweep.measure import (
     metrics_of,
 )
 from rlft.config.compose import compose
-from rlft.plan.preference_plan import make_plan as plan_of_preferences
-from rlft.plan.sft_plan import make_plan as plan_of_sft
+from rlft.config.resolved import resolve
 from rlft.types import UserError
 
 
@@ -128,19 +126,13 @@ def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> 
 
 
 @pytest.mark.parametrize(
-    ("verb", "section", "plan"),
-    [
-        ("dpo", "preferences", plan_of_preferences),
-        ("rm", "preferences", plan_of_preferences),
-        ("sft", "demonstrations", plan_of_sft),
-    ],
-    ids=["dpo", "rm", "sft"],
+    ("verb", "section"), [("dpo", "preferences"), ("rm", "preferences"), ("sft", "demonstrations")]
 )
-def test_trials_are_compared_on_the_same_held_out_texts(verb: str, section: str, plan: Any) -> None:
+def test_trials_are_compared_on_the_same_held_out_texts(verb: str, section: str) -> None:
     """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
     words = [f"{section}=jsonl", f"{section}.path=embedded:arithmetic-{section}", "model.device=cpu"]
     whole, short, same = (
-        plan(compose([*words, *more], verb=verb))
+        resolve(compose([*words, *more], verb=verb)).plan()
         for more in (
             ["max_completion_tokens=64"],
             ["max_completion_tokens=20"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +38,10 @@ def finished(tmp_path: Path) -> Any:
 
 
 def printed(tmp_path: Path, space: Space, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    plains = [{} for _ in space.combinations()]
-    checked = Checked(verb="train", parsed=parse(["-m"]), space=space, plains=plains, cluster=None, on_gpus=False)
+    configs: list[Any] = [SimpleNamespace(plain={}) for _ in space.combinations()]
+    checked = Checked(
+        verb="train", parsed=parse(["-m"]), space=space, configs=configs, cluster=None, on_gpus=False, plans={}
+    )
     Grid(checked, tmp_path).show()
     return capsys.readouterr().out.splitlines()
 

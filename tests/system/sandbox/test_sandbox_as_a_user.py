@@ -40,14 +40,14 @@ def python():
 def project():
     """The repository where every user can read it: itself, or a copy of what is needed where it lies in a private
     folder, as one of `mktemp -d` is."""
-    root = HERE.parents[1]
+    root = HERE.parents[2]
     if readable_by_all(root):
         yield root
         return
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy.chmod(0o755)
-        for part in ("rlft", "configs", "tests/sandbox", "tests/helpers"):
+        for part in ("rlft", "configs", "tests/system/sandbox", "tests/helpers"):
             shutil.copytree(root / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
         yield copy
 
@@ -56,7 +56,7 @@ def project():
 def states(python, project):
     """The two lines of as_a_user.py."""
     search = os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(project / "tests" / "sandbox" / "as_a_user.py"), str(python)]
+    command = [sys.executable, str(project / "tests" / "system" / "sandbox" / "as_a_user.py"), str(python)]
     environment = {**os.environ, "PYTHONPATH": search}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
