@@ -248,7 +248,7 @@ def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan_ra
     found = scan_ranked([ranked(f"{i}?", "a", "b") for i in range(12)])
 
     def prompts(seed: int, purpose: str) -> list[tuple[int, ...]]:
-        return [r.prompt for step in range(6) for r in found.at(seed, step, 2, purpose)]
+        return [found.rankings[i].prompt for step in range(6) for i in found.positions(seed, step, 2, purpose)]
 
     assert prompts(1, "rankings") == prompts(1, "rankings")
     assert len(set(prompts(1, "rankings"))) == 12

@@ -25,7 +25,7 @@ def load_in_a_fresh_process(folder: Path, endpoint: str, **keys: object) -> tupl
     """Seconds and result of loading data=gsm8k as a new program would, with an empty cache below `folder`."""
     code = f"""
 import yaml
-from rlft.config.compose import instantiate
+from rlft.config.instantiate import instantiate
 from rlft.config.catalog import config_folder
 from rlft.types import Split
 keys = yaml.safe_load((config_folder() / "data/gsm8k.yaml").read_text()) | {keys!r}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
-from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
+from rlft.generation.memory import EngineMemory, Load, ModelSizes, MemoryPart, When
 from rlft.config.bounds import NonNegativeInt, PositiveInt
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
 from rlft.types import ToolCall, Turn, UserError
@@ -56,7 +56,7 @@ class Canned(Engine):
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
         size = self.megabytes * 2**20
-        return EngineMemory(parts=(Part(name="cans", bytes=size, when=When.always, key="megabytes"),))
+        return EngineMemory(parts=(MemoryPart(name="cans", bytes=size, when=When.always, key="megabytes"),))
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
         yield replace(self, megabytes=1)
