@@ -18,7 +18,7 @@ import rlft
 from rlft.algorithm.objective import Objective
 from rlft.config.model import KernelChoice
 from rlft.config.schema import RunConfig
-from rlft.loop import rank_worker
+from rlft.loop import parts
 from rlft.loop.rank_worker import opened_trainer
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone, decoder_layers
@@ -111,7 +111,7 @@ def opened(
     def open_one(
         rank: int, ranks: int, exchange: Exchange | None, kernels: str, checkpointing: bool, sharded: bool = True
     ) -> Iterator[LocalTrainer]:
-        def load(*_: Any, sharded: ShardedLayers | None) -> Backbone:
+        def load(*_: Any, adopt: None, sharded: ShardedLayers | None) -> Backbone:
             model = random_model()
             if sharded is not None:
                 sharded.adopt(model, CPU)
@@ -119,7 +119,7 @@ def opened(
             set_checkpointing(model, checkpointing)
             return Backbone(model=model, tokenizer=backbone.tokenizer, device=CPU, path="none", kernels=chosen)
 
-        monkeypatch.setattr(rank_worker, "load_for_training", load)
+        monkeypatch.setattr(parts, "load_for_training", load)
         of_ranks = (f"cluster.ranks={ranks}", f"cluster.shard_base={sharded}", "cluster.engines=1")
         with opened_trainer(run_config(*KEYS, *of_ranks), needs_old=True, rank=rank) as trainer:
             trainer.share = LaneShare(lanes=LANES, rank=rank, ranks=ranks, exchange=exchange)
