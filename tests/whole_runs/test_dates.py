@@ -88,15 +88,6 @@ def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today: Today, tmp_p
     assert sweep.date_word([sweep.dated(config, "model.date=2001-02-03").plain], None) is None, "the config names one"
 
 
-def test_a_run_of_before_this_key_goes_on_as_it_was(today: Today, tmp_path: Path) -> None:
-    plain = resolved(configs.compose([]))
-    before = {**plain, "model": {key: value for key, value in plain["model"].items() if key != "date"}}
-    run_folder.start(tmp_path, before, {})
-    kept = run_folder.with_kept_values(plain, tmp_path)
-    assert kept["model"]["date"] == "auto"
-    run_folder.check_same_config(tmp_path, kept)
-
-
 @pytest.mark.parametrize("date", ["25.11.2026", "2026-13-01", "20261125", "today"])
 def test_a_date_that_is_none_is_refused(date: str) -> None:
     with pytest.raises(UserError, match=r"^model.date: is not a date, got .*write it as 2026-11-25, or auto"):
