@@ -74,6 +74,6 @@ def signal_to(seat: int, number: signal.Signals, after_s: float, pid_of: Callabl
 
     def disturb(pool: EnginePool) -> None:
         time.sleep(after_s)
-        os.kill(pid_of(pool._seats[seat].member), number)
+        os.kill(pid_of(pool._slots[seat].member), number)
 
     return disturb
