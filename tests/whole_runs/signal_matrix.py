@@ -84,7 +84,7 @@ VERBS = {
         stages={
             "sampling": at("rlft.loop.session:Session.sample"),
             "scoring": SCORING,
-            "annotate": at("rlft.model.roles:Roles.annotate"),
+            "annotate": at("rlft.trainer.local:LocalTrainer.annotate"),
             "update": UPDATE,
             "publish": at(
                 "rlft.loop.session:Session.publish", 2
