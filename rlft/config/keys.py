@@ -95,4 +95,4 @@ def _keys(cls: type, prefix: str, section: Key) -> Iterator[tuple[str, Key]]:
         if kinds:
             yield from _keys(kinds[0], f"{prefix}{name}.", key)
         else:
-            yield from ((f"{prefix}{name}.{inner}", said.over(key)) for inner, said in key.inside.items())
+            yield from ((f"{prefix}{name}.{inner}", inner_key.over(key)) for inner, inner_key in key.inside.items())

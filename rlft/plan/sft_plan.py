@@ -157,8 +157,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         rules.check_metadata(rewards, held_out.prompts[0])
         texts = untokenised(held_out)
-        said = check_references(config, rewards, texts, tokenizer, ends)
-        data_notes = (*notes(rewards), *check_with_rewards(rewards, texts), *said)
+        reference_notes = check_references(config, rewards, texts, tokenizer, ends)
+        data_notes = (*notes(rewards), *check_with_rewards(rewards, texts), *reference_notes)
         check_servers(rewards, held_out.prompts[0])
     if config.lora is not None:
         rules.check_targets(config.lora, config.model, model_config)

@@ -20,6 +20,7 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None) -> C
         names = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     all_names = list(names) if several else [names]
     tried = [(tuple(case) if several else (case,)) for case in cases]
+    assert tried, "a test without cases cannot fail"
 
     def named(index: int) -> str:
         if ids is not None and not callable(ids):
@@ -40,9 +41,9 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None) -> C
             if failures:
                 raise ExceptionGroup(f"{len(failures)} of {len(tried)} cases fail", failures)
 
-        asked = inspect.signature(test)
-        kept = [parameter for name, parameter in asked.parameters.items() if name not in all_names]
-        try_all.__signature__ = asked.replace(parameters=kept)  # type: ignore[attr-defined]
+        signature = inspect.signature(test)
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in all_names]
+        try_all.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
         return try_all
 
     return decorate

@@ -32,14 +32,14 @@ def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
     found: dict[Any, Any] = {}
 
     @wraps(function)
-    def asked(*args: Any) -> Any:
+    def cached(*args: Any) -> Any:
         if (known := key(*args)) is None:
             return function(*args)
         if known not in found:
             found[known] = function(*args)
         return copy.copy(found[known])
 
-    return asked
+    return cached
 
 
 def of_task(task: Arithmetic, split: Split) -> Any:
@@ -47,16 +47,18 @@ def of_task(task: Arithmetic, split: Split) -> Any:
 
 
 def of_tokens(prompts: Any, tokenizer: Any, style: str, shown: Any) -> Any:
-    said = tuple(tuple((m["role"], m["content"]) for m in prompt.messages) for prompt in prompts)
-    return of_prompts(said, tokenizer, repr((style, shown)))
+    contents = tuple(tuple((m["role"], m["content"]) for m in prompt.messages) for prompt in prompts)
+    return of_prompts(contents, tokenizer, repr((style, shown)))
 
 
 def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
-    said = tuple((prompt.tail, prompt.answer, prompt.token_ids) for prompt in prompts)
-    return of_prompts(said, judge.tokenizer, repr((judge.reward, judge.sampling, judge.ends, judge.each_s, limit_s)))
+    contents = tuple((prompt.tail, prompt.answer, prompt.token_ids) for prompt in prompts)
+    return of_prompts(
+        contents, judge.tokenizer, repr((judge.reward, judge.sampling, judge.ends, judge.each_s, limit_s))
+    )
 
 
-def of_prompts(said: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:
-    if len(said) < MANY or len(tokenizer) >= SMALL or " at 0x" in settings:  # an address says nothing of an object
+def of_prompts(contents: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:
+    if len(contents) < MANY or len(tokenizer) >= SMALL or " at 0x" in settings:  # an address says nothing of an object
         return None
-    return tokenizer.backend_tokenizer.to_str(), repr(tokenizer.chat_template), settings, said
+    return tokenizer.backend_tokenizer.to_str(), repr(tokenizer.chat_template), settings, contents

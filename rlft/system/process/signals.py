@@ -50,23 +50,30 @@ def may_have_disturbed(done_at: float) -> bool:
 
 
 def undisturbed(trial: Callable[[], T]) -> Callable[[], T]:
-    """A function that learns something from programs: it runs them again if a signal may have ended them."""
+    """A function that learns something from programs: it runs them again if a signal may have ended them.
+
+    It waits SKEW_S for a signal that reaches this process later than those programs.
+    """
 
     @functools.wraps(trial)
     def repeated() -> T:
         while True:
             before = _count
             try:
-                found = trial()
-            except Exception:
-                time.sleep(SKEW_S)
-                if _count == before:
+                result = trial()
+            except Exception:  # a program that was ended may make the trial raise anything
+                if not _came_since(before):
                     raise
-                continue
-            if _count == before:
-                return found
+            else:
+                if not _came_since(before):
+                    return result
 
     return repeated
+
+
+def _came_since(before: int) -> bool:
+    time.sleep(SKEW_S)
+    return _count != before
 
 
 def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:

@@ -30,7 +30,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -402,7 +401,6 @@ def available() -> tuple[Isolation, str]:
         if problem is None:
             return isolation, isolation.sentence
         problems.append(problem)
-    time.sleep(signals.SKEW_S)  # a signal that has ended the trial may come here only now
     return Isolation.none, f"bubblewrap does not isolate here: {problems[0]}"
 
 
