@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -71,6 +72,14 @@ def test_help_takes_a_few_imports_of_hydra_and_no_torch(words: str) -> None:
     taken, shown = processor_seconds(command)
     assert shown.splitlines()[-1] == "[]"
     assert taken < 12 * hydra
+
+
+@pytest.mark.parametrize("words", ["train --help", "train --cfg job", "train --cfg nonsense"])
+def test_what_hydra_answers_leaves_the_process_as_it_was(words: str) -> None:
+    root = logging.getLogger()
+    before = [*root.handlers], root.level, sys.argv
+    cli.run(words.split())
+    assert ([*root.handlers], root.level, sys.argv) == before
 
 
 def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1142,7 +1142,6 @@ def edit_tensors(file: Path, changes: dict[str, torch.Tensor | None]) -> None:
 def workplace(templates: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to run in, without network, accelerator or weights; what a command does to the process is undone."""
     monkeypatch.chdir(templates)
-    monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -1183,7 +1182,6 @@ def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
     for row in [row for row in TABLE if len(row) > 3 or is_read_by_libraries(row)][half::2]:
         hub_answers.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", sys.argv)
             patch.setattr(sys, "path", list(sys.path))
             for name in row[3:]:
                 patch.setitem(missing, name, None)
