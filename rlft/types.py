@@ -582,6 +582,12 @@ class UserError(Exception):
         return partial(type(self), got=self.got, remedy=self.remedy), (self.key, self.problem)
 
 
+def require(ok: object, key: str, problem: str, *, got: object = None, remedy: str) -> None:
+    """Raises the `UserError` of these words unless `ok` is true (as Python's `if` sees it)."""
+    if not ok:
+        raise UserError(key, problem, got=got, remedy=remedy)
+
+
 def lone_surrogate(text: str) -> str | None:
     r"""The first lone surrogate (half of a UTF-16 pair) in a text, as JSON escapes it; None if there is none.
 
