@@ -26,7 +26,7 @@ from rlft.config import command as verbs
 from rlft.config.compose import build, compose
 from rlft.config.resolved import resolve
 from rlft.config.trainer import Schedule, TrainerConfig
-from rlft.trainer.optimizer import Optimizer, learning_rate
+from rlft.trainer.update import Optimizer, learning_rate
 
 pytestmark = pytest.mark.slow
 

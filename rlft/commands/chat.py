@@ -196,7 +196,7 @@ def open_talk(
     from rlft.generation.stops import check_stops
     from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
     from rlft.runs import checkpoint
-    from rlft.system.out_of_memory import Doing, explained
+    from rlft.system.memory import Doing, explained
 
     saved, title = None, str(plain["model"]["path"])
     if source is None:
@@ -361,7 +361,7 @@ class Talk:
             self._base.close()
 
     def _answer(self, generator: Generator, prompt: Prompt, number: int) -> Rollout:
-        from rlft.system.out_of_memory import Doing, explained
+        from rlft.system.memory import Doing, explained
         from rlft.system.seeds import derive
 
         seeds = [derive(self.settings.seed, number, "chat")]
@@ -452,7 +452,7 @@ class Terminal:
     def run(self) -> None:
         """Reads lines until the input ends or /quit. Ctrl-C stops an answer; in a pipe it ends the chat."""
         from rlft.reward.workers.scorer import RewardError
-        from rlft.system.out_of_memory import OutOfMemoryError
+        from rlft.system.memory import OutOfMemoryError
         from rlft.types import EnvironmentFailure
 
         idle_since_interrupt = False

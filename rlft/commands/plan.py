@@ -15,7 +15,7 @@ from rlft.config.generation import section_of
 from rlft.config.resolved import Resolved
 from rlft.config.token_budget import AUTO, with_budget_of_device
 from rlft.generation.memory import MemoryPart, ModelSizes, peak
-from rlft.loop.base_loading import free_bytes, needs_checkpointing
+from rlft.loop.parts import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
 from rlft.plan.cluster_plan import context_bytes, placed_elsewhere
 from rlft.plan.disk_space import LOWERED_BY

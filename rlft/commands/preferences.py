@@ -23,7 +23,7 @@ from rlft.algorithm.preference.preference_loss import RankedValues
 from rlft.data.examples import RankedTokens
 from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
-from rlft.loop.evaluate import mean_and_error
+from rlft.loop.metrics import mean_and_error
 from rlft.loop.supervised import SupervisedTask, open_policy, train_supervised
 from rlft.model.adapter_folder import has_head
 from rlft.model.reward_model import ENDING, last_scores

@@ -38,8 +38,7 @@ from rlft.runs.config_file import FORMAT
 from rlft.runs.run_status import PROGRESS
 from rlft.system.disk import writing
 from rlft.system.files import append, write_atomically
-from rlft.system.memory import keep_blocks
-from rlft.system.out_of_memory import Doing, explained
+from rlft.system.memory import Doing, explained, keep_blocks
 from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import command_line, override, program, resuming, say, show
 from rlft.types import Group, Scores, UserError

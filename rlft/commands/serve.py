@@ -141,7 +141,7 @@ def opened(
     from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
     from rlft.plan.rules import check_adapted, choose_engine
     from rlft.runs import checkpoint
-    from rlft.system.out_of_memory import Doing, explained
+    from rlft.system.memory import Doing, explained
 
     saved, name, title = None, keys.name or "base", str(plain["model"]["path"])
     if source is None:

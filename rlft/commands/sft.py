@@ -8,12 +8,11 @@ from pathlib import Path
 
 from rlft.batch import collate
 from rlft.generation.engine import Generator
-from rlft.loop.base_loading import load_for_training
 from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
-from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
 from rlft.loop.freshness import open_freshness
-from rlft.loop.parts import open_scorer
+from rlft.loop.metrics import evaluate, kl_to_base, text_loss
+from rlft.loop.parts import load_for_training, open_scorer
 from rlft.loop.rehearsal import check_decoding
 from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
 from rlft.model.full_weights import WholeModel
@@ -94,20 +93,8 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         assert self.freshness is not None
         self.generator.load(self.learner.publish(step))
         self.freshness.check(step, self.generator, self.learner)
-        sampling = self.config.generation.sampling
-        if settings.temperature is not None:
-            sampling = replace(sampling, temperature=settings.temperature)
-        evaluation, groups, scores = evaluate(
-            self.generator,
-            self.scorer,
-            tuple(held_out.prompts[: settings.num_prompts]),
-            step=step,
-            seed=self.config.seed,
-            num_samples=settings.num_samples,
-            sampling=sampling,
-            correct_at=settings.correct_at,
-            num_examples=settings.num_examples,
-        )
+        prompts = tuple(held_out.prompts[: settings.num_prompts])
+        evaluation, groups, scores = evaluate(self.generator, self.scorer, prompts, self.config, step)
         self.generator.sleep()
         if not settings.kl_base:
             return evaluation, {}

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.environment.protocol import Environment
 from rlft.environment.tools import FunctionCalls, schema_of
-from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox import bubblewrap, trials
 from rlft.system.sandbox.bubblewrap import Limits, Reason
-from rlft.system.sandbox.required import Required, check_isolation
+from rlft.system.sandbox.trials import Required, check_isolation
 from rlft.types import UserError
 
 SECTION = "environment"
@@ -64,7 +64,7 @@ class Python(Environment):
         return [schema_of(self._tool(), SECTION, "python")]
 
     def start(self) -> None:
-        bubblewrap.available()  # cached: the first call takes half a second
+        trials.available()  # cached: the first call takes half a second
 
     def make(self) -> FunctionCalls:
         return FunctionCalls({"python": self._tool()})
@@ -96,7 +96,7 @@ class Python(Environment):
 def printed(code: str, limits: Limits) -> str:
     """What a program prints in the sandbox, what it raised, and whether a limit ended it."""
     files = {"run.py": RUNNER, "program.py": code.encode("utf-8", "replace").decode()}
-    result = bubblewrap.run(files, ["run.py"], limits, bubblewrap.available()[0])
+    result = bubblewrap.run(files, ["run.py"], limits, trials.available()[0])
     if result.reason is Reason.deadline:
         return f"{result.stdout}[ended after {limits.seconds:g} s]"
     if result.reason is Reason.output:

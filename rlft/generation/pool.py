@@ -120,7 +120,7 @@ class EnginePool(Generator):
 
     Args:
         launcher: starts them; whoever made it closes it, after the pool.
-        specs: what each engine is (`rlft.loop.engine_worker`).
+        specs: what each engine is (`rlft.loop.workers`).
         unit: (completions of a prompt, number of prompts) -> number of prompts that an engine gets in one call.
         timeout_s: seconds that an engine may take for one answer.
         max_restarts: the most engines replaced without a finished group in between; one more stops the run.

@@ -7,33 +7,36 @@ checkpoints and interruptions are the same for all of them, and are implemented 
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlft.config import command as verbs
 from rlft.config.command import LOSS
+from rlft.config.trainer import CheckpointConfig
 from rlft.generation.engine import Generator
 from rlft.logger.hints import Hint
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.rehearsal import log_peak
-from rlft.loop.saving import Saver
 from rlft.model.backbone import resolve_device
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt, StepAbandoned
-from rlft.system.memory import gc_frozen, keep_blocks
-from rlft.system.out_of_memory import explained
+from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.terminal import Say
 from rlft.types import Evaluation, RunInfo, StepRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECKSUMS = "base_checksums"
 """Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
@@ -286,3 +289,73 @@ def logging_the_end(logger: Loggers, interrupted: Callable[[], bool]) -> Iterato
         raise
     finally:
         logger.finish(status)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+class Saver:
+    """Writes the checkpoints of one run into the folder `root`.
+
+    `interrupted` says whether a signal ends the run before its next step. If a step may be abandoned
+    (checkpoint.on_signal), the state after the last finished step is kept in main memory until it is on disk, because
+    the next step changes weights and optimizer.
+    """
+
+    def __init__(self, root: Path, settings: CheckpointConfig, interrupt: Interrupt, num_steps: int) -> None:
+        self._root, self._settings, self._interrupt, self._num_steps = root, settings, interrupt, num_steps
+        self._finished = 0
+        self._unsaved: Checkpoint | None = None
+        self.interrupted = False
+
+    def begin(self, step: int) -> None:
+        """Called before the first step, which follows `step` steps whose state is saved or initial."""
+        self._finished = step
+        self._interrupt.in_step = step < self._num_steps
+        self.interrupted = self._interrupt.requested
+
+    def after_step(self, step: int, make: Callable[[], Checkpoint], stage: Callable[[str], None]) -> None:
+        """Called after `step` steps. `make` returns their state; `stage` is called when it is written."""
+        every, last = self._settings.every, step == self._num_steps
+        with self._interrupt.saving():
+            self.interrupted = self._interrupt.requested
+            self._interrupt.in_step = not last
+            self._finished = step
+            if last or self.interrupted or (every and step % every == 0):
+                stage("checkpoint")
+                self._save(make())
+                self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too
+            elif self._settings.on_signal != "step":
+                self._unsaved = in_memory(make())
+
+    def save_last_finished(self) -> int:
+        """Called when a step is abandoned: saves the state before it and returns the number of finished steps."""
+        self.interrupted = True
+        if self._unsaved is not None:
+            self._save(self._unsaved)
+        return self._finished
+
+    def _save(self, state: Checkpoint) -> None:
+        checkpoint.save(self._root, state, self._settings.keep)
+        self._unsaved = None
+
+
+def in_memory(state: Checkpoint) -> Checkpoint:
+    """A copy of the state in main memory, independent of the run. Its tensors must be copies already.
+
+    Raises:
+        ValueError: the state has folders, which are written from the run's current weights.
+    """
+    if state.write_folders:
+        raise ValueError(f"{sorted(state.write_folders)} cannot be copied: they change with the run")
+
+    def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+    return replace(
+        state,
+        adapters={role: moved(tensors) for role, tensors in state.adapters.items()},
+        heads={role: moved(tensors) for role, tensors in state.heads.items()},
+        optimizer=moved(state.optimizer),
+        tensors={name: moved(tensors) for name, tensors in state.tensors.items()},
+        state=copy.deepcopy(state.state),
+        records=copy.deepcopy(state.records),
+    )

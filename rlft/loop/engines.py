@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from rlft.config.generation import GenerationConfig, section_of
-from rlft.config.model import LoraSettings, ModelConfig, teacher_settings
+from rlft.config.generation import section_of
+from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
 from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import AgentGenerator
@@ -16,26 +16,26 @@ from rlft.environment.endpoint.traces import Traces
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import BaseLender, Engine, EngineArgs, Generator
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
-from rlft.loop.base_loading import load_teacher
 from rlft.model.adapter_folder import POLICY, adapted_modules
 from rlft.model.backbone import (
     Adopt,
     ends_of,
     load_tokenizer,
+    read_backbone,
     read_config,
     resolve_device,
     resolve_dtype,
     resolve_path,
 )
-from rlft.model.forward import Forward
+from rlft.model.forward import Forward, choose
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.plan.adapters import modules_to_adapt
 from rlft.plan.run_plan import Plan
-from rlft.system.out_of_memory import Largest
+from rlft.system.memory import Largest
 
 if TYPE_CHECKING:
-    from rlft.config.schema import PromptsConfig, RunConfig, SamplingRoot
+    from rlft.config.schema import RunConfig, SamplingRoot
 
 
 class Engines:
@@ -141,6 +141,15 @@ class Engines:
         return self._shared[1]
 
 
+def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:
+    """The forward of a teacher that is a separate model; None where the teacher is on the base or there is none."""
+    settings = teacher_settings(snapshot, model)
+    if settings is None:
+        return None
+    backbone = read_backbone(settings)
+    return choose(backbone.model, backbone.kernels)
+
+
 def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | VLLMTeacher | None:
     """The teacher of this run if it is a separate model: its forward in transformers, or the vLLM that computes it.
 
@@ -190,26 +199,11 @@ def base_sharing_obstacle(engine: Engine, model: ModelConfig) -> str | None:
     return engine.base_sharing_obstacle(device=str(device), itemsize=itemsize, quantized=quantized)
 
 
-class EngineConfig(Protocol):
-    """The parts of a config that an engine is opened with."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def prompts(self) -> PromptsConfig: ...
-    @property
-    def generation(self) -> GenerationConfig: ...
-    @property
-    def seed(self) -> int: ...
-
-
-def engine_args(
-    config: EngineConfig, lora: LoraSettings | None, learner: Roles | WholeModel | None = None
-) -> EngineArgs:
+def engine_args(config: Any, lora: LoraSettings | None, learner: Roles | WholeModel | None = None) -> EngineArgs:
     """The arguments for opening the engine of this config.
 
     Args:
-        config: the run's config.
+        config: the run's config, or any with `model`, `prompts`, `generation` and `seed`.
         lora: the settings of the adapters that the engine will load; None if it loads none.
         learner: the trainer's networks, whose base an engine in this process may decode on; None before they are
             loaded, and in a process without them.
@@ -266,8 +260,3 @@ def wrap_with_environment(
         return AgentGenerator(generator, agents, tokenizer, longest_row=longest_row, traces=traces)
     at_once = None if engine.divisible else engine.at_once
     return Conversations(generator, environment, tokenizer, at_once=at_once, longest_row=longest_row)
-
-
-def versions_to_keep(every: int) -> int | None:
-    """How many versions of the policy a resume may go back, even if one checkpoint is damaged; None for all."""
-    return 2 * every + 2 if every else None

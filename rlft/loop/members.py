@@ -11,11 +11,11 @@ from typing import TypedDict
 
 import torch
 
+from rlft.config.cluster import ClusterConfig
 from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.pool import EnginePool, units_of
-from rlft.loop.engine_worker import EngineSettings
 from rlft.model.backbone import resolve_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import Pool
@@ -24,8 +24,11 @@ from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.member import Launcher, Member, MemberSpec
 from rlft.system.process.placement import Placement, all_gpus, environment_of
+from rlft.trainer.local import LocalTrainer, Trainer
+from rlft.trainer.ranked_trainer import RankedTrainer
+from rlft.trainer.ranks import LaneShare
 
-ENGINE, RANK = "rlft.loop.engine_worker:EngineWorker", "rlft.loop.rank_worker:RankWorker"
+ENGINE, RANK = "rlft.loop.workers:EngineWorker", "rlft.loop.workers:RankWorker"
 NOT_BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Engines of vLLM on a CPU would all bind their threads to the same cores."""
 
@@ -119,23 +122,13 @@ def engine_specs(
 ) -> list[MemberSpec]:
     """The engines' specs, each with as many threads as this process: on a CPU the bits of a product depend on them."""
     cluster = config.cluster
-    settings = EngineSettings(
-        engine=engine,
-        gpus=cluster.gpus_per_engine,
-        model=model_of_a_member(config.model),
-        lora=config.lora,
-        prompts=config.prompts,
-        generation=config.generation,
-        token_budget=config.token_budget,
-        seed=config.seed,
-        environment=environment,
-    )
+    in_member = replace(config, model=model_of_a_member(config.model))
     unbound: Gpus = {"gpus": 0, "environment": NOT_BOUND}
     return [
         MemberSpec(
             name=f"engine-{number}",
             factory=ENGINE,
-            arguments={"settings": settings},
+            arguments={"config": in_member, "engine": engine, "environment": environment},
             threads=torch.get_num_threads(),
             **(unbound if placement.kind == "processes" else gpus_of_a_member(config, placement.engines[number])),
         )
@@ -171,6 +164,25 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
         )
         for rank in range(1, cluster.ranks)
     ]
+
+
+def make_trainer(
+    local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]
+) -> Trainer:
+    """The trainer of these ranks, of which `local` is rank 0, or `local` alone with all lanes."""
+    if ranks is None:
+        local.share = LaneShare(lanes=cluster.num_lanes)
+        return local
+    return RankedTrainer(
+        local,
+        ranks.launcher,
+        ranks.specs,
+        ranks.members,
+        lanes=cluster.num_lanes,
+        timeout=cluster.timeout,
+        host=ranks.launcher.address,
+        note=note,
+    )
 
 
 # -- reward workers ----------------------------------------------------------------------------------------------------

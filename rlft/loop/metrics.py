@@ -1,18 +1,32 @@
-"""The metrics of a step: rewards, lengths, waste, memory and seconds."""
+"""The metrics of a step (rewards, lengths, waste, memory, seconds), and of an evaluation on held-out prompts or texts.
+
+An evaluation samples and scores, and computes mean@k and pass@k with standard errors.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlft.algorithm.ops.aggregate import row_sum
+from rlft.algorithm.ops.kl import k3
+from rlft.algorithm.ops.pass_at import pass_at, pass_sizes
+from rlft.batch import select
 from rlft.environment.protocol import Cause
+from rlft.generation.engine import Generator
+from rlft.model.full_weights import WholeModel
+from rlft.model.roles import POLICY, Roles
 from rlft.system.memory import peak_resident_bytes
-from rlft.types import Batch, Completion, FinishReason, Rollouts
+from rlft.system.seeds import sampling_seeds
+from rlft.types import Batch, Completion, Evaluation, FinishReason, Group, Prompt, Rollouts, Scores
 
 BY_CAUSE = {
     Cause.malformed: "calls/malformed_fraction",
@@ -105,3 +119,86 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def peak_memory_bytes() -> int:
     """The most bytes held so far: the CUDA allocator's peak if there is a GPU, else this process's resident set."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident_bytes()
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+def evaluate(
+    generator: Generator, scorer: Callable[[Sequence[Group]], Scores], prompts: Sequence[Prompt], config: Any, step: int
+) -> tuple[Evaluation, list[Group], Scores]:
+    """Samples and scores the prompts, always with the same seeds, as the sections `eval` and `generation` say.
+
+    A completion is right if its first reward is `eval.correct_at` or more.
+    """
+    settings, sampling = config.eval, config.generation.sampling
+    if settings.temperature is not None:
+        sampling = replace(sampling, temperature=settings.temperature)
+    seeds = sampling_seeds(config.seed, 0, len(prompts), settings.num_samples, "evaluate")
+    groups = generator.sample(prompts, settings.num_samples, seeds, sampling)
+    scores = scorer(groups)
+    evaluation = summarise(
+        groups, scores, step=step, correct_at=settings.correct_at, num_examples=settings.num_examples
+    )
+    return evaluation, groups, scores
+
+
+def summarise(
+    groups: Sequence[Group], scores: Scores, *, step: int, correct_at: float, num_examples: int
+) -> Evaluation:
+    """The metrics of scored groups; errors are standard errors over prompts."""
+    primary = next(iter(scores.by_reward))
+    right = (scores.by_reward[primary] >= correct_at).tolist()
+    counts, k = [sum(row) for row in right], len(right[0])
+    accuracy, error = mean_and_error([count / k for count in counts])
+    metrics = {f"eval/{primary}": accuracy, f"eval/{primary}_se": error}
+    for size in pass_sizes(k):
+        mean, se = mean_and_error([pass_at(size, k, count) for count in counts])
+        metrics |= {f"eval/pass@{size}": mean, f"eval/pass@{size}_se": se}
+    for name, values in scores.by_reward.items():
+        metrics[f"eval/reward/{name}"] = values.float().mean().item()
+    completions = [r.completion for g in groups for r in g.rollouts]
+    metrics["eval/length/mean"] = sum(c.num_sampled for c in completions) / len(completions)
+    metrics["eval/length/truncated_fraction"] = sum(c.finish_reason == "length" for c in completions) / len(completions)
+    metrics |= {f"eval/{name}": value for name, value in turn_metrics(completions).items()}
+    shown = groups[:num_examples]
+    return Evaluation(
+        step=step,
+        accuracy=accuracy,
+        accuracy_se=error,
+        metrics=metrics,
+        examples=tuple(g.rollouts[0] for g in shown),
+        example_scores=tuple(scores.by_reward[primary][: len(shown), 0].tolist()),
+    )
+
+
+def kl_to_base(roles: Roles, batch: Batch) -> float:
+    """KL(policy || base) on the policy's own completions, in nats, mean over tokens (k3: unbiased, never negative)."""
+    gaps_BT = k3(roles.logprobs(batch, POLICY), roles.logprobs(batch, None))
+    return row_sum(gaps_BT.double(), batch.loss_mask).sum().item() / max(1, int(batch.loss_mask.sum()))
+
+
+def text_loss(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> float:
+    """Mean negative log-prob per token (nats) of these texts, with the active adapter, at temperature 1, no gradient.
+
+    The mean is over learned tokens, not texts: the sum over the batch of -log p(token | earlier tokens of its text) /
+    number of learned tokens.
+    """
+    total = 0.0
+    with torch.no_grad():
+        for part in learner.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+            micro = learner.to_device(select(batch, part))
+            # Outside the mask the forward gives 0.
+            total -= learner.forward(micro, 1.0).logprobs.double().sum().item()
+    return total / int(batch.loss_mask.sum())
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, standard error of the mean); the error of a single value is 0.
+
+    >>> mean_and_error([0.0, 1.0])
+    (0.5, 0.5)
+    """
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return mean, 0.0
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)

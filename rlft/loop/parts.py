@@ -1,4 +1,4 @@
-"""The parts of a run with a model, each opened by itself: its roles, its trainer, its rewards."""
+"""The parts of a run in this process, each opened by itself: its base, roles, trainer and rewards."""
 
 from __future__ import annotations
 
@@ -7,25 +7,103 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from rlft.config.cluster import ClusterConfig
+from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import RunConfig
-from rlft.loop.base_loading import load_for_training
-from rlft.loop.members import Members, Ranks
-from rlft.model.backbone import Adopt
+from rlft.generation.pool import EnginePool
+from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
+from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
 from rlft.model.full_weights import WholeModel
+from rlft.model.lora_config import lora_config
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
+from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.ahead import AheadScorer
+from rlft.reward.workers.pool import Pool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import Scorer
+from rlft.system.memory import free_memory
 from rlft.trainer.local import LocalTrainer, open_optimizers
-from rlft.trainer.protocol import Trainer
-from rlft.trainer.ranked_trainer import RankedTrainer
-from rlft.trainer.ranks import LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
-from rlft.trainer.update import UpdateSettings
+
+# -- base --------------------------------------------------------------------------------------------------------------
+SHARE = 0.5
+"""Activations may take this share of the memory that is free after loading the weights; else they are recomputed."""
+
+
+def load_for_training(
+    config: ModelConfig,
+    lora: LoraSettings | None,
+    token_budget: int,
+    *,
+    own: bool = False,
+    adopt: Adopt | None = None,
+    sharded: ShardedLayers | None = None,
+) -> Backbone:
+    """Loads the base.
+
+    Args:
+        config: the model's settings.
+        lora: the shape of the trained adapter; None if the base itself is trained.
+        token_budget: the most tokens in a forward with gradient.
+        own: whether no other job of a sweep may share the base, because its weights will be trained.
+        adopt: puts the base on its device (`rlft.model.backbone.read_backbone`).
+        sharded: divides the base's layers among ranks; no other job can then share the base.
+    """
+    if sharded is not None:
+        own, adopt = True, sharded.adopt
+    if own:
+        backbone = read_backbone(config, adopt)
+    else:  # jobs share a base by the arguments that it was loaded with
+        backbone = load_backbone(config) if adopt is None else load_backbone(config, adopt)
+    if config.gradient_checkpointing == "auto":
+        model, free = backbone.model, free_bytes(backbone.device)
+        plain, itemsize = backbone.kernels.are_plain, model.dtype.itemsize
+        layers = NO_ADAPTER
+        quantized = config.quantization is not None
+        if lora is not None and (plain or lora.dropout > 0 or lora.use_dora or quantized):
+            empty = empty_model(config, model.config)
+            shapes = fresh_shapes(empty, lora_config(lora, empty))
+            layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
+        device = backbone.device.type
+        adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
+        needed = needs_checkpointing(
+            model.config, token_budget, itemsize, free, device=device, plain=plain, adapter=adapter_bytes
+        )
+        set_checkpointing(model, needed and model.supports_gradient_checkpointing)
+    return backbone
+
+
+def layers_of_rank(cluster: ClusterConfig, rank: int) -> ShardedLayers | None:
+    """This rank's share of the base's layers; None where every rank holds all of them."""
+    return ShardedLayers(rank, cluster.ranks) if cluster.shard_base else None
+
+
+def needs_checkpointing(
+    config: Any, tokens: int, itemsize: int, free: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
+) -> bool:
+    """Whether activations would take more than SHARE of the free memory without gradient checkpointing.
+
+    Args:
+        config: the model's config.
+        tokens: number of tokens in the forward.
+        itemsize: bytes of one weight of the base.
+        free: bytes of free memory.
+        device: type of the device.
+        plain: whether the kernels are plain.
+        adapter: bytes that the adapter's layers keep per token.
+    """
+    activations = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
+    return activations > SHARE * free
+
+
+def free_bytes(device: torch.device) -> int:
+    """The bytes that this process can still allocate on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------
@@ -77,7 +155,7 @@ def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = Non
     return LocalTrainer(
         roles,
         open_optimizers(roles, config.trainer, config.critic.lr),
-        update_settings(config),
+        config,
         needs_old=plan.needs_old,
         teacher_top_k=plan.algorithm.teacher_top_k,
         text=plan.pretrain_text,
@@ -86,41 +164,15 @@ def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = Non
     )
 
 
-def make_trainer(
-    local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]
-) -> Trainer:
-    """The trainer of these ranks, of which `local` is rank 0, or `local` alone with all lanes."""
-    if ranks is None:
-        local.share = LaneShare(lanes=cluster.num_lanes)
-        return local
-    return RankedTrainer(
-        local,
-        ranks.launcher,
-        ranks.specs,
-        ranks.members,
-        lanes=cluster.num_lanes,
-        timeout=cluster.timeout,
-        host=ranks.launcher.address,
-        note=note,
-    )
-
-
-def update_settings(config: RunConfig) -> UpdateSettings:
-    """The settings of this config that updates depend on."""
-    return UpdateSettings(
-        seed=config.seed,
-        steps=config.steps,
-        epochs=config.epochs,
-        minibatches=config.minibatches,
-        max_completion_tokens=config.generation.max_tokens,
-        warmup_steps=config.critic.warmup_steps,
-    )
-
-
 # -- rewards -----------------------------------------------------------------------------------------------------------
 @contextmanager
 def open_scorer(
-    config: Any, learner: Roles | WholeModel, *, learns: bool = False, members: Members | None = None
+    config: Any,
+    learner: Roles | WholeModel,
+    *,
+    learns: bool = False,
+    pool: EnginePool | None = None,
+    open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None,
 ) -> Iterator[Scorer | AheadScorer]:
     """Opens the rewards of a config.
 
@@ -128,21 +180,22 @@ def open_scorer(
         config: the config of any verb that scores.
         learner: the networks; those of learned rewards are on their base.
         learns: whether this run trains the learned rewards.
-        members: the run's other processes. Engines there have groups scored as soon as they are finished.
+        pool: the run's engines in other processes, which have groups scored as soon as they are finished.
+        open_rewards: opens the reward workers if they are not processes of this machine.
     """
-    rewards, scoring, members = specs(config.reward), config.scoring, members or Members()
+    rewards, scoring = specs(config.reward), config.scoring
     scorer: Scorer | AheadScorer = Scorer(
         rewards,
         scoring.workers,
         scoring.timeout,
         scoring.on_error,
         open_resident(rewards, learner, learns=learns) if isinstance(learner, Roles) else {},
-        members.open_rewards,
+        open_rewards,
         allow_unscorable=config.allows_unscorable,
     )
-    if members.pool is not None and scoring.workers:
+    if pool is not None and scoring.workers:
         scorer = AheadScorer(scorer)
-        members.pool.finished = scorer.begin
+        pool.finished = scorer.begin
     try:
         yield scorer
     finally:

@@ -20,17 +20,14 @@ from rlft.environment.endpoint.traces import Traces
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
-from rlft.loop.base_loading import layers_of_rank
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
-from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
 from rlft.loop.freshness import open_freshness
-from rlft.loop.members import open_members
-from rlft.loop.metrics import Clock
-from rlft.loop.overlap import AheadSampler, derived_from, packed, unpacked
-from rlft.loop.parts import make_trainer, open_roles, open_scorer, open_trainer
+from rlft.loop.members import make_trainer, open_members
+from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss
+from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
 from rlft.loop.rehearsal import check_decoding, largest_micro_batch
-from rlft.loop.sampling import StepSampler, replace_uninformative_groups
+from rlft.loop.sampling import AheadSampler, StepSampler, derived_from, packed, replace_uninformative_groups, unpacked
 from rlft.loop.token_inspection import Inspection
 from rlft.model.critic import CRITIC
 from rlft.model.roles import Roles
@@ -40,7 +37,7 @@ from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
-from rlft.trainer.protocol import Trainer, TrainerState
+from rlft.trainer.local import Trainer, TrainerState
 from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, StepRecord, TokenValues
 
 
@@ -267,20 +264,7 @@ class Session(RunDriver):
         return replace(evaluation, metrics={**evaluation.metrics, **extra}, alarms=alarms)
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
-        settings, sampling = self.config.eval, self.config.generation.sampling
-        if settings.temperature is not None:
-            sampling = replace(sampling, temperature=settings.temperature)
-        return evaluate(
-            self.generator,
-            self.scorer,
-            prompts,
-            step=step,
-            seed=self.config.seed,
-            num_samples=settings.num_samples,
-            sampling=sampling,
-            correct_at=settings.correct_at,
-            num_examples=settings.num_examples,
-        )
+        return evaluate(self.generator, self.scorer, prompts, self.config, step)
 
     def checkpoint(self, state: State) -> Checkpoint:
         """The checkpoint of this state."""
@@ -363,7 +347,8 @@ def open_session(
         teacher = opened_teacher(engines, config, plan.teacher_row_tokens) if trains else None
         roles = stack.enter_context(open_roles(config, teacher, adopt=adopt, base=base))
         learns_reward = config.reward_model.refresh_every > 0
-        scorer = stack.enter_context(open_scorer(config, roles, learns=learns_reward, members=members))
+        rewards = open_scorer(config, roles, learns=learns_reward, pool=pool, open_rewards=members.open_rewards)
+        scorer = stack.enter_context(rewards)
         generator: Generator
         if pool is None:
             # A resume may go back that many versions of the policy, even if one checkpoint is damaged.

@@ -19,9 +19,9 @@ from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
 from rlft.generation.engine import Generator
 from rlft.logger.hints import not_finite
-from rlft.loop.base_loading import load_for_training
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.metrics import Clock, peak_memory_bytes
+from rlft.loop.parts import load_for_training
 from rlft.model.backbone import Adopt
 from rlft.model.full_weights import MODEL, WholeModel
 from rlft.model.roles import POLICY, Roles, policy_alone
@@ -29,8 +29,7 @@ from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.terminal import Say, resuming
-from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
-from rlft.trainer.update import text_passes
+from rlft.trainer.update import Optimizer, begin_step, optimizer_step, text_passes
 from rlft.types import Batch, Evaluation, StepRecord
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)

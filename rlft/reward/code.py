@@ -31,9 +31,9 @@ from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import tagged
 from rlft.reward.code_tests import REFUSED, Doubt, doubts
 from rlft.system.process.running_time import RunningTime
-from rlft.system.sandbox import bubblewrap, protocol
+from rlft.system.sandbox import bubblewrap, protocol, trials
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
-from rlft.system.sandbox.required import Required, check_isolation
+from rlft.system.sandbox.trials import Required, check_isolation
 from rlft.types import Group, Prompt, UserError
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves
@@ -124,15 +124,15 @@ class Code:
 
     def note(self) -> str:
         """Which isolation is active and what bounds memory, reported when a run starts."""
-        isolation, what = bubblewrap.available()
+        isolation, what = trials.available()
         if isolation is Isolation.none:
             return f"programs are {isolation.sentence} ({what})"
-        return f"programs are {isolation.sentence}; {bubblewrap.memory_bound().sentence}"
+        return f"programs are {isolation.sentence}; {trials.memory_bound().sentence}"
 
     def __call__(self, group: Group) -> list[float]:
         tests = prompt_tests(group.prompt, self.tests_field)
         programs = [self.extract(rollout.completion.text) for rollout in group.rollouts]
-        judge = partial(num_passed, tests=tests, limits=self.limits(len(programs)), isolation=bubblewrap.available()[0])
+        judge = partial(num_passed, tests=tests, limits=self.limits(len(programs)), isolation=trials.available()[0])
         scores = partial(self._score, judge=judge, num_tests=len(tests))
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(scores, programs))

@@ -2,14 +2,21 @@
 
 No library is used, because checking a lock must not create a lock file, temporary folders themselves are locked, and a
 file system without locks (NFS without its lock service, Lustre, some FUSE) must be distinguished from a held lock.
+
+A process that is killed does not remove its temporary folders either. Their locks show that it is gone, in whatever
+container it ran, and the next start removes them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -70,3 +77,52 @@ def is_held(file: Path) -> bool | None:
     finally:
         os.close(handle)
     return None if attempt is Taken.unsupported else attempt is Taken.no
+
+
+# -- temporary folders of processes ------------------------------------------------------------------------------------
+OWNED = "rlft-sandbox-owned-"
+ABANDONED_WITHOUT_LOCKS_S = 7 * 24 * 3600.0
+
+
+@contextlib.contextmanager
+def owned_folder() -> Iterator[Path]:
+    """A folder in the system's temporary folder, which is removed at the end of the block or by the next `sweep`."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=OWNED, ignore_cleanup_errors=True)))
+            descriptor, taken = _lock(folder)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+                if folder.is_dir() and taken is not Taken.no:
+                    break  # otherwise another process has swept it before it was locked, or is about to
+        yield folder
+
+
+def sweep() -> None:
+    """Removes this user's folders whose owner is dead."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{OWNED}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            age = time.time() - status.st_mtime
+            if status.st_uid != os.geteuid():
+                continue
+            descriptor, taken = _lock(folder)
+            if descriptor is None:
+                continue
+            # Without support for locks, only its age shows that a folder is abandoned.
+            if taken is Taken.yes or (taken is Taken.unsupported and age > ABANDONED_WITHOUT_LOCKS_S):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _lock(folder: Path) -> tuple[int | None, Taken]:
+    """(descriptor of the folder, whether its lock was taken); no descriptor if the folder is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None, Taken.no
+    try:
+        return descriptor, take(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise

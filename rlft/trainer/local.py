@@ -1,8 +1,12 @@
-"""The trainer in this process: adapters in roles on the one base, and their optimizers.
+"""The interface of a trainer, the networks that learn, and the trainer in this process.
 
-The passes of a step are divided into lanes, one or several, which several ranks can share. Each of several lanes has a
-gradient of its own, and each of its passes dropout of its own, so that no bit depends on who computes it: every rank
-adds up all lanes in their order, and takes the same optimizer step as the others.
+Its arguments and results are batches, numbers and tensors on the CPU, so that a trainer may be this process's own or
+several processes that share the work (`ranked_trainer.py`). The loop's other interface is `Generator`.
+
+The trainer here has adapters in roles on the one base, and their optimizers. The passes of a step are divided into
+lanes, one or several, which several ranks can share. Each of several lanes has a gradient of its own, and each of its
+passes dropout of its own, so that no bit depends on who computes it: every rank adds up all lanes in their order, and
+takes the same optimizer step as the others.
 """
 
 from __future__ import annotations
@@ -10,36 +14,114 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
 from rlft.batch import select
+from rlft.config.schema import RunConfig
 from rlft.config.trainer import TrainerConfig
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.lanes import Division, divide
-from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
-from rlft.trainer.protocol import TrainerState
 from rlft.trainer.ranks import LaneGradients, LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import (
+    Optimizer,
     PassRecord,
     UpdateRecord,
-    UpdateSettings,
     UpdateText,
     backward,
+    begin_step,
     loss_scale,
     minibatches,
+    optimizer_step,
     step_metrics,
     text_passes,
 )
 from rlft.types import Adapter, Batch, LossScale, Rollouts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Copies of all that changes in a trainer, for checkpoints.
+
+    Attributes:
+        adapters: {role: {PEFT name: tensor}}.
+        optimizer: moments by parameter name, and the learned reward's pairs of tokens.
+        heads: {role: {name: tensor}} of scalar heads.
+        critic: the statistics that normalise the critic's values; None without a critic.
+    """
+
+    adapters: Mapping[str, Mapping[str, Tensor]]
+    optimizer: Mapping[str, Tensor]
+    heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    critic: Mapping[str, Any] | None = None
+
+
+class Trainer(Protocol):
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
+        """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.
+
+        Args:
+            batch: the batch.
+            zero_gradient_B: bool `[B]`, rows that teach nothing, which are not forwarded.
+        """
+        ...
+
+    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
+        """All updates of the step that follows `step` finished steps; returns their mean metrics."""
+        ...
+
+    def publish(self, version: int) -> Adapter:
+        """The policy's current adapter, for an engine."""
+        ...
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """The policy's log-probs (temperature 1) of every token but the first, for the freshness check."""
+        ...
+
+    def after_freshness_check(self) -> None:
+        """Called once the engine has proven that it has what was published last."""
+        ...
+
+    def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        """After `step` steps, moves the snapshots that are due and trains the learned reward if that is due.
+
+        Args:
+            step: number of finished steps.
+            rollouts: rollouts of the step that is just finished.
+
+        Returns:
+            The metrics of that training.
+        """
+        ...
+
+    def policy_learns(self, step: int) -> bool:
+        """False in the first steps, in which only the critic learns."""
+        ...
+
+    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
+        """Runs a teacher's pass, and forward and backward, of one micro-batch, and leaves no trace.
+
+        Gradients are dropped, and no stream of random numbers moves on.
+        """
+        ...
+
+    def state(self) -> TrainerState: ...
+
+    def restore(self, state: TrainerState) -> None:
+        """Continues from a state that `state` returned."""
+        ...
 
 
 class LocalTrainer:
@@ -50,7 +132,7 @@ class LocalTrainer:
     Args:
         roles: the adapters; whoever opened them closes them.
         optimizers: {role: optimizer} for every role that the algorithm trains (`open_optimizers`).
-        settings: how a batch is divided into updates.
+        config: the run's config, whose seed, sizes and limits the updates depend on.
         needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
         teacher_top_k: number of the teacher's most likely tokens whose log-probs are computed; 0: none of them.
         text: pretraining text of each update, for algorithms that need it.
@@ -63,7 +145,7 @@ class LocalTrainer:
         self,
         roles: Roles,
         optimizers: Mapping[str, Optimizer],
-        settings: UpdateSettings,
+        config: RunConfig,
         *,
         needs_old: bool,
         teacher_top_k: int = 0,
@@ -72,7 +154,7 @@ class LocalTrainer:
         share: LaneShare | None = None,
         base: ShardedLayers | None = None,
     ) -> None:
-        self.roles, self.optimizers, self.settings = roles, optimizers, settings
+        self.roles, self.optimizers, self.config = roles, optimizers, config
         self.needs_old, self.teacher_top_k = needs_old, teacher_top_k
         self.text, self.reward_training = text, reward_training
         self.share, self.base = share or LaneShare(), base
@@ -92,7 +174,7 @@ class LocalTrainer:
     def _seed_pass(self, step: int, purpose: str) -> None:
         """Seeds dropout again where a step has several lanes; with one lane it is seeded once, as the step begins."""
         if self.share.lanes > 1:
-            torch.manual_seed(derive(self.settings.seed, step, purpose))
+            torch.manual_seed(derive(self.config.seed, step, purpose))
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
@@ -120,15 +202,15 @@ class LocalTrainer:
         Raises:
             RanksError: another rank is gone or late; the gradients are cleared.
         """
-        roles, settings, optimizers = self.roles, self.settings, self.optimizers.values()
-        begin_step(optimizers, settings.seed, step)
+        roles, config, optimizers = self.roles, self.config, self.optimizers.values()
+        begin_step(optimizers, config.seed, step)
         if roles.critic is not None and batch.returns is not None:
             roles.critic.observe(batch.returns, batch.loss_mask)
         gradients = LaneGradients([p for optimizer in optimizers for p in optimizer.parameters], self.share)
-        order, records = derive(settings.seed, step, "minibatches"), []
+        order, records = derive(config.seed, step, "minibatches"), []
         try:
             with roles.training():
-                for i, rows in enumerate(minibatches(batch, settings.epochs, settings.minibatches, order)):
+                for i, rows in enumerate(minibatches(batch, config.epochs, config.minibatches, order)):
                     records.append(self._update(algorithm, batch, rows, zero_gradient_B, (step, i), gradients))
         finally:
             gradients.clear()
@@ -145,15 +227,15 @@ class LocalTrainer:
         gradients: LaneGradients,
     ) -> UpdateRecord:
         """The update on these rows (int64 `[N]`); at: (finished steps, number of this update in its step)."""
-        (step, number), settings, learns = at, self.settings, self.policy_learns(at[0])
+        (step, number), config, learns = at, self.config, self.policy_learns(at[0])
         live = rows[~zero_gradient_B[rows]]
-        scale = loss_scale(select(batch, rows), settings.max_completion_tokens, self.roles)
+        scale = loss_scale(select(batch, rows), config.generation.max_tokens, self.roles)
         share = int(batch.loss_mask[live].sum()) / scale.num_tokens
         division = self._divide(batch, live)
         costs, text, rows_of_text = division.costs, None, ()
         if algorithm.needs_text and learns:
             assert self.text is not None, "plan/roles.py refuses algorithms that need text without any"
-            text = self.text.batch(settings.seed, step, number)
+            text = self.text.batch(config.seed, step, number)
             text_division = self._divide(text, torch.arange(len(text.rewards)))
             rows_of_text = text_division.rows
             costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
@@ -166,7 +248,7 @@ class LocalTrainer:
                     passes[lane].append(self._text_pass(algorithm, text, rows_of_text[lane]))
                 gradients.set_aside(lane)
         gradients.add_up([lane for lane, cost in enumerate(costs) if cost > 0])
-        done, total = (steps * settings.updates_per_step for steps in (step, settings.steps))
+        done, total = (steps * config.updates_per_step for steps in (step, config.steps))
         resting = () if learns else (POLICY,)
         numbers = optimizer_step(self.optimizers.values(), done + number, total, resting)
         return UpdateRecord(passes=passes, costs=costs, optimizers=numbers)
@@ -209,7 +291,7 @@ class LocalTrainer:
             return self.reward_training.train_if_due(step)
 
     def policy_learns(self, step: int) -> bool:
-        return self.roles.critic is None or step >= self.settings.warmup_steps
+        return self.roles.critic is None or step >= self.config.critic.warmup_steps
 
     def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         roles = self.roles
@@ -217,7 +299,7 @@ class LocalTrainer:
             no_row = torch.zeros(len(micro.rewards), dtype=torch.bool)
             with self.passes():
                 micro = roles.annotate(micro, no_row, needs_old=False, teacher_top_k=self.teacher_top_k)
-        scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
+        scale = loss_scale(micro, self.config.generation.max_tokens, roles)
         with torch.random.fork_rng(), roles.training(), self.passes():
             backward(roles, algorithm, roles.to_device(micro), scale, policy_learns=True)
         for role in roles.learning_roles:

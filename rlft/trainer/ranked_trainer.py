@@ -19,8 +19,7 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.trainer.local import LocalTrainer
-from rlft.trainer.protocol import TrainerState
+from rlft.trainer.local import LocalTrainer, TrainerState
 from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
 from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
@@ -282,10 +281,10 @@ class RankedTrainer:
 
     def _texts(self, algorithm: Objective, step: int) -> list[Batch]:
         """The text of each update of a step, for ranks that have none."""
-        text, settings = self._local.text, self._local.settings
+        text, config = self._local.text, self._local.config
         if not algorithm.needs_text or text is None or not self.policy_learns(step):
             return []
-        return [text.batch(settings.seed, step, i) for i in range(settings.updates_per_step)]
+        return [text.batch(config.seed, step, i) for i in range(config.updates_per_step)]
 
 
 def on_cpu(state: TrainerState) -> TrainerState:

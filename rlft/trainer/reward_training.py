@@ -22,7 +22,7 @@ from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.model.rows import parts_within, rows_of
 from rlft.system.seeds import derive
-from rlft.trainer.optimizer import Optimizer
+from rlft.trainer.update import Optimizer
 from rlft.types import Group, Scores
 
 SECTION = "reward_model"

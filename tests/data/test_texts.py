@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlft.data.prompts import permutation, prompts_for_step
 from rlft.data.texts import PretrainText, Text, TextTokens, as_batch, load_texts, scan_texts
-from rlft.loop.evaluate import text_loss
+from rlft.loop.metrics import text_loss
 from rlft.model.backbone import Backbone
 from rlft.model.forward import choose, packed_forward, padded_forward
 from rlft.model.packing import micro_batches

@@ -18,7 +18,7 @@ KEYS = (
     "reward=[exact_match]", "environment=game", "environment.factory=conversation_tools.Guessing",
     "environment.workers=1", "environment.turn_tokens=16", "checkpoint.every=1", "checkpoint.keep=99",
 )  # fmt: skip
-UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+UPDATE = "rlft.trainer.update:Optimizer.update"
 
 
 def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_apart(

@@ -10,8 +10,7 @@ from warm_python import WarmPython
 
 from rlft.system.process.child import function_of
 from rlft.system.process.launcher import LocalProcesses, ProcessMember
-from rlft.system.process.member import MemberSpec
-from rlft.system.process.serve import Shared
+from rlft.system.process.member import MemberSpec, Shared
 
 START_S = 60.0
 

@@ -68,9 +68,9 @@ def main() -> None:
     orders.set_inheritable(False)
     from transformers.models.qwen2 import modeling_qwen2
 
-    import rlft.loop.rank_worker
+    import rlft.loop.workers
 
-    _ = modeling_qwen2, rlft.loop.rank_worker
+    _ = modeling_qwen2, rlft.loop.workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which forgets children as they end
     while True:
         message, descriptors, *_ = socket.recv_fds(orders, 65536, 2)

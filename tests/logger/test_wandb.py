@@ -13,7 +13,7 @@ import yaml
 from rlft.config import overrides
 from rlft.config.compose import compose
 from rlft.logger.wandb import Wandb, WandbMode, choose_mode, has_account, run_id
-from rlft.loop.evaluate import summarise
+from rlft.loop.metrics import summarise
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
 
 KEYS = {"project": "rlft", "entity": None, "init_seconds": 30.0, "finish_seconds": 5.0}

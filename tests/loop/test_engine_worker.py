@@ -16,8 +16,8 @@ import torch
 from real_engines import check_pool_against, opened_here, signal_to
 
 from rlft.config.schema import RunConfig
-from rlft.loop.engine_worker import EngineWorker
 from rlft.loop.members import engine_specs
+from rlft.loop.workers import EngineWorker
 from rlft.model.backbone import Backbone
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement
@@ -85,7 +85,7 @@ def test_a_member_answers_with_the_version_and_the_hash_of_what_has_come(config:
 def test_a_member_that_is_closed_leaves_its_base_without_adapters(
     config: RunConfig, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlft.loop.engine_worker.load_backbone", lambda model: backbone)
+    monkeypatch.setattr("rlft.loop.workers.load_backbone", lambda model: backbone)
     worker = EngineWorker(**engine_specs(config, "transformers", ON_THE_CPU)[0].arguments)
     assert hasattr(backbone.model, "peft_config")
     worker.close()
@@ -111,7 +111,7 @@ def test_several_gpus_are_tensor_parallelism_of_vllm(config: RunConfig) -> None:
 
 def test_a_process_whose_engine_is_dead_ends() -> None:
     program = """
-from rlft.loop.engine_worker import EngineWorker
+from rlft.loop.workers import EngineWorker
 class EngineDeadError(Exception): pass
 class Dead:
     def sample(self, *args): raise EngineDeadError("engine core has died")

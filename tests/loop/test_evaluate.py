@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.loop.evaluate import evaluate, kl_to_base, mean_and_error, summarise
+from rlft.loop.metrics import evaluate, kl_to_base, mean_and_error, summarise
 from rlft.system.seeds import sampling_seeds
 from rlft.types import Sampling, Scores
 

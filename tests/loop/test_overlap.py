@@ -18,8 +18,7 @@ from slow_cases import slow_but
 from rlft import cli
 from rlft.config.compose import build, compose
 from rlft.loop.freshness import StaleAdapterError
-from rlft.loop.overlap import AheadSampler, check_versions, derived_from, packed, unpacked
-from rlft.loop.sampling import StepSampler
+from rlft.loop.sampling import AheadSampler, StepSampler, check_versions, derived_from, packed, unpacked
 from rlft.plan.rules import check_lag_has_devices
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 

@@ -15,7 +15,7 @@ from rlft.reward import code
 from rlft.reward.code import Code, Pair, ProgramIn, Required, Score, parse_tests
 from rlft.reward.workers.reward_spec import check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
-from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox import bubblewrap, cgroups, trials
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import UserError
 
@@ -382,7 +382,7 @@ def test_a_timeout_that_leaves_no_time_is_refused():
 
 @pytest.fixture
 def nothing_isolates(monkeypatch):
-    monkeypatch.setattr(bubblewrap, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
+    monkeypatch.setattr(trials, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
 
 
 @pytest.mark.usefixtures("nothing_isolates")
@@ -407,17 +407,17 @@ def test_unisolated_programs_run_where_that_is_allowed_and_the_note_says_so(grou
 def test_the_note_says_which_isolation_is_active_and_what_bounds_memory():
     note = reward(allow_unsafe=True).note()
     assert note.startswith("programs are isolated by bubblewrap ")
-    assert note.endswith(f"; all memory is bounded by {' and '.join(bubblewrap.memory_bound().by)}")
+    assert note.endswith(f"; all memory is bounded by {' and '.join(trials.memory_bound().by)}")
 
 
 @pytest.fixture
 def no_bound(monkeypatch):
     """Neither a cgroup nor a filter."""
-    bubblewrap.memory_bound.cache_clear()
-    monkeypatch.setattr(bubblewrap.cgroups, "available", lambda: None)
-    monkeypatch.setattr(bubblewrap.seccomp, "system_call_filter", lambda: None)
+    trials.memory_bound.cache_clear()
+    monkeypatch.setattr(cgroups, "available", lambda: None)
+    monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None)
     yield
-    bubblewrap.memory_bound.cache_clear()
+    trials.memory_bound.cache_clear()
 
 
 @pytest.mark.usefixtures("no_bound")
@@ -431,7 +431,7 @@ def test_what_is_not_bounded_is_named(group):
 
 @pytest.mark.parametrize("by", ["a cgroup (version 2)", "a system-call filter"])
 def test_strict_takes_a_cgroup_or_a_filter(by, monkeypatch):
-    monkeypatch.setattr(bubblewrap, "memory_bound", lambda: bubblewrap.MemoryBound(by=(by,), open=()))
+    monkeypatch.setattr(trials, "memory_bound", lambda: trials.MemoryBound(by=(by,), open=()))
     assert reward(isolation="strict").note().endswith(f"; all memory is bounded by {by}")
 
 

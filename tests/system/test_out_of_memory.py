@@ -13,7 +13,7 @@ from in_one_test import each
 from rlft import cli
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import largest_of
-from rlft.system.out_of_memory import GROWS, Doing, OutOfMemoryError, explained
+from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained
 from rlft.types import StepRecord
 
 AGAIN = "rlft resume runs/x"
@@ -168,7 +168,7 @@ REAL = """
 import resource, torch
 from rlft.config.compose import build, compose
 from rlft.logger.loggers import Loggers
-from rlft.system.out_of_memory import explained
+from rlft.system.memory import explained
 config = build(compose([]))
 torch.ones(10)
 now = int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) * 1024

@@ -10,12 +10,10 @@ import torch
 import rlft
 from rlft.config.model import CriticKind, RewardModelConfig
 from rlft.config.schema import RunConfig
-from rlft.loop.parts import update_settings
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import open_learned, reward_role
 from rlft.model.roles import POLICY, REFERENCE, Roles
-from rlft.trainer.local import LocalTrainer, open_optimizers
-from rlft.trainer.protocol import Trainer, TrainerState
+from rlft.trainer.local import LocalTrainer, Trainer, TrainerState, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.types import Batch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
 
@@ -48,7 +46,7 @@ def open_trainer(config, make_roles):
         open_learned("taste", None, roles, token_budget=99, center=0.0, scale=1.0, learns=True)
         training = RewardRefresh(REWARDS, roles, reward_role("taste"), config.trainer, config.seed)
         optimizers = open_optimizers(roles, config.trainer, critic_lr=0.02)
-        return LocalTrainer(roles, optimizers, update_settings(config), needs_old=needs_old, reward_training=training)
+        return LocalTrainer(roles, optimizers, config, needs_old=needs_old, reward_training=training)
 
     return build
 

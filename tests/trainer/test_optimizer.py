@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from rlft.config.trainer import Schedule, TrainerConfig
-from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer, learning_rate
+from rlft.trainer.update import NonFiniteGradientError, Optimizer, learning_rate
 
 
 def config(**changes) -> TrainerConfig:

@@ -23,12 +23,11 @@ import rlft
 from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.loop.driver import deterministic_on_cpu
-from rlft.loop.rank_worker import opened_trainer
+from rlft.loop.workers import opened_trainer
 from rlft.model.packing import prompt_lengths
 from rlft.system.process.member import MemberError, MemberSpec
 from rlft.trainer import ranked_trainer
-from rlft.trainer.local import LocalTrainer
-from rlft.trainer.protocol import Trainer, TrainerState
+from rlft.trainer.local import LocalTrainer, Trainer, TrainerState
 from rlft.trainer.ranked_trainer import RankedTrainer, RankError
 from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
@@ -129,7 +128,7 @@ def top_k_of(config: RunConfig) -> int:
 
 def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
     arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": LANES}
-    factory = "rlft.loop.rank_worker:RankWorker"
+    factory = "rlft.loop.workers:RankWorker"
     return [
         MemberSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
         for rank in range(1, ranks)

@@ -13,8 +13,8 @@ from rlft.model.forward import Forward
 from rlft.model.reward_model import last_scores, open_learned, scoring_batch
 from rlft.model.rows import parts_within, rows_of
 from rlft.runs import checkpoint
-from rlft.trainer.optimizer import NonFiniteGradientError
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
+from rlft.trainer.update import NonFiniteGradientError
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
 
 ROLE = "reward_taste"

@@ -19,7 +19,7 @@ from rlft.algorithm.objective import Objective
 from rlft.config.model import KernelChoice
 from rlft.config.schema import RunConfig
 from rlft.loop import parts
-from rlft.loop.rank_worker import opened_trainer
+from rlft.loop.workers import opened_trainer
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone, decoder_layers
 from rlft.model.kernels import selection

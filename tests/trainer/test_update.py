@@ -13,7 +13,6 @@ from rlft.config.compose import compose
 from rlft.config.model import CriticKind
 from rlft.config.resolved import resolve
 from rlft.loop.engines import Engines
-from rlft.loop.parts import update_settings
 from rlft.loop.session import open_session
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
@@ -22,9 +21,8 @@ from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.train import train
 from rlft.trainer.local import LocalTrainer
-from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 from rlft.trainer.ranks import LaneGradients, LaneShare
-from rlft.trainer.update import backward, loss_scale, minibatches
+from rlft.trainer.update import NonFiniteGradientError, Optimizer, backward, loss_scale, minibatches
 from rlft.types import LossScale
 
 BUDGETS = [10**6, 40, 20, 12, 1]
@@ -55,7 +53,7 @@ class Bench(LocalTrainer):
             role: optimizer(roles.named_parameters(role), replace(config.trainer, lr=rates[role]), role)
             for role in roles.learning_roles
         }
-        super().__init__(roles, optimizers, update_settings(config), needs_old=False, text=text, share=share)
+        super().__init__(roles, optimizers, config, needs_old=False, text=text, share=share)
         roles.token_budget, self.algorithm, self.optimizer = config.token_budget, algorithm, optimizers[POLICY]
 
     def learn(self, batch, zero_rows, step):

@@ -60,7 +60,7 @@ def at(place: str, call: int = 1, **more: Any) -> Event:
 
 # While a worker scores: a moment after it has got its task.
 SCORING = at("rlft.reward.workers.pool:packed_task", when="after", later=0.04)
-UPDATE = at("rlft.trainer.optimizer:Optimizer.update", when="after")
+UPDATE = at("rlft.trainer.update:Optimizer.update", when="after")
 CHECKPOINT = at("rlft.runs.checkpoint:_write_manifest")
 
 
@@ -90,7 +90,7 @@ VERBS = {
                 "rlft.loop.session:Session.publish", 2
             ),  # the first one is of the policy that it goes on with
             "metrics": at("rlft.logger.jsonl:Jsonl.step"),
-            "evaluation": at("rlft.loop.evaluate:summarise"),
+            "evaluation": at("rlft.loop.metrics:summarise"),
             "checkpoint": CHECKPOINT,
         },
         next_step=at("rlft.loop.session:Session.sample", 2),
@@ -102,7 +102,7 @@ VERBS = {
             "metrics": at("rlft.logger.jsonl:Jsonl.step"),
             "sampling": at("rlft.commands.sft:evaluate"),
             "scoring": SCORING,
-            "evaluation": at("rlft.loop.evaluate:summarise"),
+            "evaluation": at("rlft.loop.metrics:summarise"),
             "checkpoint": CHECKPOINT,
         },
         next_step=at("rlft.loop.supervised:SupervisedRun.update", 2),

@@ -24,16 +24,16 @@ def killed_at(place: str, call: int, when: str = "before") -> dict[str, Any]:
 STAGES = [
     killed_at("rlft.runs.run_folder:start", 1),
     killed_at("rlft.runs.run_folder:start", 1, "after"),
-    killed_at("rlft.loop.evaluate:summarise", 1),  # in the evaluation before the first step
+    killed_at("rlft.loop.metrics:summarise", 1),  # in the evaluation before the first step
     killed_at("rlft.generation.transformers:_decode", 2, "after"),  # sample, after the evaluation's
     killed_at("rlft.reward.workers.scorer:Scorer.__call__", 3),  # score: the evaluation, step 1, step 2
     killed_at("rlft.algorithm.grpo:GRPO.credit", 2, "after"),
-    killed_at("rlft.trainer.optimizer:Optimizer.update", 2),  # update, gradients are there
-    killed_at("rlft.trainer.optimizer:Optimizer.update", 2, "after"),  # update, weights have moved
+    killed_at("rlft.trainer.update:Optimizer.update", 2),  # update, gradients are there
+    killed_at("rlft.trainer.update:Optimizer.update", 2, "after"),  # update, weights have moved
     killed_at("rlft.model.roles:Roles.load_sampler", 3, "after"),  # publish: at the start, after steps 1 and 2
     killed_at("rlft.loop.session:Session.record", 2),
     killed_at("rlft.loop.session:Session.record", 2, "after"),
-    killed_at("rlft.loop.evaluate:summarise", 2, "after"),  # in the evaluation after step 2
+    killed_at("rlft.loop.metrics:summarise", 2, "after"),  # in the evaluation after step 2
     killed_at("rlft.runs.checkpoint:save", 1),  # after it, before the checkpoint
     killed_at("rlft.runs.checkpoint:save", 1, "after"),
     killed_at("rlft.model.roles:Roles.restore", 1, "after"),  # while it resumes

@@ -15,7 +15,7 @@ from run_processes import Nursery
 from slow_cases import slow
 
 KILLED = -9
-UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+UPDATE = "rlft.trainer.update:Optimizer.update"
 SAVED = "rlft.runs.checkpoint:save"
 SFT = (
     "sft",

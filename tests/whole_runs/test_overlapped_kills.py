@@ -11,8 +11,8 @@ from run_processes import Nursery, happens, marked
 pytestmark = pytest.mark.slow
 
 KEYS = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "steps=4", "eval.every=0")
-WAIT = "rlft.loop.overlap:AheadSampler.wait"
-UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+WAIT = "rlft.loop.sampling:AheadSampler.wait"
+UPDATE = "rlft.trainer.update:Optimizer.update"
 ENGINE = "cluster.engines=1"
 
 

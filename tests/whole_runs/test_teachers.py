@@ -16,7 +16,9 @@ from rlft.config.compose import compose
 from rlft.config.model import ModelConfig, SnapshotConfig
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.loop import base_loading, engines, rank_worker
+from rlft.loop import engines, workers
+from rlft.loop import parts as parts_of_runs
+from rlft.loop.engines import load_teacher
 from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import parts
 from rlft.runs import references
@@ -124,22 +126,22 @@ def test_what_a_teacher_takes_is_not_free_for_activations(
 ) -> None:
     """Activations may take half of what is free: all of it, less a byte for the teacher, is a byte too little."""
     loaded, told = [], []
-    of_where = {"run": engines, "rank": rank_worker}[where]
+    of_where = {"run": engines, "rank": workers}[where]
 
     def load_and_count(snapshot: SnapshotConfig, model: ModelConfig) -> Any:
-        loaded.append(base_loading.load_teacher(snapshot, model))
+        loaded.append(load_teacher(snapshot, model))
         return loaded[-1]
 
     monkeypatch.setattr(of_where, "load_teacher", load_and_count)
-    monkeypatch.setattr(base_loading, "activation_bytes", lambda *args, **keys: 500)
-    monkeypatch.setattr(base_loading, "free_memory", lambda: 1000 - len(loaded))
-    monkeypatch.setattr(base_loading, "set_checkpointing", lambda model, needed: told.append(needed))
+    monkeypatch.setattr(parts_of_runs, "activation_bytes", lambda *args, **keys: 500)
+    monkeypatch.setattr(parts_of_runs, "free_memory", lambda: 1000 - len(loaded))
+    monkeypatch.setattr(parts_of_runs, "set_checkpointing", lambda model, needed: told.append(needed))
     words = ("snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "prompts.max_tokens=48",
              "model.gradient_checkpointing=auto")  # fmt: skip
     if where == "run":
         assert cli.run([*OPD, *words, "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     else:
-        with rank_worker.opened_trainer(run_config(*OPD[1:], *words), needs_old=True):
+        with workers.opened_trainer(run_config(*OPD[1:], *words), needs_old=True):
             pass
     assert told == [True]
 

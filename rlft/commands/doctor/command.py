@@ -21,7 +21,7 @@ from rlft.config.schema import RunConfig
 from rlft.runs import references
 from rlft.system import interrupt
 from rlft.system.crash import debugging
-from rlft.system.sandbox.owned_folders import owned_folder
+from rlft.system.locks import owned_folder
 from rlft.system.terminal import say
 from rlft.types import UserError
 

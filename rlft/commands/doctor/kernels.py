@@ -16,7 +16,7 @@ from rlft.commands.doctor.engine import with_noise
 from rlft.commands.doctor.row import CheckRow, NotReadyError, Status, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import KernelChoice
-from rlft.loop.base_loading import free_bytes
+from rlft.loop.parts import free_bytes
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.selection import decide
 from rlft.model.roles import POLICY, Roles, policy_alone

@@ -22,7 +22,7 @@ from rlft.model.backbone import OLDEST_WITH_BFLOAT16
 from rlft.system.disk import room, size_text
 from rlft.system.hub import hub_answers
 from rlft.system.memory import free_memory
-from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox import trials
 from rlft.system.sandbox.bubblewrap import Isolation
 
 MIN_FREE_DISK = 2 * 10**9
@@ -199,8 +199,8 @@ def hub_row(answers: bool, switched_off: bool, model: str | None) -> CheckRow:
 
 
 def sandbox_rows(trial: MachineTrial) -> list[CheckRow]:
-    isolation, sentence = bubblewrap.available()
-    bound = bubblewrap.memory_bound().sentence if isolation is not Isolation.none else ""
+    isolation, sentence = trials.available()
+    bound = trials.memory_bound().sentence if isolation is not Isolation.none else ""
     return [sandbox_row(isolation, sentence, bound, uses_code(trial.settings.rewards))]
 
 

@@ -313,7 +313,7 @@ def write_model(
     from rlft.commands.export.unused_weights import add_unused
     from rlft.config.instantiate import from_mapping
     from rlft.config.model import ModelConfig
-    from rlft.system.out_of_memory import Doing, explained
+    from rlft.system.memory import Doing, explained
 
     base = from_mapping(ModelConfig, request.source.config["model"], "model")
     trained_alone = request.checkpoint_kind is CheckpointKind.weights and containing_class(base) is not None

@@ -21,7 +21,7 @@ from rlft.commands.sweep.trials import Trial, Trials
 from rlft.logger.jsonl import EVALUATIONS
 from rlft.loop.driver import BrokenRunError
 from rlft.runs import checkpoint, run_folder, run_status
-from rlft.system.out_of_memory import OutOfMemoryError
+from rlft.system.memory import OutOfMemoryError
 from rlft.system.terminal import resuming, say
 from rlft.types import UserError
 

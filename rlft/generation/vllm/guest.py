@@ -21,7 +21,7 @@ from typing import Any
 
 from rlft.generation.engine import TokenCallback
 from rlft.system.interrupt import Deferred
-from rlft.system.out_of_memory import is_memory_error
+from rlft.system.memory import is_memory_error
 from rlft.types import UserError
 
 ENVIRONMENT = {

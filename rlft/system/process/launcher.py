@@ -19,9 +19,8 @@ from typing import Any
 
 from rlft.config.cluster import ClusterConfig
 from rlft.system.process.child import END_S, Child, Start, start_server
-from rlft.system.process.member import LOGS, Answer, Launcher, MemberError, MemberSpec, where_it_wrote
+from rlft.system.process.member import LOGS, Answer, Launcher, MemberError, MemberSpec, Shared, where_it_wrote
 from rlft.system.process.placement import check_room
-from rlft.system.process.serve import Shared
 
 POLL_S = 0.5
 """Seconds between checks whether a silent member lives: a child of it may hold the connection open after its death."""
@@ -79,7 +78,7 @@ class ProcessMember(Child):
         with log.open("ab") as output:
             super().__init__(
                 f"rlft-{spec.name}",
-                "rlft.system.process.serve:serve",
+                "rlft.system.process.member:serve",
                 (spec.factory, spec.arguments),
                 output=output.fileno(),
                 environment=spec.variables,

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft.system.process.child import kill_group
-from rlft.system.process.member import LOGS, Answer, MemberError, MemberSpec, where_it_wrote
+from rlft.system.process.member import LOGS, Answer, Host, LogReader, MemberError, MemberSpec, Place, where_it_wrote
 from rlft.system.process.placement import cores_of_a_member
 from rlft.system.process.ray_session import RaySession, python_path
-from rlft.system.process.serve import Host, LogReader, Place
 
 LOG_S = 20.0
 """Seconds that another machine may take to hand over the end of a log."""

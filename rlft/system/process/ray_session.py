@@ -1,6 +1,13 @@
 """The Ray that a run uses: either started here for this run alone, or one that runs already and is joined.
 
 Ray is imported late, here and in `ray_actors.py`: `cluster=local` does not need it.
+
+A Ray that is started here is held by a process of its own, the keeper (`main`), which ends all of it once the run has
+ended, in any way. It serves the connection whose descriptor is its only argument: it receives the arguments of
+`ray.init`, starts Ray, and sends its address. The end of the connection is the end of the run. It leads a session
+(setsid) of its own, to which all of Ray's processes belong: neither Ctrl-C nor a closed terminal reaches them, and none
+is missed at the end. If the keeper itself is killed, the kernel ends Ray's servers with it, as Ray has requested, and
+they end their workers.
 """
 
 from __future__ import annotations
@@ -19,18 +26,22 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlft.system.process.child import END_S
 from rlft.system.process.member import last_lines
 from rlft.system.process.placement import Resources
-from rlft.system.process.ray_keeper import END_S, end_session
 from rlft.types import UserError
 
 START_S = 120.0
 """Seconds that starting Ray here may take; it takes about eight on two busy cores."""
+POLL_S = 1.0
+"""Seconds between two looks of the keeper whether the run lives."""
 ANSWER_S = 60.0
 """Seconds that a cluster which is joined may take to answer."""
 CONNECT_S = 10.0
@@ -323,7 +334,7 @@ def python_path() -> str:
 
 
 class _Keeper:
-    """The process of `ray_keeper.py`, and the address of its Ray."""
+    """The process that holds the Ray which was started here (`main`), and the address of that Ray."""
 
     def __init__(self) -> None:
         # Others on this machine must not be able to run code as this user through Ray's ports.
@@ -345,7 +356,7 @@ class _Keeper:
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlft.system.process.ray_keeper", str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -390,3 +401,54 @@ def _short_folder() -> str:
     """A folder for Ray's sockets, whose paths may have no more than 107 characters, some 80 of them Ray's own."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= 20 else "/tmp"
+
+
+# -- the process that holds the Ray which was started here -------------------------------------------------------------
+def main() -> None:
+    connection, parent = Connection(int(sys.argv[1])), os.getppid()
+    options: dict[str, Any] = connection.recv()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        import ray
+
+        context: Any = ray.init(**options)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has set a handler, but the run may still be saving
+        connection.send({"address": context.address_info["gcs_address"]})
+        while os.getppid() == parent and not connection.poll(POLL_S):  # until the run has closed its end, or has ended
+            pass
+    except Exception as error:  # Ray's errors have no common type; the run reports them
+        with suppress(OSError):
+            connection.send({"problem": f"{type(error).__name__}: {error}"})
+    finally:
+        end_session(os.getpid())
+        shutil.rmtree(options["_temp_dir"], ignore_errors=True)
+        os._exit(0)
+
+
+def end_session(session: int, seconds: float = END_S) -> None:
+    """Kills all processes of a session except its leader, also those that start meanwhile; waits for their end."""
+    deadline = time.monotonic() + seconds
+    while (pids := members_of(session)) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+
+
+def members_of(session: int) -> list[int]:
+    """The ids of the live processes of a session, except its leader's."""
+    pids = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            state, _, _, process_session = file.read_text().rpartition(") ")[2].split()[:4]
+            if int(process_session) == session and state not in "ZX" and (pid := int(file.parent.name)) != session:
+                pids.append(pid)
+    return pids
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,12 @@ for files, network, processes and IPC, `no_new_privs`, resource limits and the s
 before the script's first instruction (launch.py), and a memory cgroup where one can be made (cgroups.py).
 
 Resource limits bound the memory of processes. What processes hold in addition (System V shared memory, memfds,
-descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it; `memory_bound` finds
-out which. With the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
+descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it (`memory_bound`). With
+the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
 
 RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So there are two
 ways: a user's bubblewrap makes a user namespace, in which processes are counted separately; root's bubblewrap makes
-none, and the script gets a user id that nobody else has. `available` tries them and trusts no version number.
+none, and the script gets a user id that nobody else has. trials.py tries them and trusts no version number.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import secrets
 import select
 import shutil
@@ -37,10 +38,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlft.config.bounds import PositiveFloat, PositiveInt
-from rlft.system.process import signals
+from rlft.system.locks import owned_folder
 from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
-from rlft.system.sandbox import cgroups, launch, seccomp
-from rlft.system.sandbox.owned_folders import owned_folder, sweep
+from rlft.system.sandbox import cgroups, launch
 
 PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever else is installed
 FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
@@ -49,78 +49,6 @@ MAX_MESSAGE_BYTES = 2000
 LAUNCH = Path(launch.__file__).read_text(encoding="utf-8")
 FILE_BYTES = 4096  # /tmp may hold one file for this many bytes of its size
 MIN_FILES = 256
-
-# What must fail in the sandbox, as `available` tries it: each line of the output is something that did not fail.
-TRIAL = """
-import ctypes, os, socket, time
-from pathlib import Path
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-def tell(what, attempt):
-    try:
-        attempt()
-        print(what)
-    except OSError:
-        pass
-
-def fork_ten():
-    for _ in range(10):
-        if os.fork() == 0:
-            time.sleep(60)
-
-def call(function, *arguments):
-    if function(*arguments) == -1:
-        raise OSError(ctypes.get_errno())
-
-def make_namespace():  # a mount namespace takes a capability, where namespaces are not forbidden at all
-    call(libc.unshare, 0x20000)
-
-def mount():
-    call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)
-
-# Connecting a datagram socket sends nothing: it only looks for a route.
-tell("the network can be reached", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("192.0.2.1", 9)))
-tell("/etc/passwd can be read", Path("/etc/passwd").read_bytes)
-tell("/proc can be read", lambda: os.listdir("/proc"))
-tell("the root folder can be written to", Path("/rlft-trial").touch)
-tell("the file space is not limited", lambda: [Path(f"/tmp/{i}").write_bytes(bytes(2**20)) for i in range(8)])
-tell("processes are not limited", fork_ten)
-tell("namespaces can be made", make_namespace)
-tell("file systems can be mounted", mount)
-if os.getppid() != 1:
-    print("it has no process namespace of its own")
-if os.getuid() == 0:
-    print("it is root")
-"""
-
-# Tries to hold memory that no resource limit counts, for `memory_bound`: each line of the output is a success.
-MEMORY_TRIAL = """
-import ctypes, os, socket
-from pathlib import Path
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-def tell(what, attempt):
-    try:
-        if attempt() != -1:
-            print(what)
-    except (AttributeError, OSError):  # Python has no function of a name that its C library lacks
-        pass
-
-def send_descriptor():
-    here, there = socket.socketpair()
-    return socket.send_fds(here, [b"x"], [0])
-
-def make_files():
-    for i in range(int(FILES) + 1):
-        Path(f"/tmp/{i}").touch()
-
-tell("System V shared memory", lambda: libc.shmget(0, 4096, 0o1600))
-tell("memfds", lambda: os.memfd_create("trial"))
-tell("descriptors in flight", send_descriptor)
-tell("any number of files", make_files)
-"""
 
 
 class SandboxError(RuntimeError):
@@ -193,11 +121,6 @@ class Limits:
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,
         }
-
-
-TRIAL_LIMITS = Limits(
-    seconds=10.0, cpu_seconds=5, memory_bytes=2**29, output_bytes=2**20, processes=4, file_bytes=2**22
-)
 
 
 class Reason(StrEnum):
@@ -281,7 +204,7 @@ def running(
             "isolated": isolated,
             "limits": limits.by_resource(),
             "max_files": limits.max_files if isolated else 0,
-            "seccomp": (seccomp.system_call_filter() or b"").hex() if isolated and filtered else "",
+            "seccomp": (system_call_filter() or b"").hex() if isolated and filtered else "",
             "started": start_writer,
             "script": [f"{folder}/{arguments[0]}", *arguments[1:]],
         }
@@ -340,83 +263,6 @@ def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime
         passed_s = clock.since_last()
         left_s -= 0.0 if is_stopped(process.pid) else passed_s
     return result(None, Reason.deadline)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBound:
-    """What bounds the memory that programs hold in addition to that of their processes.
-
-    Attributes:
-        by: what bounds it, in words; empty if nothing does.
-        open: kinds of memory that they can hold without a bound unless a cgroup counts it.
-    """
-
-    by: tuple[str, ...]
-    open: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.by)
-
-    @property
-    def sentence(self) -> str:
-        if self.by:
-            return f"all memory is bounded by {' and '.join(self.by)}"
-        return (
-            f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to, "
-            "and no memory cgroup can be had here"
-        )
-
-
-@functools.cache
-@signals.undisturbed
-def memory_bound() -> MemoryBound:
-    """What bounds memory in the available isolation, found out by a trial."""
-    isolation, _ = available()
-    if isolation is Isolation.none:
-        return MemoryBound(by=(), open=("memory of every kind",))
-    result = run(
-        {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
-    )
-    if result.exit_code != 0:
-        raise SandboxError("the trial of what memory can be held failed")
-    held = tuple(result.stdout.split("\n")[:-1])
-    group = cgroups.available()
-    return MemoryBound(
-        by=(*([group.sentence] if group else []), *([] if held else ["a system-call filter"])), open=held
-    )
-
-
-@functools.cache
-@signals.undisturbed
-def available() -> tuple[Isolation, str]:
-    """(the isolation that works here, found out by a trial; its description, or for `none` why none works)."""
-    sweep()
-    if not sys.platform.startswith("linux"):
-        return Isolation.none, f"bubblewrap is a program for Linux, and this is {sys.platform}"
-    if shutil.which("bwrap") is None:
-        return Isolation.none, "bubblewrap is not installed"
-    problems = []
-    for isolation in (Isolation.root, Isolation.user) if os.geteuid() == 0 else (Isolation.user,):
-        problem = trial(isolation)
-        if problem is None:
-            return isolation, isolation.sentence
-        problems.append(problem)
-    return Isolation.none, f"bubblewrap does not isolate here: {problems[0]}"
-
-
-def trial(isolation: Isolation) -> str | None:
-    """What a script that tries to escape achieves, or why no script runs at all; None if it achieves nothing.
-
-    It runs without the system-call filter: bubblewrap has to be sufficient by itself.
-    """
-    try:
-        result = run({"trial.py": TRIAL}, ["trial.py"], TRIAL_LIMITS, isolation, filtered=False)
-        run({"trial.py": ""}, ["trial.py"], TRIAL_LIMITS, isolation)  # fails if the kernel does not take the filter
-    except SandboxError as error:
-        return str(error)
-    if result.exit_code != 0:
-        return "the trial program failed"
-    return ", ".join(result.stdout.split("\n")[:-1]) or None
 
 
 def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> list[str]:
@@ -541,3 +387,30 @@ def _tail(messages: IO[bytes]) -> str:
     messages.seek(0)
     text = messages.read(MAX_MESSAGE_BYTES).decode("utf-8", "replace").strip()
     return text.splitlines()[-1] if text else "it ended without a message"
+
+
+# -- system calls ------------------------------------------------------------------------------------------------------
+FILTERS = Path(__file__).parents[2] / "assets" / "seccomp"
+NAMES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+ACTIONS = Path("/proc/sys/kernel/seccomp/actions_avail")
+
+
+@functools.cache
+def system_call_filter() -> bytes | None:
+    """This machine's system-call filter, a BPF program for the kernel; None if there is none (`missing_filter`).
+
+    It is made with libseccomp (scripts/write_seccomp_filters.py), and has 8 bytes for each instruction.
+    """
+    return None if missing_filter() else (FILTERS / f"{NAMES[platform.machine().lower()]}.bpf").read_bytes()
+
+
+def missing_filter() -> str | None:
+    """Why system calls cannot be filtered here; None if they can."""
+    machine = platform.machine().lower()
+    if machine not in NAMES:
+        return f"there is no system-call filter for {machine}, only for x86_64 and aarch64"
+    if sys.maxsize < 2**32:
+        return "there is no system-call filter for 32-bit Pythons"
+    if not ACTIONS.is_file():
+        return "this kernel filters no system calls"
+    return None

@@ -24,7 +24,7 @@ from test_escapes import ATTEMPTS, answers
 
 from rlft.config.instantiate import convert
 from rlft.reward import code
-from rlft.system.sandbox import bubblewrap, launch, seccomp
+from rlft.system.sandbox import bubblewrap, cgroups, launch, trials
 from rlft.types import UserError
 
 USER = 12345
@@ -34,7 +34,7 @@ BWRAP = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind
 
 def become_a_user(python: str) -> None:
     """From here on files of root's may be closed to it, modules too: all that is needed has been imported."""
-    bubblewrap.available()
+    trials.available()
     forget()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -45,7 +45,7 @@ def become_a_user(python: str) -> None:
 
 def forget() -> None:
     """What is available is tried again."""
-    for cached in (bubblewrap.available, bubblewrap.memory_bound, bubblewrap.cgroups.available):
+    for cached in (trials.available, trials.memory_bound, cgroups.available):
         cached.cache_clear()
 
 
@@ -58,17 +58,17 @@ def rewarded(keys: dict) -> list[float]:
 def forbid_namespaces() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which only root may filter
-    program = seccomp.system_call_filter()
-    assert program is not None, seccomp.missing()
+    program = bubblewrap.system_call_filter()
+    assert program is not None, bubblewrap.missing_filter()
     launch.filter_system_calls(program)
 
 
 def state(keys: dict) -> dict:
     allowed = subprocess.run(BWRAP, capture_output=True, check=False).returncode == 0
-    isolation, why = bubblewrap.available()
+    isolation, why = trials.available()
     known = {"user": os.geteuid(), "allowed": allowed, "isolation": isolation.value, "why": why}
     try:
-        return known | {"scores": rewarded(keys), "bound": bool(bubblewrap.memory_bound())}
+        return known | {"scores": rewarded(keys), "bound": bool(trials.memory_bound())}
     except UserError as error:
         return known | {"refusal": str(error)}
 
@@ -79,7 +79,7 @@ def main(python: str) -> None:
     keys = {k: convert(hints[k], v, k) if k in hints else v for k, v in keys.items() if k not in ("_target_", "weight")}
     goal = {"port": 9, "name": "nobody", "victim": os.getppid(), "secret": __file__, "key": 1}
     become_a_user(python)
-    here, isolation = state(keys), bubblewrap.available()[0]
+    here, isolation = state(keys), trials.available()[0]
     tried = {} if isolation is bubblewrap.Isolation.none else answers(list(ATTEMPTS), goal, isolation)
     print(json.dumps(here | {"attempts": tried}))
     forbid_namespaces()

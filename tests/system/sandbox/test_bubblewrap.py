@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from rlft.system.process import signals
-from rlft.system.sandbox import bubblewrap
-from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, SandboxError, available, run, trial
+from rlft.system.sandbox import bubblewrap, trials
+from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, SandboxError, run
+from rlft.system.sandbox.trials import available, trial
 
 MEBI = 2**20
 LIMITS = Limits(
@@ -440,7 +441,7 @@ def test_a_trial_that_a_signal_to_the_job_may_have_ended_is_repeated(monkeypatch
             signals.note(signal.SIGTERM, None)
         return problem
 
-    monkeypatch.setattr(bubblewrap, "trial", disturbed)
+    monkeypatch.setattr(trials, "trial", disturbed)
     assert available()[0] is not Isolation.none
 
 

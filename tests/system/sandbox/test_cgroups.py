@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlft.system.sandbox import bubblewrap, cgroups
+from rlft.system.sandbox import bubblewrap, cgroups, trials
 from rlft.system.sandbox.cgroups import Folder, Scope, folders, limits_memory, sweep
 
 MEBI = 2**20
@@ -161,7 +161,7 @@ def test_old_groups_without_processes_are_swept(tmp_path):
 def test_no_program_holds_more_shared_memory_than_all_its_limits_together(monkeypatch):
     """One that tries is killed by the cgroup, where there is one here; else it finds no such system call."""
     if cgroups.available() is not None:
-        monkeypatch.setattr(bubblewrap.seccomp, "system_call_filter", lambda: None)
+        monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None)
     limits = bubblewrap.Limits(
         seconds=20.0, cpu_seconds=10, memory_bytes=96 * MEBI, output_bytes=MEBI, processes=2, file_bytes=16 * MEBI
     )
@@ -179,6 +179,6 @@ print("held")
 """
     # 2 x 96 + 16 = 208 MiB are allowed.
     assert limits.total_bytes == 208 * MEBI
-    result = bubblewrap.run({"script.py": script}, ["script.py", "240"], limits, bubblewrap.available()[0])
+    result = bubblewrap.run({"script.py": script}, ["script.py", "240"], limits, trials.available()[0])
     assert result.stdout == ""
     assert result.exit_code not in (0, None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlft.system.sandbox import bubblewrap, cgroups, seccomp
+from rlft.system.sandbox import bubblewrap, cgroups
 from rlft.system.sandbox.bubblewrap import Isolation, Limits
 
 MEBI = 2**20
@@ -244,7 +244,7 @@ REMOVE: dict[str, Callable[[pytest.MonkeyPatch, dict], None]] = {
     "environment": lambda monkeypatch, goal: change_environment(monkeypatch),
     "capabilities": lambda monkeypatch, goal: keep_capabilities(monkeypatch),
     "root privilege": lambda monkeypatch, goal: keep_privilege(monkeypatch),
-    "filter": lambda monkeypatch, goal: monkeypatch.setattr(seccomp, "system_call_filter", lambda: None),
+    "filter": lambda monkeypatch, goal: monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None),
     "memory": lambda monkeypatch, goal: lift(monkeypatch, "RLIMIT_AS"),
     "open files": lambda monkeypatch, goal: lift(monkeypatch, "RLIMIT_NOFILE"),
     "processes": lambda monkeypatch, goal: lift(monkeypatch, "RLIMIT_NPROC"),
@@ -284,7 +284,7 @@ def test_no_attempt_gets_out(isolation, goal, monkeypatch):
 
 @pytest.mark.usefixtures("no_cgroup")
 def test_namespaces_and_limits_hold_without_the_filter(goal, monkeypatch):
-    monkeypatch.setattr(seccomp, "system_call_filter", lambda: None)
+    monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None)
     names = [name for name, attempt in ATTEMPTS.items() if attempt.bars != ("filter",)]
     found = answers(names, goal[0], ISOLATED[0])
     assert list(found) == names

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlft.system.sandbox.owned_folders import ABANDONED_WITHOUT_LOCKS_S, OWNED, owned_folder, sweep
+from rlft.system.locks import ABANDONED_WITHOUT_LOCKS_S, OWNED, owned_folder, sweep
 
 REPOSITORY = Path(__file__).parents[3]
 OWNER = """
 import time
-from rlft.system.sandbox.owned_folders import owned_folder
+from rlft.system.locks import owned_folder
 with owned_folder() as folder:
     (folder / "tests.py").write_text("assert True")
     print(folder, flush=True)

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from rlft.system.sandbox import seccomp
+from rlft.system.sandbox import bubblewrap
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_X86_64, AUDIT_ARCH_AARCH64
 ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -81,7 +81,7 @@ def machine(request):
     return (
         list(MACHINES).index(request.param),
         MACHINES[request.param],
-        (seccomp.FOLDER / f"{request.param}.bpf").read_bytes(),
+        (bubblewrap.FILTERS / f"{request.param}.bpf").read_bytes(),
     )
 
 
@@ -111,30 +111,30 @@ def test_calls_of_other_architectures_end_the_process(machine):
 
 
 def test_x32_calls_end_the_process():
-    program = (seccomp.FOLDER / "x86_64.bpf").read_bytes()
+    program = (bubblewrap.FILTERS / "x86_64.bpf").read_bytes()
     for number in (0, 1, 57, 520):
         assert verdict(program, MACHINES["x86_64"], 0x40000000 + number) == KILL_PROCESS
 
 
 @pytest.fixture
 def fresh_look():
-    seccomp.system_call_filter.cache_clear()
+    bubblewrap.system_call_filter.cache_clear()
     yield
-    seccomp.system_call_filter.cache_clear()
+    bubblewrap.system_call_filter.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_look")
 @pytest.mark.parametrize(("name", "file"), [("x86_64", "x86_64"), ("aarch64", "aarch64"), ("AMD64", "x86_64")])
 def test_each_machine_gets_its_own_filter(name, file, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: name)
-    assert seccomp.system_call_filter() == (seccomp.FOLDER / f"{file}.bpf").read_bytes()
+    assert bubblewrap.system_call_filter() == (bubblewrap.FILTERS / f"{file}.bpf").read_bytes()
 
 
 @pytest.mark.usefixtures("fresh_look")
 def test_machines_without_a_filter_say_so(monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert seccomp.system_call_filter() is None
-    assert seccomp.missing() == "there is no system-call filter for riscv64, only for x86_64 and aarch64"
+    assert bubblewrap.system_call_filter() is None
+    assert bubblewrap.missing_filter() == "there is no system-call filter for riscv64, only for x86_64 and aarch64"
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(seccomp, "ACTIONS", tmp_path / "actions_avail")
-    assert seccomp.missing() == "this kernel filters no system calls"
+    monkeypatch.setattr(bubblewrap, "ACTIONS", tmp_path / "actions_avail")
+    assert bubblewrap.missing_filter() == "this kernel filters no system calls"

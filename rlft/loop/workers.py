@@ -1,0 +1,243 @@
+"""What the run's other processes hold, each on a base of its own: an engine, or a rank that does its lanes' passes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlft.algorithm.objective import Objective
+from rlft.config.schema import RunConfig
+from rlft.environment.protocol import Environment
+from rlft.generation.engine import Engine, EngineArgs
+from rlft.generation.vllm.guest import DEAD_ENGINE
+from rlft.loop.driver import deterministic_on_cpu
+from rlft.loop.engines import engine_args, load_teacher, wrap_with_environment
+from rlft.loop.parts import layers_of_rank, open_roles
+from rlft.model.backbone import load_backbone, resolve_device
+from rlft.model.roles import policy_alone
+from rlft.system.memory import keep_blocks
+from rlft.trainer.local import LocalTrainer, TrainerState, open_optimizers
+from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous
+from rlft.trainer.update import UpdateRecord
+from rlft.types import Adapter, Batch, Prompt, Sampling
+
+
+class EngineWorker:
+    """The object of a member (`rlft.system.process.member`) that is an engine; the pool calls its methods.
+
+    Args:
+        config: the run's config.
+        engine: the engine's name in `generation`.
+        environment: the run's environment.
+    """
+
+    def __init__(self, config: RunConfig, engine: str, environment: Environment | None) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
+        chosen: Engine = config.generation.named(engine).standalone().with_gpus(config.cluster.gpus_per_engine)
+        args = self._args(chosen, config)
+        self._engine = chosen.open(args)
+        # Conversations are held here: each group continues with its own engine, without waiting for other engines.
+        self._generator = wrap_with_environment(self._engine, chosen, environment, args)
+        self._version: int | None = None
+
+    def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
+        """Loads an adapter from the bytes of a safetensors file if their checksum is right.
+
+        Returns (version, sha256 of the bytes that arrived).
+        """
+        from safetensors.torch import load
+
+        actual = hashlib.sha256(weights).hexdigest()
+        if actual == sha256:
+            self._generator.load(Adapter(version=version, weights=load(weights), config=config))
+            self._version = version
+        return version, actual
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> tuple[int | None, list[list[tuple[Any, ...]]], list[Prompt | None]]:
+        """(version, completions of each prompt, each prompt if an environment has changed it, else None).
+
+        Completions are plain tuples, which are sent faster than objects.
+        """
+        try:
+            groups = self._generator.sample(prompts, n, seeds, sampling)
+        except Exception as error:
+            _end_if_dead(error)
+            raise
+        versions = {rollout.policy_version for group in groups for rollout in group.rollouts}
+        [version] = versions or {self._version}
+        completions = [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+        opened = [None if g.prompt is prompt else g.prompt for g, prompt in zip(groups, prompts, strict=True)]
+        return version, completions, opened
+
+    def sample_alone(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[tuple[Any, ...]]]:
+        """The completions of each prompt, as plain tuples, by the engine without conversations over it."""
+        groups = self._engine.sample(prompts, n, seeds, sampling)
+        return [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        try:
+            return self._generator.score(sequences)
+        except Exception as error:
+            _end_if_dead(error)
+            raise
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        self._generator.rehearse(prompts, n, max_tokens)
+
+    def sleep(self) -> None:
+        self._generator.sleep()
+
+    def started(self) -> None:
+        """Returns once the engine is open; the call fails if opening it failed."""
+
+    def close(self) -> None:
+        if self._generator is not self._engine:
+            self._generator.close()
+        self._engine.close()
+        self._stack.close()
+
+    def _args(self, engine: Engine, config: RunConfig) -> EngineArgs:
+        if not engine.on_trainers_base:
+            return engine_args(config, config.lora)
+        # The adapter's weights arrive with the first version.
+        roles = policy_alone(
+            load_backbone(config.model),
+            replace(config.lora, path=None),
+            token_budget=config.token_budget,
+            seed=config.seed,
+            temperature=config.generation.temperature,
+        )
+        self._stack.callback(roles.close)
+        return engine_args(config, config.lora, roles)
+
+
+def _end_if_dead(error: Exception) -> None:
+    """Ends the process if its engine is dead: an actor of Ray would live on, and fail every call."""
+    if any(kind.__name__ == DEAD_ENGINE for kind in type(error).__mro__):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+@contextmanager
+def opened_trainer(
+    config: RunConfig, *, needs_old: bool, teacher_top_k: int = 0, rank: int = 0
+) -> Iterator[LocalTrainer]:
+    """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards."""
+    base = layers_of_rank(config.cluster, rank)
+    teacher = load_teacher(config.snapshot, config.model)  # before the base, as in a session
+    with open_roles(config, teacher, base=base) as roles:
+        if base is not None and rank > 0:
+            base.drop_copies()
+        optimizers = open_optimizers(roles, config.trainer, config.critic.lr)
+        yield LocalTrainer(roles, optimizers, config, needs_old=needs_old, teacher_top_k=teacher_top_k, base=base)
+
+
+class RankWorker:
+    """The object of a member that is a rank; `RankedTrainer` calls its methods.
+
+    Args:
+        config: the run's config.
+        needs_old: as in `LocalTrainer`.
+        teacher_top_k: as in `LocalTrainer`.
+        rank: the rank's number from 1 on; the run's own process is rank 0.
+        lanes: number of lanes of the run.
+    """
+
+    def __init__(self, *, config: RunConfig, needs_old: bool, teacher_top_k: int = 0, rank: int, lanes: int) -> None:
+        self._rank, self._lanes = rank, lanes
+        self._stack = ExitStack()
+        self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
+        keep_blocks(config.token_budget)
+        trainer = opened_trainer(config, needs_old=needs_old, teacher_top_k=teacher_top_k, rank=rank)
+        self._trainer = self._stack.enter_context(trainer)
+        self._exchange: Exchange | None = None
+
+    def ready(self) -> None:
+        """Returns once the base is loaded."""
+
+    def join(self, rendezvous: Rendezvous, state: TrainerState) -> None:
+        """Connects to the other ranks, and takes over rank 0's state."""
+        self._leave()
+        self._exchange = Exchange(rendezvous, self._rank, self._trainer.roles.backbone.device)
+        self._trainer.share = LaneShare(
+            lanes=self._lanes, rank=self._rank, ranks=rendezvous.ranks, exchange=self._exchange
+        )
+        self._trainer.restore(state)
+
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
+        """{field: values `[N, T]`} for the rows of this rank's lanes, one lane after the other."""
+        rows_of_lane = self._trainer.rows_of_lanes(batch, zero_gradient_B)
+        rows = torch.cat([rows_of_lane[lane] for lane in self._trainer.share.mine])
+        with self._exchanging():
+            return {name: values[rows] for name, values in self._trainer.annotations(batch, zero_gradient_B).items()}
+
+    def update(
+        self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int, texts: list[Batch]
+    ) -> list[UpdateRecord]:
+        """Computes this rank's part of all updates of a step.
+
+        Args:
+            algorithm: the algorithm.
+            batch: the step's batch after credit.
+            zero_gradient_B: bool `[B]`, rows that contribute nothing.
+            step: number of finished steps.
+            texts: the text of each update, where the algorithm needs pretraining text; else empty.
+        """
+        self._trainer.text = DrawnText(texts)
+        with self._exchanging():
+            return self._trainer.update_lanes(algorithm, batch, zero_gradient_B, step)
+
+    def refresh(self, step: int) -> None:
+        """Moves the snapshots that are due after `step` steps."""
+        self._trainer.roles.refresh(step)
+
+    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
+        with self._exchanging():
+            self._trainer.rehearse(algorithm, micro)
+
+    def digest(self) -> str:
+        return self._trainer.digest()
+
+    def close(self) -> None:
+        self._leave()
+        self._stack.close()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Leaves the exchange between ranks if the code inside fails, so that no other rank waits for this one."""
+        try:
+            yield
+        except Exception:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+
+class DrawnText:
+    """The texts that rank 0 has drawn for the updates of a step."""
+
+    def __init__(self, texts: list[Batch]) -> None:
+        self._texts = texts
+
+    def batch(self, seed: int, step: int, update: int) -> Batch:
+        return self._texts[update]
