@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlft.algorithm.objective import Objective
 from rlft.batch import collate
-from rlft.config.schema import AlarmsConfig, OverlapConfig
 from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
 from rlft.environment.endpoint.traces import Traces
@@ -64,7 +63,7 @@ class Session(RunDriver):
         self.backbone, self.roles, self.generator = roles.backbone, roles, generator
         self.scorer, self.trainer = scorer, trainer
         self.hints = Hints()
-        self.alarms = None if self.config.alarms is None else Alarms(alarms_of(self.config.alarms, self.config.overlap))
+        self.alarms = self._open_alarms()
         self._failures_noted = 0
         self.sampler = StepSampler(generator, plan.train_prompts.prompts, self.config)
         beside = self.config.cluster.engines > 0
@@ -241,6 +240,13 @@ class Session(RunDriver):
         for text in alarms.values():
             self.logger.note(f"step {step}: {text}")
 
+    def _open_alarms(self) -> Alarms | None:
+        settings = self.config.alarms
+        if settings is None:
+            return None
+        # None for logprob_gap with a lag, where engine and trainer compute different policies.
+        return Alarms(replace(settings, logprob_gap=None) if self.config.overlap.lag else settings)
+
     def _alarms_of(self, record: StepRecord) -> dict[str, str]:
         if self.alarms is None:
             return {}
@@ -314,11 +320,6 @@ class Session(RunDriver):
     def facts(self) -> Facts:
         learning = [parameter for role in self.roles.learning_roles for parameter in self.roles.named_parameters(role)]
         return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, self.base_copies())
-
-
-def alarms_of(settings: AlarmsConfig, overlap: OverlapConfig) -> AlarmsConfig:
-    """The alarms of a run; none for logprob_gap with a lag, where engine and trainer compute different policies."""
-    return replace(settings, logprob_gap=None) if overlap.lag else settings
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ssl
-import threading
 import urllib.error
 import urllib.request
 from functools import cache
+
+from rlft.system.process.running_time import within
 
 PROBE_SECONDS = 4.0
 """Time limit for the hub's answer, in seconds. `datasets` and `transformers` would retry for 25 s or more."""
@@ -22,21 +23,18 @@ def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    answered = threading.Event()
 
-    def probe() -> None:
+    def probe() -> bool:
         try:
             urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=seconds).close()
         except urllib.error.HTTPError:
-            answered.set()
+            return True
         except (OSError, ValueError) as error:
             # Python does not trust the certificate, but a server did answer; the library will say more.
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):
-                answered.set()
-        else:
-            answered.set()
+            return isinstance(getattr(error, "reason", None), ssl.SSLError)
+        return True
 
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answered.is_set()
+    try:
+        return within(seconds, probe)
+    except TimeoutError:
+        return False

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from rlft.system.process import signals
 
@@ -104,8 +104,7 @@ def ends_promptly(what: str) -> Iterator[None]:
         sender.close()
         while _timers:
             _timers.pop().cancel()
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        signals.restore(previous_handlers)
 
 
 def _end_after_a_signal(receiver: socket.socket) -> None:
@@ -158,7 +157,7 @@ def end_soon(code: int) -> None:
     timer.start()
 
 
-def end_the_process_on_signals() -> dict[signal.Signals, object]:
+def end_the_process_on_signals() -> dict[int, Any]:
     """Makes a signal print the line and end the process at once. Returns the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -175,8 +174,7 @@ def ends_the_process() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+        signals.restore(previous_handlers)
 
 
 class Deferred:
@@ -186,7 +184,7 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}
         self._waiting: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Deferred:
@@ -201,13 +199,12 @@ class Deferred:
         """Calls the handlers of the signals received so far; if one raises, later signals stay held back."""
         while self._waiting:
             number, frame = self._waiting.pop(0)
-            self._handlers[number](number, frame)  # type: ignore[operator]  # only callable ones are kept
+            self._handlers[number](number, frame)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.getsignal itself returned
+        signals.restore(self._handlers)
         self.deliver()
 
 
@@ -230,7 +227,7 @@ class Interrupt:
         self._closing = threading.Lock()
         self._order = Order()
         self._timer: threading.Timer | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
         self._watched = -1
 
     def __enter__(self) -> Interrupt:
@@ -264,8 +261,7 @@ class Interrupt:
             self._timer.cancel()
         if self._previous:
             signal.set_wakeup_fd(self._watched)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+        signals.restore(self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         signals.note(number, frame)

@@ -7,13 +7,12 @@ while this process is stopped; a signal is handled during it; and a rank that is
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.system.process.running_time import RunningTime
+from rlft.system.process.running_time import RunningTime, in_background
 
 dist: Any = torch.distributed
 """Without type checks, since torch's types lack the classes of its C++ part."""
@@ -79,7 +78,7 @@ class Exchange:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._rendezvous, self._rank, self._watch = rendezvous, rank, watch
-        connecting: Future[Any] = in_background(lambda: _groups(rendezvous, rank, device))
+        connecting: Future[Any] = in_background(_groups, rendezvous, rank, device)
         self._group: Any = None
         self._host_group: Any = None
         self._wait(connecting.done, "meet the others")
@@ -122,7 +121,7 @@ class Exchange:
         groups = [group for group in (self._group, self._host_group) if group is not None]
         self._group = self._host_group = None
         if groups:
-            wait([in_background(partial(_end, groups))], timeout=CLOSE_S)
+            wait([in_background(_end, groups)], timeout=CLOSE_S)
 
     def _complete(self, begin: Callable[[], Any], what: str) -> None:
         """Begins a collective, and waits for its end."""
@@ -221,20 +220,6 @@ class LaneGradients:
 def open_store(host: str) -> Any:
     """The store of rank 0, at a free port of this machine; it serves the other ranks as long as this object lives."""
     return dist.TCPStore(host, 0, None, True, timeout=BACKEND_LIMIT, wait_for_workers=False)
-
-
-def in_background(function: Callable[[], Any]) -> Future[Any]:
-    """The future result of a function in a thread that does not keep the process from ending."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:  # it is raised again where the result is read
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="rlft-ranks", daemon=True).start()
-    return future
 
 
 def _groups(rendezvous: Rendezvous, rank: int, device: torch.device) -> tuple[Any, Any]:

@@ -127,8 +127,12 @@ class Nursery:
         cwd: Path,
         events: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, str] | None = None,
+        ends: int | None = None,
     ) -> Ended:
-        return self.start(*arguments, cwd=cwd, events=events, variables=variables).wait()
+        """A run to its end, which has this exit code unless `ends` is None."""
+        done = self.start(*arguments, cwd=cwd, events=events, variables=variables).wait()
+        assert ends is None or done.code == ends, f"{events}: {done.err}"
+        return done
 
     def close(self) -> None:
         assert self.process.stdin is not None

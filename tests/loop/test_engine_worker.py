@@ -24,16 +24,10 @@ from rlft.system.process.placement import Placement
 from rlft.types import Prompt, UserError
 
 KEYS = (
-    "model.dtype=float32",
-    "model.device=cpu",
-    "lora.rank=4",
-    "lora.alpha=8",
-    "group_size=4",
-    "generation.max_tokens=24",
-    "generation.transformers.batch_size=8",
-    "generation.transformers.weights=apart",
+    "model.dtype=float32", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "group_size=4",
+    "generation.max_tokens=24", "generation.transformers.batch_size=8", "generation.transformers.weights=apart",
     "cluster.engines=2",
-)
+)  # fmt: skip
 ON_THE_CPU = Placement(kind="processes", reason="a test's")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from reused_members import ReusedMember, ReusedProcesses
-from slow_cases import slow, slow_but
+from slow_cases import slow
 from torch import Tensor
 
 import rlft
@@ -80,11 +80,6 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReusedProcess
     launcher.close()
 
 
-@pytest.fixture
-def make_config(run_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
-    return lambda case, *keys: run_config(*COMMON, *CASES[case][1], *keys)
-
-
 class Texts:
     """Short texts that differ from update to update."""
 
@@ -135,32 +130,6 @@ def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
     ]
 
 
-@contextmanager
-def opened(
-    config: RunConfig, texts: Texts, launcher: ReusedProcesses | None = None, ranks: int = 1, timeout: float = 60.0
-) -> Iterator[tuple[Trainer, LocalTrainer]]:
-    """A trainer of so many ranks, and rank 0's own."""
-    alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
-    with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
-        local.text = texts
-        if launcher is None:
-            local.share = LaneShare(lanes=LANES)
-            yield local, local
-            return
-        specs = specs_of(config, ranks)
-        members = [launcher.start(spec) for spec in specs]
-        try:
-            yield (
-                RankedTrainer(
-                    local, launcher, specs, members, lanes=LANES, timeout=timeout, host="127.0.0.1", note=print
-                ),
-                local,
-            )
-        finally:
-            if isinstance(launcher, ReusedProcesses):
-                launcher.release()
-
-
 def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
     """The steps as the loop makes them, without sampling and scoring."""
     metrics = []
@@ -198,69 +167,82 @@ def assert_same(found: Trained, expected: Trained) -> None:
     assert not unlike
 
 
-@pytest.fixture
-def alone(make_config: Callable[[str], RunConfig], texts: Texts, batches: list[Batch]) -> Callable[[str], Trained]:
-    """What one process leaves that does all lanes; it has learned something."""
+class Bench:
+    """Trainers of the cases, of one process or of several ranks, and the batches and texts on which they train."""
 
-    def run(case: str) -> Trained:
-        with opened(make_config(case), texts) as (trainer, local):
+    def __init__(
+        self, run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: ReusedProcesses
+    ) -> None:
+        self.run_config, self.batches, self.texts, self.launcher = run_config, batches, texts, launcher
+
+    @contextmanager
+    def opened(
+        self, case: str, *keys: str, ranks: int = 1, timeout: float = 60.0, launcher: Any = None
+    ) -> Iterator[tuple[Trainer, LocalTrainer]]:
+        """A trainer of so many ranks, and rank 0's own. launcher: starts the ranks, instead of processes."""
+        config, started_by = self.run_config(*COMMON, *CASES[case][1], *keys), launcher or self.launcher
+        alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
+        with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
+            local.text = self.texts
+            if ranks == 1:
+                local.share = LaneShare(lanes=LANES)
+                yield local, local
+                return
+            specs = specs_of(config, ranks)
+            members = [started_by.start(spec) for spec in specs]
+            limits = {"lanes": LANES, "timeout": timeout, "host": "127.0.0.1", "note": print}
+            try:
+                yield RankedTrainer(local, started_by, specs, members, **limits), local
+            finally:
+                self.launcher.release()
+
+    def alone(self, case: str) -> Trained:
+        """What one process leaves that does all lanes; it has learned something."""
+        with self.opened(case) as (trainer, local):
             before = flat(local.state())
-            trained = train(trainer, case, batches)
+            trained = train(trainer, case, self.batches)
         assert not all(torch.equal(t, trained.tensors[n]) for n, t in before.items() if n.startswith("adapter/policy"))
         assert all(step["kl/teacher"] > 1e-4 for step in trained.metrics if case.startswith("opd"))
         return trained
 
-    return run
+    def check(self, case: str, *keys: str, ranks: int = 2, timeout: float = 60.0, before: Callable[[], None]) -> None:
+        """So many ranks leave what one process leaves, if that happens once they are there."""
+        expected = self.alone(case)
+        with self.opened(case, *keys, ranks=ranks, timeout=timeout) as (trainer, local):
+            if keys:
+                held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
+                assert len(set(held)) < len(held), "layers lie in buffers"
+            before()
+            assert_same(train(trainer, case, self.batches), expected)
 
 
-@pytest.mark.parametrize("case", slow_but("ppo, a critic with an adapter", CASES))
-def test_two_ranks_give_the_bits_of_one(
-    case: str,
-    alone: Callable[[str], Trained],
-    make_config: Callable[[str], RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
+@pytest.fixture
+def bench(run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: ReusedProcesses) -> Bench:
+    return Bench(run_config, batches, texts, launcher)
+
+
+def nothing() -> None:
+    """Happens where nothing is to happen."""
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "ranks"),
+    [
+        *((case, (), 2) if case == "ppo, a critic with an adapter" else slow(case, (), 2) for case in CASES),
+        slow("ppo with pretraining text", (), 4),
+        slow("ppo with pretraining text", SHARDED, 2),
+        ("opd, the base with a hint", SHARDED, 2),
+    ],
+)
+def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
+    case: str, keys: tuple[str, ...], ranks: int, bench: Bench
 ) -> None:
-    expected = alone(case)
-    with opened(make_config(case), texts, launcher, ranks=2) as (trainer, _):
-        assert_same(train(trainer, case, batches), expected)
+    bench.check(case, *keys, ranks=ranks, before=nothing)
 
 
-@pytest.mark.slow
-def test_four_ranks_give_the_bits_of_one(
-    alone: Callable[[str], Trained],
-    make_config: Callable[[str], RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
-) -> None:
-    expected = alone("ppo with pretraining text")
-    with opened(make_config("ppo with pretraining text"), texts, launcher, ranks=4) as (trainer, _):
-        assert_same(train(trainer, "ppo with pretraining text", batches), expected)
-
-
-@pytest.mark.parametrize("case", [slow("ppo with pretraining text"), "opd, the base with a hint"])
-def test_two_ranks_that_divide_the_base_give_the_bits_of_one(
-    case: str,
-    alone: Callable[[str], Trained],
-    make_config: Callable[..., RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
-) -> None:
-    expected = alone(case)
-    with opened(make_config(case, *SHARDED), texts, launcher, ranks=2) as (trainer, local):
-        held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
-        assert len(set(held)) < len(held), "layers lie in buffers"
-        assert_same(train(trainer, case, batches), expected)
-
-
-def test_ranks_without_rows_wait_for_the_others(
-    make_config: Callable[[str], RunConfig], texts: Texts, batches: list[Batch], launcher: ReusedProcesses
-) -> None:
+def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
     """One live row in all: three lanes, and so one rank of two, have nothing to do."""
-    algorithm, batch = rlft.load_algorithm("grpo"), batches[0]
+    algorithm, batch = rlft.load_algorithm("grpo"), bench.batches[0]
     zero_gradient_B = torch.ones(12, dtype=torch.bool)
     zero_gradient_B[0] = False
 
@@ -268,9 +250,9 @@ def test_ranks_without_rows_wait_for_the_others(
         credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
         return trainer.update(algorithm, credited, zero_gradient_B, 0), trainer.state()
 
-    with opened(make_config(GRPO), texts) as (trainer, _):
+    with bench.opened(GRPO) as (trainer, _):
         expected, state = one_update(trainer)
-    with opened(make_config(GRPO), texts, launcher, ranks=2) as (trainer, _):
+    with bench.opened(GRPO, ranks=2) as (trainer, _):
         metrics, found = one_update(trainer)
     assert metrics == expected
     assert metrics["lanes/balance"] == pytest.approx(1 / LANES)
@@ -284,48 +266,44 @@ POINTS = {
     "reduce": (Exchange, "broadcast", 20),
     "publish": (LocalTrainer, "publish", 2),
     "checkpoint": (LocalTrainer, "digest", 2),
+    # Between two layers of a base that is divided, in the forward of the first annotation.
+    "layer forward": (Exchange, "numbers", 3),
+    # In a backward. Of four layers, these of two roles by two lanes announce 2 * 2 * 4 in an annotation, and the end of
+    # the passes: 17 rounds in all. An update announces 4 + 3 layers of one pass, forwards and backwards, 3 + 3 of the
+    # next, which begins with the layer that is there, and the end: 14 rounds. So 37 is the sixth of the second update.
+    "layer backward": (Exchange, "numbers", 37),
 }
 
 
 @pytest.mark.parametrize(
     ("point", "number"),
-    [slow(p, signal.SIGKILL) if p != "update" else (p, signal.SIGKILL) for p in POINTS]
-    + [slow("update", signal.SIGSTOP)],
+    [slow(p, signal.SIGKILL) if p != "update" else (p, signal.SIGKILL) for p in POINTS if p != "layer backward"]
+    + [slow("update", signal.SIGSTOP), slow("layer backward", signal.SIGSTOP)],
 )
 def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
     point: str,
     number: signal.Signals,
-    alone: Callable[[str], Trained],
-    make_config: Callable[[str], RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
+    bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    expected = alone(GRPO)
-    timeout = 2.0 if number == signal.SIGSTOP else 60.0
-    with opened(make_config(GRPO), texts, launcher, ranks=2, timeout=timeout) as (trainer, _):
-        at_call(monkeypatch, POINTS[point], lambda: os.kill(launcher.started[0].pid, number))
-        assert_same(train(trainer, GRPO, batches), expected)
-        assert [member.name for member in launcher.started] == ["rank-1", "rank-1"], "it was replaced, once"
+    started, is_stopped = bench.launcher.started, number == signal.SIGSTOP
+
+    def fails() -> None:
+        at_call(monkeypatch, POINTS[point], lambda: os.kill(started[0].pid, number))
+
+    keys = SHARDED if point.startswith("layer") else ()
+    bench.check(GRPO, *keys, timeout=2.0 if is_stopped else 60.0, before=fails)
     note = capsys.readouterr().out
-    assert "a rank is replaced, and the work of the ranks done again: " in note
+    assert note.count("a rank is replaced, and the work of the ranks done again: ") == 1
     late = r"rank-1 has not answered for 2 s \(cluster\.timeout\); its log is "
-    assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
+    assert re.search(late if is_stopped else "was killed by SIGKILL", note), note
 
 
 def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
-    alone: Callable[[str], Trained],
-    make_config: Callable[[str], RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The connection of the exchange is lost long before."""
-    expected = alone(GRPO)
     call = ReusedMember.call
 
     def told_late(member: ReusedMember, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -340,40 +318,13 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
         call(member, *args, **kwargs).add_done_callback(tell)
         return shown
 
-    monkeypatch.setattr(ReusedMember, "call", told_late)
-    monkeypatch.setattr(ranked_trainer, "GRACE_S", 0.1)
-    with opened(make_config(GRPO), texts, launcher, ranks=2, timeout=60.0) as (trainer, _):
-        at_call(monkeypatch, POINTS["update"], lambda: os.kill(launcher.started[0].pid, signal.SIGKILL))
-        assert_same(train(trainer, GRPO, batches), expected)
+    def fails() -> None:
+        monkeypatch.setattr(ReusedMember, "call", told_late)
+        monkeypatch.setattr(ranked_trainer, "GRACE_S", 0.1)
+        at_call(monkeypatch, POINTS["update"], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))
+
+    bench.check(GRPO, before=fails)
     assert "was killed by SIGKILL" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "call"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 37)])
-def test_a_rank_that_dies_or_hangs_between_two_layers_costs_no_step_and_no_bit(
-    number: signal.Signals,
-    call: int,
-    alone: Callable[[str], Trained],
-    make_config: Callable[..., RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Call 3 is in the forward of the first annotation. Of four layers, these of two roles by two lanes announce
-    2 * 2 * 4, and the end of the passes: 17 rounds in all. An update announces 4 + 3 layers of one pass, forwards and
-    backwards, 3 + 3 of the next, which begins with the layer that is there, and the end: 14 rounds. So call 37, the
-    sixth of the second update, is in a backward."""
-    expected = alone(GRPO)
-    timeout = 2.0 if number == signal.SIGSTOP else 60.0
-    with opened(make_config(GRPO, *SHARDED), texts, launcher, ranks=2, timeout=timeout) as (trainer, _):
-        at_call(monkeypatch, (Exchange, "numbers", call), lambda: os.kill(launcher.started[0].pid, number))
-        assert_same(train(trainer, GRPO, batches), expected)
-        assert [member.name for member in launcher.started] == ["rank-1", "rank-1"], "it was replaced, once"
-    note = capsys.readouterr().out
-    late = r"rank-1 has not answered for 2 s \(cluster\.timeout\); its log is "
-    assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
 
 
 def at_call(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str, int], happens: Callable[[], None]) -> None:
@@ -391,14 +342,8 @@ def at_call(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str, int], happen
     monkeypatch.setattr(owner, name, wrapped)
 
 
-def test_ranks_that_differ_are_not_saved(
-    make_config: Callable[[str], RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    launcher: ReusedProcesses,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with opened(make_config(GRPO), texts, launcher, ranks=2) as (trainer, local):
+def test_ranks_that_differ_are_not_saved(bench: Bench) -> None:
+    with bench.opened(GRPO, ranks=2) as (trainer, local):
         trainer.state()
         next(p for _, p in local.roles.named_parameters()).data[0, 0] += 1e-7
         with pytest.raises(RankError, match=r"^rank-1 has come to another adapter or optimizer than rank 0, so"):
@@ -406,7 +351,7 @@ def test_ranks_that_differ_are_not_saved(
 
 
 class Failing:
-    """A launcher whose members fail in every call; `raised`: with this, else they die."""
+    """A launcher, and its members, which fail in every call; `raised`: with this, else they die."""
 
     address = "127.0.0.1"
 
@@ -439,29 +384,15 @@ class Failing:
 @pytest.mark.parametrize(
     ("raised", "error", "text"),
     [
-        (
-            None,
-            RankError,
-            r"(?s)^the ranks failed 3 times in a row; .* killed by SIGKILL; its last lines:\nthe last words",
-        ),
-        (
-            RuntimeError("no memory"),
-            RankError,
-            "3 times in a row; the last time rank-1 failed: RuntimeError: no memory",
-        ),
+        (None, RankError, r"(?s)^the ranks failed 3 times in a row; .* by SIGKILL; its last lines:\nthe last words"),
+        (RuntimeError("no memory"), RankError, "in a row; the last time rank-1 failed: RuntimeError: no memory"),
         (UserError("model.path", "is not there", remedy="copy it"), UserError, r"^model\.path: is not there; copy it"),
     ],
 )
 def test_ranks_that_fail_again_and_again_stop_the_run(
-    raised: Exception | None,
-    error: type[Exception],
-    text: str,
-    make_config: Callable[[str], RunConfig],
-    texts: Texts,
-    batches: list[Batch],
-    tmp_path: Path,
+    raised: Exception | None, error: type[Exception], text: str, bench: Bench, tmp_path: Path
 ) -> None:
-    failing: Any = Failing(tmp_path, raised)
-    with opened(make_config(GRPO), texts, failing, ranks=2) as (trainer, _), pytest.raises(error, match=text):
-        trainer.annotate(batches[0], torch.zeros(12, dtype=torch.bool))
+    failing = Failing(tmp_path, raised)
+    with bench.opened(GRPO, ranks=2, launcher=failing) as (trainer, _), pytest.raises(error, match=text):
+        trainer.annotate(bench.batches[0], torch.zeros(12, dtype=torch.bool))
     assert failing.num_started == (1 if error is UserError else ranked_trainer.MOST_FAILURES)

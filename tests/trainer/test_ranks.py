@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlft.system.process.running_time import in_background
 from rlft.trainer import ranks
-from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, in_background, open_store
+from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, open_store
 
 CPU = torch.device("cpu")
 
@@ -115,7 +116,8 @@ def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: py
 def test_a_process_that_ends_after_closing_is_not_aborted() -> None:
     script = """
 import torch
-from rlft.trainer.ranks import LOOPBACK, Exchange, Rendezvous, in_background, open_store
+from rlft.system.process.running_time import in_background
+from rlft.trainer.ranks import LOOPBACK, Exchange, Rendezvous, open_store
 store, cpu = open_store(LOOPBACK), torch.device("cpu")
 where = Rendezvous(host=LOOPBACK, port=store.port, name="ends", ranks=2, timeout=20.0)
 other = in_background(lambda: Exchange(where, 1, cpu))

@@ -23,8 +23,9 @@ from rlft.loop.workers import opened_trainer
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone, decoder_layers
 from rlft.model.kernels import selection
+from rlft.system.process.running_time import in_background
 from rlft.trainer.local import LocalTrainer
-from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, in_background, open_store
+from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, open_store
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.types import Batch
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from run_processes import Nursery
+
+KILLED = -9
 MEASURED = ("time/", "memory/")
 
 
@@ -86,3 +90,22 @@ def learned(folder: Path) -> bool:
     norms = [line["policy/grad_norm"] for line in metrics(folder)]
     weights = [(c / "policy" / "adapter_model.safetensors").read_bytes() for c in checkpoints(folder)]
     return sum(norm > 0 for norm in norms) >= len(norms) - 1 and len(set(weights)) >= len(weights) - 1
+
+
+def killed_at_each(
+    nursery: Nursery, place: Path, words: Sequence[str], events: Sequence[dict[str, Any]], undisturbed: Path
+) -> Path:
+    """The folder of a run that was killed at each event in turn and resumed; each time it is as undisturbed so far."""
+    folder = place / "run"
+    for event in events:
+        begun = (folder / "config.yaml").exists()
+        again = ("resume", "run") if begun else (*words, "hydra.run.dir=run")
+        nursery.run(*again, cwd=place, events=[event], ends=KILLED)
+        check_so_far(folder, undisturbed)
+    return folder
+
+
+def check_resumed(nursery: Nursery, place: Path, undisturbed: Path) -> None:
+    """Resumed to its end, the run there is the undisturbed one."""
+    nursery.run("resume", "run", cwd=place, ends=0)
+    check_same(place / "run", undisturbed)

@@ -33,8 +33,7 @@ def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(
     rough: Nursery, undisturbed: Path, place: Path
 ) -> None:
     before = files_of(place / "run")
-    done = rough.run("resume", FROM, cwd=place)
-    assert done.code == 0, done.err
+    done = rough.run("resume", FROM, cwd=place, ends=0)
     [fork] = (place / "runs" / "grpo_arithmetic").iterdir()
     assert f"a new run from run after step 3, in {fork.relative_to(place)}" in done.err
     check_same(fork, undisturbed)
@@ -66,13 +65,11 @@ def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resume
         {"at": "rlft.runs.run_status:recording_status", "call": 1, "do": "kill"},
         {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"},  # in step 5
     ):
-        done = rough.run(*words, cwd=place, events=[event])
-        assert done.code == -9, done.err
+        rough.run(*words, cwd=place, events=[event], ends=-9)
         words = ("resume", "fork")
     again = rough.run("resume", FROM, "hydra.run.dir=fork", cwd=place)
     assert (again.code, "continue it with `rlft resume fork`" in again.err) == (2, True)
-    done = rough.run("resume", "fork", cwd=place)
-    assert done.code == 0, done.err
+    rough.run("resume", "fork", cwd=place, ends=0)
     check_same(place / "fork", undisturbed)
 
 
@@ -80,8 +77,7 @@ def test_a_fork_with_another_rate_goes_another_way_from_the_same_beginning(
     rough: Nursery, undisturbed: Path, place: Path
 ) -> None:
     changed = ("trainer.lr=0.0005", "algorithm.kl_coef=0.1", "snapshot.reference=base", "group_size=2", "steps=6")
-    done = rough.run("resume", FROM, *changed, "hydra.run.dir=fork", cwd=place)
-    assert done.code == 0, done.err
+    rough.run("resume", FROM, *changed, "hydra.run.dir=fork", cwd=place, ends=0)
     fork = place / "fork"
     assert metrics(fork)[:3] == metrics(undisturbed)[:3]
     assert [line["step"] for line in metrics(fork)] == [1, 2, 3, 4, 5, 6]

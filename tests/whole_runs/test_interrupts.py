@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, check_so_far, checkpoints, metrics
+from run_folders import check_resumed, check_same, check_so_far, checkpoints, metrics
 from run_processes import Ended, Nursery, start_fresh
 
 HEARD = "interrupted: finishing this step, then saving; once more stops at once"
@@ -65,9 +65,7 @@ def test_a_second_ctrl_c_stops_at_once_and_resumed_it_is_the_same_run(
     assert len(metrics(tmp_path / "run")) == 2
     assert checkpoints(tmp_path / "run")[-1].name == "step_000002"
     check_so_far(tmp_path / "run", undisturbed)
-    done = rough.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(tmp_path / "run", undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)
 
 
 def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
@@ -76,9 +74,7 @@ def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
     event = interrupted_at("rlft.runs.run_folder:go_on", 1)
     done = rough.run("train", *tiny, "hydra.run.dir=run", cwd=tmp_path, events=[event])
     assert (done.code, done.err.splitlines()) == (130, [AT_ONCE])
-    done = rough.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(tmp_path / "run", undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)
 
 
 @pytest.mark.slow
@@ -96,6 +92,4 @@ def test_ctrl_c_from_outside_at_any_time_is_heard_once_more_ends_it_and_resumed_
     # Heard in the first step, or (the first press was lost) a later one: whichever, it is saved.
     check_stopped_after(done, tmp_path / "run", len(metrics(tmp_path / "run")))
     check_so_far(tmp_path / "run", undisturbed)
-    done = rough.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(tmp_path / "run", undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, check_so_far, checkpoints, learned, metrics, rollouts, whole_lines
+from run_folders import (
+    KILLED,
+    check_resumed,
+    check_so_far,
+    checkpoints,
+    killed_at_each,
+    learned,
+    metrics,
+    rollouts,
+    whole_lines,
+)
 from run_processes import Nursery, start_fresh
-
-KILLED = -9
 
 
 def killed_at(place: str, call: int, when: str = "before") -> dict[str, Any]:
@@ -66,35 +74,21 @@ WRITES = [
 ]
 
 
-def killed_and_finished(
-    nursery: Nursery, place: Path, undisturbed: Path, arguments: tuple[str, ...], events: list[dict[str, Any]]
-) -> Path:
-    """The run's folder, after a kill at each event in turn and a last resume that nothing disturbs."""
-    folder = place / "run"
-    for event in events:
-        begun = (folder / "config.yaml").exists()
-        words = ("resume", "run") if begun else ("train", *arguments, "hydra.run.dir=run")
-        done = nursery.run(*words, cwd=place, events=[event])
-        assert done.code == KILLED, f"{event}: {done.err}"
-        check_so_far(folder, undisturbed)
-    done = nursery.run("resume", "run", cwd=place)
-    assert done.code == 0, done.err
-    return folder
-
-
 def test_killed_in_every_stage_and_resumed_it_is_the_same_run(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    arguments = (*tiny, "checkpoint.every=2", "checkpoint.keep=2")
-    check_same(killed_and_finished(rough, tmp_path, undisturbed, arguments, STAGES), undisturbed)
+    arguments = ("train", *tiny, "checkpoint.every=2", "checkpoint.keep=2")
+    killed_at_each(rough, tmp_path, arguments, STAGES, undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)
 
 
 @pytest.mark.slow
 def test_killed_inside_every_kind_of_write_and_resumed_it_is_the_same_run(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    arguments = (*tiny, "checkpoint.every=2", "checkpoint.keep=1")
-    check_same(killed_and_finished(rough, tmp_path, undisturbed, arguments, WRITES), undisturbed)
+    arguments = ("train", *tiny, "checkpoint.every=2", "checkpoint.keep=1")
+    killed_at_each(rough, tmp_path, arguments, WRITES, undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)
 
 
 def test_the_undisturbed_run_has_something_to_lose(undisturbed: Path) -> None:
@@ -133,6 +127,4 @@ def test_killed_from_outside_at_random_moments_and_resumed_it_is_the_same_run(
         assert started.wait().code == KILLED, started.wait().err
         check_so_far(run, tmp_path / "undisturbed")
         words = ["resume", "run"]
-    done = threaded.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(run, tmp_path / "undisturbed")
+    check_resumed(threaded, tmp_path, tmp_path / "undisturbed")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, check_so_far, checkpoints, learned, metrics
+from run_folders import check_resumed, checkpoints, killed_at_each, learned, metrics
 from run_processes import Nursery
 
 pytestmark = pytest.mark.slow
@@ -79,17 +79,9 @@ CASES = {
     # Two epochs of two minibatches, and two optimizers: eight updates a step, resumed from steps 1 and 3.
     "ppo with critic, adaptive KL, ema and value normalisation": Case(
         keys=(
-            "algorithm=ppo",
-            "critic.kind=adapter",
-            "critic.lr=1e-3",
-            "critic.normalize_values=true",
-            "snapshot.reference=ema",
-            "snapshot.ema_decay=0.9",
-            "algorithm.kl_coef=0.05",
-            "algorithm.kl_controller=adaptive",
-            "algorithm.kl_target=0.01",
-            "prompts_per_step=2",
-            "epochs=2",
+            "algorithm=ppo", "critic.kind=adapter", "critic.lr=1e-3", "critic.normalize_values=true",
+            "snapshot.reference=ema", "snapshot.ema_decay=0.9", "algorithm.kl_coef=0.05",
+            "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.01", "prompts_per_step=2", "epochs=2",
             "minibatches=2",
         ),
         kills=((UPDATE, 8 + 5), (UPDATE, 2 * 8 + 6)),
@@ -102,10 +94,7 @@ CASES = {
     ),
     "old and reference copies": Case(
         keys=(
-            "snapshot.old=copy",
-            "snapshot.reference=copy",
-            "snapshot.refresh_every=2",
-            "algorithm.kl_coef=0.1",
+            "snapshot.old=copy", "snapshot.reference=copy", "snapshot.refresh_every=2", "algorithm.kl_coef=0.1",
             "epochs=2",
         ),
         kills=(("rlft.model.roles:Roles.refresh", 2), ("rlft.model.roles:Roles.refresh", 3)),
@@ -113,11 +102,8 @@ CASES = {
     ),
     "a learned reward trained in the loop": Case(
         keys=(
-            "reward=[exact_match,format,learned]",
-            "reward_model.refresh_every=2",
-            "reward_model.labels=exact_match",
-            "reward_model.replay=0.5",
-            "generation.max_tokens=32",
+            "reward=[exact_match,format,learned]", "reward_model.refresh_every=2", "reward_model.labels=exact_match",
+            "reward_model.replay=0.5", "generation.max_tokens=32",
         ),
         # In the training after step 2; with pairs of step 3 waiting and earlier ones kept; in that after step 4.
         kills=((TRAINED, 2), (SAVED, 2), (TRAINED, 1)),
@@ -125,24 +111,15 @@ CASES = {
     ),
     "pretraining text, a shared critic that learns first, a schedule, and a reset of the moments": Case(
         keys=(
-            "algorithm=ppo_ptx",
-            "pretrain.path=embedded:arithmetic-text",
-            "pretrain.sequences_per_update=4",
-            "pretrain.held_out=4",
-            "critic.kind=shared",
-            "critic.lr=1e-3",
-            "critic.warmup_steps=1",
-            "snapshot.reference=base",
-            "algorithm.kl_coef=0.05",
-            "trainer.schedule=cosine",
-            "trainer.warmup=2",
-            "trainer.reset_every=3",
-            "eval.kl_base=true",
+            "algorithm=ppo_ptx", "pretrain.path=embedded:arithmetic-text", "pretrain.sequences_per_update=4",
+            "pretrain.held_out=4", "critic.kind=shared", "critic.lr=1e-3", "critic.warmup_steps=1",
+            "snapshot.reference=base", "algorithm.kl_coef=0.05", "trainer.schedule=cosine", "trainer.warmup=2",
+            "trainer.reset_every=3", "eval.kl_base=true",
         ),
         kills=((SAVED, 2), (UPDATE, 2 * 2 + 1)),
         moves=lambda folder: differ(folder, "critic/head.safetensors") and follows_a_schedule(folder),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -156,18 +133,10 @@ def test_killed_and_resumed_it_is_the_same_run(
 ) -> None:
     replaced = {key.partition("=")[0] for key in case.keys}
     keys = [*(key for key in tiny if key.partition("=")[0] not in replaced), *case.keys]
-    done = quiet.run("train", *keys, *all_checkpoints, "hydra.run.dir=undisturbed", cwd=tmp_path)
-    assert done.code == 0, done.err
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    quiet.run("train", *keys, *all_checkpoints, "hydra.run.dir=undisturbed", cwd=tmp_path, ends=0)
+    undisturbed = tmp_path / "undisturbed"
     assert learned(undisturbed)
     assert case.moves(undisturbed)
-    words = ["train", *keys, "checkpoint.every=1", "hydra.run.dir=run"]
-    for place, call in case.kills:
-        event = {"at": place, "call": call, "do": "kill", "when": "after"}
-        done = rough.run(*words, cwd=tmp_path, events=[event])
-        assert done.code == -9, f"{place}: {done.err}"
-        check_so_far(folder, undisturbed)
-        words = ["resume", "run"]
-    done = rough.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(folder, undisturbed)
+    events = [{"at": place, "call": call, "do": "kill", "when": "after"} for place, call in case.kills]
+    killed_at_each(rough, tmp_path, ["train", *keys, "checkpoint.every=1"], events, undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)

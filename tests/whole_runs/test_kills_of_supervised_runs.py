@@ -10,43 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, check_so_far, checkpoints, metrics, whole_lines
+from run_folders import KILLED, check_resumed, check_so_far, checkpoints, killed_at_each, metrics, whole_lines
 from run_processes import Nursery
 from slow_cases import slow
 
-KILLED = -9
 UPDATE = "rlft.trainer.update:Optimizer.update"
 SAVED = "rlft.runs.checkpoint:save"
 SFT = (
-    "sft",
-    "+recipe=sft_arithmetic",
-    "steps=5",
-    "examples_per_step=4",
-    "generation=transformers",
-    "generation.max_tokens=24",
-    "eval.every=2",
-    "eval.num_prompts=4",
-    "eval.num_samples=2",
-    "data.size=64",
-    "data.held_out_size=8",
-    "scoring.workers=0",
-    "model.device=cpu",
-    "logger=[jsonl]",
-)
+    "sft", "+recipe=sft_arithmetic", "steps=5", "examples_per_step=4", "generation=transformers",
+    "generation.max_tokens=24", "eval.every=2", "eval.num_prompts=4", "eval.num_samples=2", "data.size=64",
+    "data.held_out_size=8", "scoring.workers=0", "model.device=cpu", "logger=[jsonl]",
+)  # fmt: skip
 RM = (
-    "rm",
-    "+recipe=rm_arithmetic",
-    "steps=5",
-    "rankings_per_step=4",
-    "replay.path=embedded:arithmetic-preferences",
-    "replay.fraction=0.5",
-    "lora.rank=2",
-    "lora.dropout=0.1",
-    "eval.every=2",
-    "eval.num_rankings=8",
-    "model.device=cpu",
+    "rm", "+recipe=rm_arithmetic", "steps=5", "rankings_per_step=4", "replay.path=embedded:arithmetic-preferences",
+    "replay.fraction=0.5", "lora.rank=2", "lora.dropout=0.1", "eval.every=2", "eval.num_rankings=8", "model.device=cpu",
     "logger=[jsonl]",
-)
+)  # fmt: skip
 DPO = (
     "dpo",
     "+recipe=dpo_arithmetic",
@@ -116,24 +95,17 @@ KILLS: list[dict[str, Any]] = [
 def test_killed_and_resumed_it_is_the_same_run(
     case: Case, kills: list[dict[str, Any]], quiet: Nursery, rough: Nursery, tmp_path: Path
 ) -> None:
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    undisturbed = tmp_path / "undisturbed"
     every = ("checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed")
-    done = quiet.run(*case.words, *every, cwd=tmp_path)
-    assert done.code == 0, done.err
+    quiet.run(*case.words, *every, cwd=tmp_path, ends=0)
     check_something_was_learned(undisturbed, case)
-    words = (*case.words, "checkpoint.every=2", "checkpoint.keep=2", "hydra.run.dir=run")
-    for event in kills:
-        done = rough.run(*words, cwd=tmp_path, events=[event])
-        assert done.code == KILLED, f"{event}: {done.err}"
-        check_so_far(folder, undisturbed)
-        words = ("resume", "run")
+    words = (*case.words, "checkpoint.every=2", "checkpoint.keep=2")
+    folder = killed_at_each(rough, tmp_path, words, kills, undisturbed)
     if kills is KILLS:
         seconds = sum(json.loads(line)["time/step"] for line in whole_lines(undisturbed / "metrics.jsonl"))
-        killed_at_random(rough, words, tmp_path, "rlft.loop.supervised:SupervisedRun.update", seconds / 5)
+        killed_at_random(rough, ("resume", "run"), tmp_path, "rlft.loop.supervised:SupervisedRun.update", seconds / 5)
         check_so_far(folder, undisturbed)
-    done = rough.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(folder, undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)
 
 
 def check_something_was_learned(undisturbed: Path, case: Case) -> None:
@@ -146,24 +118,14 @@ def check_something_was_learned(undisturbed: Path, case: Case) -> None:
 
 
 SAMPLE = (
-    "sample",
-    "num_prompts=10",
-    "prompts_per_step=2",
-    "n=4",
-    "max_per_prompt=3",
-    "generation=transformers",
-    "generation.max_tokens=24",
-    "data.size=16",
-    "data.held_out_size=8",
-    "scoring.workers=0",
-    "model.device=cpu",
-)
+    "sample", "num_prompts=10", "prompts_per_step=2", "n=4", "max_per_prompt=3", "generation=transformers",
+    "generation.max_tokens=24", "data.size=16", "data.held_out_size=8", "scoring.workers=0", "model.device=cpu",
+)  # fmt: skip
 
 
 def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
     begun = time.monotonic()
-    done = quiet.run(*SAMPLE, "hydra.run.dir=undisturbed", cwd=tmp_path)
-    assert done.code == 0, done.err
+    quiet.run(*SAMPLE, "hydra.run.dir=undisturbed", cwd=tmp_path, ends=0)
     seconds = time.monotonic() - begun
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     expected = (undisturbed / "samples.jsonl").read_bytes()
@@ -178,15 +140,13 @@ def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough:
         {"at": "rlft.commands.sample:write_atomically", "call": 2, "do": "kill"},
     ]
     for event in events:
-        done = rough.run(*words, cwd=tmp_path, events=[event])
-        assert done.code == KILLED, f"{event}: {done.err}"
+        rough.run(*words, cwd=tmp_path, events=[event], ends=KILLED)
         check_recorded(folder, expected)
         words = ("resume", "run")
     assert json.loads((folder / "progress.json").read_text())["step"] == 3
     killed_at_random(rough, words, tmp_path, "rlft.commands.sample:sample", seconds / 50)
     check_recorded(folder, expected)
-    done = rough.run("resume", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
+    rough.run("resume", "run", cwd=tmp_path, ends=0)
     for name in ("samples.jsonl", "progress.json"):
         assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
 

@@ -25,8 +25,7 @@ def keys(tiny: tuple[str, ...]) -> tuple[str, ...]:
 def one_process(quiet: Nursery, keys: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process that does all lanes."""
     place = tmp_path_factory.mktemp("one_process")
-    done = quiet.run("train", *keys, "hydra.run.dir=run", cwd=place)
-    assert done.code == 0, done.err
+    quiet.run("train", *keys, "hydra.run.dir=run", cwd=place, ends=0)
     return place / "run"
 
 
@@ -43,8 +42,7 @@ def test_ranks_that_are_killed_and_resumed_as_others_are_the_same_run(
     done = rough.run("resume", "run", "cluster.ranks=3", cwd=tmp_path)
     assert done.code == 2
     assert "cluster.ranks: does not divide cluster.lanes=4" in done.err
-    done = rough.run("resume", "run", "cluster.ranks=4", cwd=tmp_path)
-    assert done.code == 0, done.err
+    rough.run("resume", "run", "cluster.ranks=4", cwd=tmp_path, ends=0)
     check_same(tmp_path / "run", one_process)
     assert {log.name for log in (tmp_path / "run" / "cluster").iterdir()} == {"rank-1.log", "rank-2.log", "rank-3.log"}
 
@@ -61,8 +59,7 @@ def test_ranks_that_divide_the_base_are_killed_and_resumed_as_the_same_run(
     assert done.code == -9, done.err
     assert happens(lambda: not marked(started.mark), within_s=60)
     check_so_far(tmp_path / "run", one_process)
-    done = rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path)
-    assert done.code == 0, done.err
+    rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path, ends=0)
     check_same(tmp_path / "run", one_process)
 
 
@@ -76,8 +73,7 @@ def test_ctrl_c_in_an_update_of_ranks_leaves_no_process_and_loses_no_step(
     assert done.code == 130, done.err
     assert "saving the last finished step" in done.err
     assert happens(lambda: not marked(started.mark), within_s=60)
-    done = rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path)
-    assert done.code == 0, done.err
+    rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path, ends=0)
     check_same(tmp_path / "run", one_process)
 
 
@@ -88,7 +84,6 @@ def test_the_lanes_of_a_run_are_its_first_ranks(rough: Nursery, keys: tuple[str,
     assert rough.run("train", *auto, "cluster.ranks=2", "hydra.run.dir=run", cwd=tmp_path, events=[kill]).code == -9
     assert "lanes: 2" in (tmp_path / "run" / "config.yaml").read_text()
     assert rough.run("resume", "run", "cluster.ranks=4", cwd=tmp_path).code == 2
-    done = rough.run("resume", "run", "cluster.ranks=1", "steps=1", cwd=tmp_path)
-    assert done.code == 0, done.err
+    rough.run("resume", "run", "cluster.ranks=1", "steps=1", cwd=tmp_path, ends=0)
     assert "lanes: 2" in (tmp_path / "run" / "config.yaml").read_text()
     assert "lanes/balance" in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -29,13 +29,11 @@ CASES = [
     ("runs .", "rlft.commands.watch.runs:rows", "hang up", "nothing was changed"),
     ("diff run run", "rlft.commands.watch.diff:two_runs", "terminate", "nothing was changed"),
     (
-        "watch run",
-        "rlft.commands.watch.watch:print_summary",
-        "interrupt",
+        "watch run", "rlft.commands.watch.watch:print_summary", "interrupt",
         "the view has ended, the run is left as it is",
     ),
     ("resume run steps=9", "rlft.runs.run_folder:check_same_inputs", "interrupt", "the run is as it was"),
-]
+]  # fmt: skip
 
 
 def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_written(

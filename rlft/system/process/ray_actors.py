@@ -20,7 +20,7 @@ from typing import Any
 from rlft.system.process.child import kill_group
 from rlft.system.process.member import LOGS, Answer, Host, LogReader, MemberError, MemberSpec, Place, where_it_wrote
 from rlft.system.process.placement import cores_of_a_member
-from rlft.system.process.ray_session import RaySession, python_path
+from rlft.system.process.ray_session import RaySession, actor_on, python_path
 
 LOG_S = 20.0
 """Seconds that another machine may take to hand over the end of a log."""
@@ -106,16 +106,9 @@ class RayActors:
                     file.write(part)
 
     def _reader_on(self, node: str) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         with self._lock:
             if node not in self._readers:
-                on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-                actor: Any = ray.remote(LogReader)
-                self._readers[node] = actor.options(
-                    num_cpus=0, max_restarts=0, scheduling_strategy=on_node, runtime_env=_runtime_environment({})
-                ).remote()
+                self._readers[node] = actor_on(node, LogReader, runtime_env=_runtime_environment({}))
             return self._readers[node]
 
     def _copy_logs(self) -> None:
@@ -232,17 +225,9 @@ def how_it_died(text: str) -> str:
 
 
 def _says_death(error: Exception) -> bool:
-    from ray.exceptions import (
-        ActorDiedError,
-        ActorUnavailableError,
-        NodeDiedError,
-        RayActorError,
-        RaySystemError,
-        WorkerCrashedError,
-    )
+    from ray.exceptions import NodeDiedError, RayActorError, RaySystemError, WorkerCrashedError
 
-    kinds = (RayActorError, ActorDiedError, ActorUnavailableError, NodeDiedError, RaySystemError, WorkerCrashedError)
-    return isinstance(error, kinds)
+    return isinstance(error, RayActorError | NodeDiedError | RaySystemError | WorkerCrashedError)
 
 
 def _runtime_environment(variables: Mapping[str, str]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlft.system.process import signals
 from rlft.system.process.child import END_S
 from rlft.system.process.member import last_lines
 from rlft.system.process.placement import Resources
@@ -168,7 +169,7 @@ def reserve(gpu: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
     names: list[str] = []
     try:
         for _ in range(gpus):
-            holders.append(_holder_on(node))
+            holders.append(actor_on(node, Holder, num_gpus=1))
             names.append(_gpu_of(holders[-1], gpu, names, timeout_s))
             if names[-1] == gpu:
                 return holders.pop()
@@ -183,13 +184,14 @@ def reserve(gpu: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
     return None
 
 
-def _holder_on(node: str) -> Any:
+def actor_on(node: str, kind: type, **options: Any) -> Any:
+    """An actor of this class on the machine with Ray's id `node`, which takes no core of it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-    actor: Any = ray.remote(Holder)
-    return actor.options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=on_node).remote()
+    actor: Any = ray.remote(kind)
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=there, **options).remote()
 
 
 def _gpu_of(holder: Any, gpu: str, others: list[str], timeout_s: float) -> str:
@@ -277,7 +279,7 @@ print(json.dumps(reply), flush=True)
 
 
 def _connect(address: str, log: Path) -> None:
-    """Makes this process a driver of the cluster, and keeps its signal handlers."""
+    """Makes this process a driver of the cluster, and keeps its signal handlers, of which Ray replaces SIGTERM's."""
     import ray
     import ray._private.worker
 
@@ -290,26 +292,11 @@ def _connect(address: str, log: Path) -> None:
     # Ray prints its messages about dead workers among the output of the run, log_to_driver=False or not.
     ray._private.worker.print_to_stdstream = write
 
-    with _handlers_kept():
+    with signals.kept():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RuntimeError, ConnectionError, ValueError) as error:
             refuse(address, str(error))
-
-
-@contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Restores the handlers of signals afterwards, since Ray replaces that of SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

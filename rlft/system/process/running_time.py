@@ -60,6 +60,20 @@ class OutOfProcessorTime(BaseException):
     """A call has used up its processor time. Not an Exception, so that a library's `except Exception` lets it pass."""
 
 
+def in_background(call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """The future result of a call in a thread that does not keep the process from ending."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # it is raised again where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="rlft-in-background", daemon=True).start()
+    return future
+
+
 def within(seconds: float, call: Callable[..., Result], *arguments: Any) -> Result:
     """Returns what the call returns. The call runs in a thread of its own, which is abandoned when the time is over.
 
@@ -71,16 +85,7 @@ def within(seconds: float, call: Callable[..., Result], *arguments: Any) -> Resu
     Raises:
         TimeoutError: the call has not returned in time. What the call raises is raised, too.
     """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"within {seconds:g} s", daemon=True).start()
-    clock = RunningTime()
+    future, clock = in_background(call, *arguments), RunningTime()
     while not wait([future], timeout=TICK_S).done:
         if clock() >= seconds:
             raise TimeoutError(f"no answer in {seconds:g} s")

@@ -11,8 +11,9 @@ import functools
 import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -79,6 +80,23 @@ def _came_since(before: int) -> bool:
 def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:
     """The signals to handle: all of these except an ignored SIGHUP, as in a process started by nohup."""
     return [n for n in numbers if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def restore(handlers: Mapping[int, Any]) -> None:
+    """Sets these handlers, which `signal.signal` or `signal.getsignal` returned."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Restores the handlers of the signals to a whole job afterwards, since a library inside replaces them."""
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            restore(handlers)
 
 
 @contextlib.contextmanager

@@ -226,37 +226,13 @@ class Channel:
 
 ENDS_LOOPS = ("StopIteration", "StopAsyncIteration")
 ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
 )
 OPERATORS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "length_hint", "getitem", "setitem", "delitem", "contains"),
-    *(
-        "iter",
-        "next",
-        "reversed",
-        "hash",
-        "str",
-        "repr",
-        "format",
-        "bytes",
-        "int",
-        "float",
-        "complex",
-        "index",
-        "round",
-    ),
+    *("iter", "next", "reversed", "hash", "str", "repr", "format", "bytes"),
+    *("int", "float", "complex", "index", "round"),
     *("trunc", "floor", "ceil", "neg", "pos", "abs", "invert", "divmod", "rdivmod", "enter", "exit", "instancecheck"),
     *(side + name for name in ARITHMETIC for side in ("", "r", "i")),
 )

@@ -22,19 +22,10 @@ pytestmark = pytest.mark.slow
 
 
 KEYS = (
-    "model.dtype=float32",
-    "model.device=cpu",
-    "lora.rank=4",
-    "lora.alpha=8",
-    "group_size=4",
-    "prompts.max_tokens=40",
-    "generation.max_tokens=24",
-    "generation.transformers.batch_size=8",
-    "generation.transformers.weights=apart",
-    "generation.vllm.max_num_seqs=8",
-    "cluster=ray",
-    "cluster.engines=2",
-)
+    "model.dtype=float32", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "group_size=4", "prompts.max_tokens=40",
+    "generation.max_tokens=24", "generation.transformers.batch_size=8", "generation.transformers.weights=apart",
+    "generation.vllm.max_num_seqs=8", "cluster=ray", "cluster.engines=2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -169,12 +169,10 @@ def broken():
     raise ValueError("so")
 """
     right = [
-        "assert list(squares(3)) == [0, 1, 4]",
-        "assert sum(doubled([1, 2])) == 6",
-        "assert sorted(squares(3), reverse=True) == [4, 1, 0]",
-        "assert next(hostile()) == 1",
+        "assert list(squares(3)) == [0, 1, 4]", "assert sum(doubled([1, 2])) == 6",
+        "assert sorted(squares(3), reverse=True) == [4, 1, 0]", "assert next(hostile()) == 1",
         "x = broken()\nassert next(x) == 1\ntry:\n    next(x)\nexcept ValueError:\n    pass",
-    ]
+    ]  # fmt: skip
     wrong = ["assert 7 in everything()", "assert squares(3) != [0, 1, 4]", "assert not squares(0)", "len(squares(2))"]
     assert verdicts(program, *right) == [PASSED] * len(right)
     assert verdicts(program, *wrong) == [FAILED] * len(wrong)
