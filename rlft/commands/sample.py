@@ -25,9 +25,8 @@ from rlft.logger.jsonl import encode, warn
 from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 from rlft.loop.driver import Outcome, deterministic_on_cpu
 from rlft.loop.engines import Engines, largest_of
-from rlft.loop.freshness import open_freshness
+from rlft.loop.freshness import check_decoding, open_freshness
 from rlft.loop.parts import open_scorer
-from rlft.loop.rehearsal import check_decoding
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
 from rlft.plan.sample_plan import SamplePlan

@@ -10,10 +10,9 @@ from rlft.batch import collate
 from rlft.generation.engine import Generator
 from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
-from rlft.loop.freshness import open_freshness
+from rlft.loop.freshness import check_decoding, open_freshness
 from rlft.loop.metrics import evaluate, kl_to_base, text_loss
 from rlft.loop.parts import load_for_training, open_scorer
-from rlft.loop.rehearsal import check_decoding
 from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -24,8 +25,9 @@ from rlft.generation.engine import Generator
 from rlft.logger.hints import Hint
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
-from rlft.loop.rehearsal import log_peak
+from rlft.loop.metrics import peak_memory_bytes
 from rlft.model.backbone import resolve_device
+from rlft.plan.fit import in_words
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
 from rlft.runs import checkpoint, run_folder
@@ -254,6 +256,15 @@ def open_run(plan: Plan, folder: Path, say: Say, again: str | None) -> Iterator[
         keep_blocks(config.token_budget)
         stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         yield run
+
+
+@contextlib.contextmanager
+def log_peak(note: Callable[[str], None]) -> Iterator[None]:
+    """Notes how much time and memory the rehearsal inside took."""
+    start = time.monotonic()
+    yield
+    time_and_memory = f"{time.monotonic() - start:.1f} s, {in_words(peak_memory_bytes())} at most so far"
+    note(f"the longest rows of this run fit into memory ({time_and_memory})")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -42,8 +42,7 @@ class Engines:
     """Opens generators and closes each of them once: those that several jobs share at the end of the context."""
 
     def __init__(self) -> None:
-        self._shared: tuple[object, Generator] | None = None
-        self._teacher: VLLMTeacher | None = None
+        self._kept: dict[str, tuple[object, Generator | VLLMTeacher]] = {}
 
     def __enter__(self) -> Engines:
         return self
@@ -55,29 +54,30 @@ class Engines:
 
     def close(self) -> None:
         """Closes the shared generator and the teacher."""
-        self._close_teacher()
-        self._close_generator()
+        for what in ("teacher", "generator"):
+            self._close(what)
 
     def teacher(self, settings: TeacherSettings | None) -> VLLMTeacher | None:
         """The teacher in vLLM with these settings, an earlier job's if it has the same; None if `settings` is None.
 
         A teacher that the job does not use is closed, to free its memory.
         """
-        if self._teacher is not None and self._teacher.settings != settings:
-            self._close_teacher()
-        if self._teacher is None and settings is not None:
-            self._teacher = VLLMTeacher(settings)
-        return self._teacher
+        if settings is None:
+            self._close("teacher")
+            return None
+        return cast(VLLMTeacher, self._keep("teacher", settings, lambda: VLLMTeacher(settings)))
 
-    def _close_teacher(self) -> None:
-        if self._teacher is not None:
-            teacher, self._teacher = self._teacher, None
-            teacher.close()
+    def _keep(self, what: str, key: object, open_it: Callable[[], Generator | VLLMTeacher]) -> Generator | VLLMTeacher:
+        """The open one with this key; one with another key is closed first, as two would not fit at the same time."""
+        if what in self._kept and self._kept[what][0] != key:
+            self._close(what)
+        if what not in self._kept:
+            self._kept[what] = key, open_it()
+        return self._kept[what][1]
 
-    def _close_generator(self) -> None:
-        if self._shared is not None:
-            (_, generator), self._shared = self._shared, None
-            generator.close()
+    def _close(self, what: str) -> None:
+        if what in self._kept:
+            self._kept.pop(what)[1].close()
 
     @contextmanager
     def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:
@@ -134,11 +134,7 @@ class Engines:
         return cast(BaseLender, self._shared_by_jobs(chosen, engine_args(config, lora))).adopt
 
     def _shared_by_jobs(self, engine: Engine, args: EngineArgs) -> Generator:
-        key = (engine, args.of_the_engine)
-        if self._shared is None or self._shared[0] != key:
-            self._close_generator()  # two engines would not fit at the same time
-            self._shared = (key, engine.open(args))
-        return self._shared[1]
+        return cast(Generator, self._keep("generator", (engine, args.of_the_engine), lambda: engine.open(args)))
 
 
 def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:

@@ -1,22 +1,36 @@
-"""Checks that the engine samples from the policy just published: engine and trainer score fixed tokens."""
+"""Checks that the engine samples from the policy just published: engine and trainer score fixed tokens.
+
+That compares two forwards over whole sequences, so it sees no fault of decoding: a cache that mixes up rows or forgets
+a state, padding that leaks into one, a model that reads tokens behind. Nor does it see what is random in training
+alone. So before the first step a few completions are sampled by the engine itself, and compared with the trainer's
+forward over the whole rows, in the mode in which updates run (`check_decoding`).
+
+The first step's own completions would do for the plainest run. But with a lag, in conversations, at temperature 0 or
+with top_p their log-probs differ for good reasons, and with one update a step the trainer's first log-probs are those
+of a gradient. So these are samples of their own: 60 tokens, once. They draw from no random numbers of the run, and
+begin with a prompt's second token, so that no later prompt finds its first blocks in an engine's prefix cache.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain, cycle, islice
+from typing import Any, Protocol
 
 import torch
 
+from rlft.batch import collate
 from rlft.config.schema import FreshnessConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine, Generator, StaleEngineError
 from rlft.model.backbone import Backbone
+from rlft.model.full_weights import WholeModel
+from rlft.model.roles import Roles
+from rlft.types import Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
-
-
 FIXED_TOKENS = 512
 """Number of fixed tokens that are compared in 16 bits, where there are as many: 5 lie above the 99th percentile."""
 MIN_TOKENS_OF_PERCENTILE = 256
@@ -216,3 +230,85 @@ def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0)
         answer = backbone.tokenizer(p.answer, add_special_tokens=False)["input_ids"]
         sequences.append([*p.token_ids, *answer][-64:])
     return sequences
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+NUM_SAMPLES = 2
+"""Completions of each prompt."""
+
+LENGTHS = ((33, 4), (5, 16), (18, 10))
+"""(tokens, the most tokens of a completion) of each prompt: they are padded, and rows leave the batch in between."""
+
+
+def check_decoding(
+    generator: Generator,
+    learner: Roles | WholeModel,
+    prompts: PromptSet,
+    config: Any,
+    limits: Limits,
+) -> float | None:
+    """The largest gap in nats between the engine's log-probs and the trainer's; None if the engine has no weights.
+
+    Args:
+        generator: the run's engine, with the learner's weights.
+        learner: the networks that learn.
+        prompts: prompts whose tokens are used.
+        config: the run's config, whose limits on tokens the engine and the trainer were opened with.
+        limits: those of the freshness check.
+
+    Raises:
+        UserError: the gap exceeds the limits, by the key model.path.
+    """
+    max_tokens, token_budget = config.generation.max_tokens, config.token_budget
+    probes = _probes(prompts, config.prompts.max_tokens, max_tokens)
+    if not any(generator.score([probes[0].token_ids[:2]])):
+        return None
+    sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
+    seeds = [NUM_SAMPLES * number for number in range(len(probes))]
+    samples = generator.sample_each(probes, NUM_SAMPLES, seeds, sampling)
+    return max(_check(groups, learner, token_budget, limits) for groups in samples)
+
+
+def _probes(prompts: PromptSet, max_prompt_tokens: int, max_tokens: int) -> list[Prompt]:
+    first = [prompt.token_ids for prompt in prompts.prompts[:3]]
+    tokens = cycle(islice(chain.from_iterable(first), 1, None) if sum(map(len, first)) > 1 else first[0])
+    return [
+        Prompt(
+            id=f"check of decoding {number}",
+            messages=(),
+            answer="",
+            token_ids=tuple(islice(tokens, min(length, max_prompt_tokens))),
+            next_turn=NextTurn(turn=0, seed=0, max_tokens=min(limit, max_tokens)),
+        )
+        for number, (length, limit) in enumerate(LENGTHS)
+    ]
+
+
+def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: int, limits: Limits) -> float:
+    shape = len(groups), NUM_SAMPLES
+    batch = collate(groups, Scores(total=torch.zeros(shape), by_reward={}), learner.backbone.decode)
+    gap = _gap(batch, learner, token_budget, training=True)
+    if limits.allow(gap):
+        return gap.largest
+    model, only_in_training = learner.backbone.model, ""
+    if limits.allow(_gap(batch, learner, token_budget, training=False)):
+        only_in_training = " in training mode, and not otherwise (its dropout, or another noise, is on there)"
+    problem = (
+        f"decoding does not give the log-probs of the trainer's forward for a {model.config.model_type}"
+        f"{only_in_training}: {int(batch.loss_mask.sum())} sampled tokens differ by up to {gap.largest:.2g} nats, "
+        f"{gap.mean:.2g} on average ({limits} is allowed); stopped rather than train on them"
+    )
+    remedy = f"try model.kernels=plain, another generation.engine, release of transformers or model; {REMEDY}"
+    raise UserError("model.path", problem, got=learner.backbone.path, remedy=remedy)
+
+
+def _gap(batch: Batch, learner: Roles | WholeModel, token_budget: int, *, training: bool) -> Gap:
+    """The gap between the log-probs of all sampled tokens."""
+    with torch.no_grad(), torch.random.fork_rng():
+        if training:
+            with learner.training(dropout=False):
+                expected_BT = learner.forward.logprobs(batch, token_budget)
+        else:
+            expected_BT = learner.forward.logprobs(batch, token_budget)
+    mask = batch.loss_mask
+    return Gap.between(batch.sampled_logprobs[mask].tolist(), expected_BT[mask].tolist())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.batch import collate
+from rlft.batch import collate, select
+from rlft.config.schema import RunConfig
 from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
 from rlft.environment.endpoint.traces import Traces
@@ -21,15 +22,16 @@ from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
-from rlft.loop.freshness import open_freshness
+from rlft.loop.freshness import check_decoding, open_freshness
 from rlft.loop.members import make_trainer, open_members
 from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss
 from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
-from rlft.loop.rehearsal import check_decoding, largest_micro_batch
 from rlft.loop.sampling import AheadSampler, StepSampler, derived_from, packed, replace_uninformative_groups, unpacked
 from rlft.loop.token_inspection import Inspection
 from rlft.model.critic import CRITIC
+from rlft.model.forward import Forward
 from rlft.model.roles import Roles
+from rlft.plan.memory_parts import longest_rows
 from rlft.plan.sampling_shapes import Decoding, of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
@@ -320,6 +322,38 @@ class Session(RunDriver):
     def facts(self) -> Facts:
         learning = [parameter for role in self.roles.learning_roles for parameter in self.roles.named_parameters(role)]
         return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, self.base_copies())
+
+
+def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...], hinted_tokens: int = 0) -> Batch:
+    """A micro-batch of the longest prompt with completions of full length, with as many rows as a micro-batch can have.
+
+    It is rehearsed, so that memory runs out before the first step and not many steps later. A teacher reads the same
+    rows, or with a hint rows as long as its longest. Pretraining text (PPO-ptx) and a reward model's own training are
+    not rehearsed: their batches fit the same token budget as the update's.
+
+    Args:
+        run: the run's config.
+        forward: splits a batch into micro-batches.
+        prompt: token ids of the longest prompt.
+        hinted_tokens: number of tokens of the longest prompt with a hint that a teacher reads; 0 without a hint.
+    """
+    shape = (len(prompt), run.generation.max_tokens, run.group_size, run.completions_per_step // run.minibatches)
+    batch = longest_rows(*shape, run.token_budget)
+    batch.token_ids[:, : len(prompt)] = torch.tensor(prompt)
+    parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), run.token_budget)
+    micro = select(batch, max(parts, key=len))
+    zeros = torch.zeros_like(micro.sampled_logprobs)
+    if hinted_tokens:
+        hinted_P = torch.tensor(prompt).repeat(-(-hinted_tokens // len(prompt)))[:hinted_tokens]
+        micro = replace(micro, teacher_prompts=hinted_P.expand(len(micro.rewards), -1))
+    return replace(
+        micro,
+        old_logprobs=zeros,
+        reference_logprobs=zeros,
+        old_values=zeros,
+        advantages=zeros + 1,
+        returns=zeros,
+    )
 
 
 @contextmanager

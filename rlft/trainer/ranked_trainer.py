@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.trainer.local import LocalTrainer, TrainerState
 from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
@@ -313,6 +313,4 @@ def _cause(member: Member, future: Future[Any], limit: float) -> str:
         return (
             str(error) if isinstance(error, MemberError) else f"{member.name} failed: {type(error).__name__}: {error}"
         )
-    tail = last_lines(member.log)
-    lines = f"; its last lines:\n{tail}" if tail else ""
-    return f"{member.name} has not answered for {limit:g} s (cluster.timeout); its log is {member.log}{lines}"
+    return f"{member.name} has not answered for {limit:g} s (cluster.timeout); {where_it_wrote(member.log)}"

@@ -21,8 +21,7 @@ from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator, Weights
 from rlft.loop import session
-from rlft.loop.freshness import LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Limits
-from rlft.loop.rehearsal import _probes, check_decoding
+from rlft.loop.freshness import LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Limits, _probes, check_decoding
 from rlft.model.backbone import Backbone
 from rlft.model.kernels import selection
 from rlft.model.roles import Roles
