@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
+
 from rlft.system.process.child import function_of
 from rlft.system.process.launcher import LocalProcesses
-from rlft.system.process.member import MemberSpec
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec
 from rlft.types import UserError
 
 
@@ -78,6 +81,45 @@ def call(connection: Any, target: str) -> None:
 
 
 SPEC = MemberSpec(name="calculator-0", factory="cluster_members:Calculator")
+ANSWER_S = 60.0
+
+
+def check_answers(member: Member, launcher: Launcher) -> None:
+    """Calls of a new member are answered in order, errors come back as what they are, and values can be shared."""
+    futures = [member.call("add", 1), member.call("add", 2, times=3), member.call("add", 0)]
+    assert [future.result(ANSWER_S) for future in futures] == [11, 17, 17]  # 10 + 1; + 2 * 3; + 0
+    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
+        member.call("divide", 0).result(ANSWER_S)
+    assert "return self.total / number" in str(caught.value.__cause__)
+    with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$") as mistake:
+        member.call("refuse").result(ANSWER_S)
+    assert (mistake.value.key, mistake.value.got) == ("some.key", 3)
+    for method in ("raise_what_cannot_be_sent", "what_cannot_be_sent"):
+        with pytest.raises(Exception, match=r"no copy of this|[Pp]ickle"):
+            member.call(method).result(ANSWER_S)
+        assert member.call("length", [1, 2]).result(ANSWER_S) == 2
+    shared = launcher.share(b"x" * 3_000_000)  # more than a connection's buffer holds
+    assert member.call("length", shared).result(ANSWER_S) == 3_000_000
+
+
+def check_what_cannot_be_made(launcher: Launcher) -> None:
+    """An object that cannot be made fails every call."""
+    member = launcher.start(replace(SPEC, name="calculator-1", arguments={"start": -1}))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^start: must not be negative, got -1"):
+            member.call("add", 1).result(ANSWER_S)
+    member.kill()
+
+
+def check_death(launcher: Launcher, how: str) -> None:
+    """A dead member says how it ended and what it said last."""
+    member = launcher.start(replace(SPEC, name="calculator-2"))
+    futures = [member.call("die"), member.call("add", 1)]
+    for future in futures:
+        with pytest.raises(MemberError, match=rf"(?s)calculator-2 {how}.*its log is [^\n]*\n.*about to die"):
+            future.result(ANSWER_S)
+    with pytest.raises(MemberError, match=f"calculator-2 {how}"):
+        member.call("add", 1).result(ANSWER_S)
 
 
 def main() -> None:

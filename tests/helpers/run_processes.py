@@ -76,6 +76,14 @@ class Started:
         return happens(lambda: word in self.err.read_text(), within_s)
 
 
+def is_alive(pid: int) -> bool:
+    """A zombie is not: whoever became its parent has yet to ask for its exit code."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Nursery:
     """Starts runs one at a time, of one thread each, because the models are small and the machine has other work.
 

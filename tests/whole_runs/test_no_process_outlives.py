@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from run_processes import Nursery, happens, marked
+from run_processes import Nursery, happens, is_alive, marked
 from slow_cases import slow_but
 
 END_S = 60.0
@@ -42,11 +41,3 @@ def test_no_process_outlives_a_run_that_ends_by(
     assert len(first["children"]) >= 2, "two workers at the least were there"
     # Both: a process on its way out has no environment any more, and one that came later was not seen.
     assert happens(lambda: not marked(started.mark) and not any(map(is_alive, first["children"])), within_s=END_S)
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is not: whoever became its parent has yet to ask for its exit code."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

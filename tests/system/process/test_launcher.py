@@ -13,16 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import cluster_members
-import psutil
 import pytest
-from cluster_members import SPEC
-from run_processes import happens
+from cluster_members import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
+from run_processes import happens, is_alive
 
 from rlft.system.process.launcher import LocalProcesses, ProcessMember
 from rlft.system.process.member import MemberError, last_lines
-from rlft.types import UserError
-
-ANSWER_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +35,8 @@ def member(launcher: LocalProcesses) -> ProcessMember:
         return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
-def test_calls_are_answered_in_order(member: ProcessMember) -> None:
-    futures = [member.call("add", 1), member.call("add", 2, times=3), member.call("add", 0)]
-    assert [future.result(ANSWER_S) for future in futures] == [11, 17, 17]  # 10 + 1; + 2 * 3; + 0
+def test_calls_are_answered_in_order_and_errors_come_back(member: ProcessMember, launcher: LocalProcesses) -> None:
+    check_answers(member, launcher)
 
 
 def test_a_member_has_the_threads_and_the_environment_of_its_spec(member: ProcessMember) -> None:
@@ -54,30 +49,6 @@ def test_its_output_is_in_the_runs_folder(member: ProcessMember, launcher: Local
     member.call("add", 0).result(ANSWER_S)
     assert member.log.parent.name == "cluster"
     assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=60)
-
-
-def test_an_exception_comes_back_with_its_traceback(member: ProcessMember) -> None:
-    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
-        member.call("divide", 0).result(ANSWER_S)
-    assert "return self.total / number" in str(caught.value.__cause__)
-
-
-def test_a_users_mistake_comes_back_as_one(member: ProcessMember) -> None:
-    with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$") as caught:
-        member.call("refuse").result(ANSWER_S)
-    assert (caught.value.key, caught.value.got) == ("some.key", 3)
-
-
-@pytest.mark.parametrize("method", ["raise_what_cannot_be_sent", "what_cannot_be_sent"])
-def test_what_cannot_be_sent_comes_back_as_an_error(method: str, member: ProcessMember) -> None:
-    with pytest.raises(Exception, match=r"no copy of this|[Pp]ickle"):
-        member.call(method).result(ANSWER_S)
-    assert member.call("length", [1, 2]).result(ANSWER_S) == 2
-
-
-def test_a_value_is_shared_by_calls(member: ProcessMember, launcher: LocalProcesses) -> None:
-    shared = launcher.share(b"x" * 3_000_000)  # more than a connection's buffer holds
-    assert member.call("length", shared).result(ANSWER_S) == 3_000_000
 
 
 def test_a_busy_member_does_not_hold_up_who_calls_it(member: ProcessMember) -> None:
@@ -96,22 +67,11 @@ def test_a_member_survives_signals_to_the_whole_job(number: signal.Signals, memb
 
 
 def test_an_object_that_cannot_be_made_fails_every_call(launcher: LocalProcesses) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-1", arguments={"start": -1}))
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"^start: must not be negative, got -1"):
-            member.call("add", 1).result(ANSWER_S)
+    check_what_cannot_be_made(launcher)
 
 
 def test_a_dead_member_says_how_it_ended_and_what_it_said_last(launcher: LocalProcesses) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-2"))
-    futures = [member.call("die"), member.call("add", 1)]
-    for future in futures:
-        with pytest.raises(
-            MemberError, match=r"(?s)calculator-2 was killed by SIGKILL.*its log is [^\n]*\n.*about to die"
-        ):
-            future.result(ANSWER_S)
-    with pytest.raises(MemberError, match="calculator-2 was killed by SIGKILL"):
-        member.call("add", 1).result(ANSWER_S)
+    check_death(launcher, "was killed by SIGKILL")
 
 
 def test_a_stopped_member_is_ended_by_a_kill_with_its_children(launcher: LocalProcesses) -> None:
@@ -167,10 +127,3 @@ def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
     assert last_lines(log) == ""
     log.write_text("".join(f"line {i}\n" for i in range(20)))
     assert last_lines(log, 2) == "line 18\nline 19"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -16,16 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import ray_driver
-from cluster_members import SPEC
-from run_processes import happens
+from cluster_members import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
+from run_processes import happens, is_alive
 
 from rlft.system.process import ray_session
 from rlft.system.process.member import MemberError
 from rlft.system.process.ray_actors import RayActors, RayMember, how_it_died
 from rlft.system.process.ray_session import RaySession
 from rlft.types import UserError
-
-ANSWER_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +57,7 @@ def member(launcher: RayActors) -> RayMember:
 
 
 def test_calls_are_answered_in_order_on_another_machine(member: RayMember, launcher: RayActors) -> None:
-    futures = [member.call("add", 1), member.call("add", 2, times=3), member.call("add", 0)]
-    assert [future.result(ANSWER_S) for future in futures] == [11, 17, 17]  # 10 + 1; + 2 * 3; + 0
+    check_answers(member, launcher)
     facts = member.call("facts").result(ANSWER_S)
     assert (facts["threads"], facts["extra"]) == ("3", "yes")
     assert member.place is not None
@@ -75,37 +72,12 @@ def test_a_log_comes_over_from_another_machine(member: RayMember) -> None:
     assert "other machine" not in str(member.log)
 
 
-def test_errors_come_back_as_what_they_are(member: RayMember) -> None:
-    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
-        member.call("divide", 0).result(ANSWER_S)
-    assert "return self.total / number" in str(caught.value.__cause__)
-    with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$"):
-        member.call("refuse").result(ANSWER_S)
-    for method in ("raise_what_cannot_be_sent", "what_cannot_be_sent"):
-        with pytest.raises(Exception, match=r"no copy of this|[Pp]ickle"):
-            member.call(method).result(ANSWER_S)
-
-
-def test_a_value_is_shared_by_calls(member: RayMember, launcher: RayActors) -> None:
-    assert member.call("length", launcher.share(b"x" * 3_000_000)).result(ANSWER_S) == 3_000_000
-
-
 def test_an_object_that_cannot_be_made_fails_every_call(launcher: RayActors) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-1", arguments={"start": -1}))
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"^start: must not be negative, got -1"):
-            member.call("add", 1).result(ANSWER_S)
-    member.kill()
+    check_what_cannot_be_made(launcher)
 
 
 def test_a_dead_member_says_what_it_said_last(launcher: RayActors) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-2"))
-    futures = [member.call("die"), member.call("add", 1)]
-    for future in futures:
-        with pytest.raises(MemberError, match=r"(?s)calculator-2 has died \(.*its log is [^\n]*\n.*about to die"):
-            future.result(ANSWER_S)
-    with pytest.raises(MemberError, match="calculator-2 has died"):
-        member.call("add", 1).result(ANSWER_S)
+    check_death(launcher, "has died")
 
 
 @pytest.mark.slow
@@ -269,10 +241,3 @@ def test_why_an_actor_died() -> None:
     text = "Gone.\n\tpid: 3\nThe actor is dead because its worker has died. Worker exit detail: End of file. More."
     assert how_it_died(text) == "its worker has died: End of file"
     assert how_it_died("Something else") == "Something else"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

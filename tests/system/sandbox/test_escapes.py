@@ -54,6 +54,7 @@ ATTEMPTS = {
     # -- files
     "read the users": Attempt('Path("/etc/passwd").read_bytes()', ("etc",)),
     "read a file of the home folder": Attempt('Path(goal["secret"]).read_text()', ("home",)),
+    "list the home folder": Attempt('os.listdir(os.path.dirname(goal["secret"]))', ("home",)),
     "write to the root folder": Attempt('Path("/new").touch()', ("read-only root",)),
     "write into its own script": Attempt(
         'os.chmod("/files/script.py", 0o600); open("/files/script.py", "a")', ("read-only root",)
