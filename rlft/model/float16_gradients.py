@@ -5,7 +5,7 @@ smaller by another factor of 100: below 6e-5 float16 has fewer digits, and below
 network, at its float32 outputs, they are therefore multiplied by a power of two, and where they reach an adapter's
 float32 weights they are divided by it, which rounds nothing. bfloat16 has the range of float32 and needs no scale. With
 this scale neither end is near: a token of 100,000 has a gradient of 0.01, and a weight's overflows at 64, which the
-optimizer refuses (`trainer.optimizer.NonFiniteGradientError`).
+optimizer refuses (`trainer.update.NonFiniteGradientError`).
 """
 
 from __future__ import annotations

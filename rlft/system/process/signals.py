@@ -82,8 +82,8 @@ def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:
     return [n for n in numbers if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
-def restore(handlers: Mapping[int, Any]) -> None:
-    """Sets these handlers, which `signal.signal` or `signal.getsignal` returned."""
+def restore(handlers: Mapping[Any, Any]) -> None:
+    """Sets these handlers {number of a signal: handler}, which `signal.signal` or `signal.getsignal` returned."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
