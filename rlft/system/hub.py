@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ssl
 import urllib.error
 import urllib.request
@@ -29,7 +30,7 @@ def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
             urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=seconds).close()
         except urllib.error.HTTPError:
             return True
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             # Python does not trust the certificate, but a server did answer; the library will say more.
             return isinstance(getattr(error, "reason", None), ssl.SSLError)
         return True
