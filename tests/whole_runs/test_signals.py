@@ -66,6 +66,12 @@ def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp
     assert (tmp_path / "cut" / "samples.jsonl").read_bytes() == whole
 
 
+def ended(code: str, *before: str) -> subprocess.CompletedProcess[str]:
+    """A Python program that has ended; before: words in front of its command."""
+    command = [*before, sys.executable, "-c", code]
+    return subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
+
+
 SWALLOWED = """
 import os, signal, time
 from rlft.system import interrupt
@@ -89,22 +95,17 @@ with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda 
 @pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
 def test_a_signal_that_a_library_swallows_ends_the_process_all_the_same(code: str) -> None:
     start = time.monotonic()
-    command = [sys.executable, "-c", SWALLOWED + code]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
+    done = ended(SWALLOWED + code)
     assert (done.returncode, done.stderr) == (130, "rlft: interrupted: nothing was written\n")
     assert time.monotonic() - start < 300, "neither of the pauses was slept"
 
 
 def test_what_is_in_its_own_hands_is_not_ended() -> None:
-    code = (
-        SWALLOWED
-        + """
+    code = """
 with interrupt.ends_promptly(''), interrupt.handled_inside():
     press(); time.sleep(interrupt.GRACE_S + 0.5)
 print('alive')"""
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
+    done = ended(SWALLOWED + code)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
@@ -125,14 +126,12 @@ main()
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_at_the_very_start_leaves_130_and_a_line(name: str) -> None:
     heard = f"import signal\nsignal.signal(signal.{name}, signal.SIG_DFL)\n"  # whatever the suite was started by: nohup
-    command = [sys.executable, "-c", heard + STARTING.replace("SIGNAL", name)]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
+    done = ended(heard + STARTING.replace("SIGNAL", name))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "rlft: interrupted: nothing was begun\n")
 
 
 def test_what_nohup_has_started_is_deaf_to_a_dropped_connection() -> None:
-    command = ["nohup", sys.executable, "-c", STARTING.replace("SIGNAL", "SIGHUP")]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
+    done = ended(STARTING.replace("SIGNAL", "SIGHUP"), "nohup")
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["rlft"]), done.stderr
 
 
@@ -158,7 +157,6 @@ try:
 except interrupt.Terminated:
     pass
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
+    done = ended(code)
     heard = "interrupted: ending before a step is begun; once more stops at once"
     assert (done.returncode, done.stdout.splitlines()) == (0, [heard, "a second one", "cleaned up"]), done.stderr
