@@ -90,10 +90,11 @@ class RunDriver(ABC):
 
     def __init__(self, run: OpenRun, generator: Generator | None = None) -> None:
         self.run, self.folder, self.logger, self.interrupt = run, run.folder, run.logger, run.interrupt
-        self._plan, self._config = run.plan, run.plan.config
+        self.plan: Any = run.plan
+        self.config: Any = run.plan.config
         self.shared_base = None if generator is None else generator.shared_base
         self.saver = Saver(
-            run_folder.checkpoints(run.folder), self._config.checkpoint, run.interrupt, run.plan.num_steps
+            run_folder.checkpoints(run.folder), self.config.checkpoint, run.interrupt, run.plan.num_steps
         )
 
     # -- what a verb's run implements ----------------------------------------------------------------------------------
@@ -138,30 +139,30 @@ class RunDriver(ABC):
         Returns the checkpoint that the run continues from; None for a new run.
         """
         saved = None
-        if self._config.resume is not None:
+        if self.config.resume is not None:
             saved = checkpoint.load_newest(run_folder.checkpoints(self.folder), self.logger.note)
         if saved is not None:
             self.restore(saved)
             if self.shared_base is not None:
                 self.shared_base.check_content(saved.state.get(CHECKSUMS))
         step, facts = 0 if saved is None else saved.step, self.facts()
-        headline = verbs.named(self._config.verb).headline or LOSS
+        headline = verbs.named(self.config.verb).headline or LOSS
         self.logger.start(
             RunInfo(
                 folder=self.folder,
-                name=self._config.name,
-                config=self._plan.plain,
+                name=self.config.name,
+                config=self.plan.plain,
                 step=step,
-                steps=self._plan.num_steps,
-                sizes=self._plan.startup_rows(facts),
+                steps=self.plan.num_steps,
+                sizes=self.plan.startup_rows(facts),
                 watched=(headline.label, headline.metric),
             )
         )
-        if self._config.resume is not None:
+        if self.config.resume is not None:
             self.logger.note(
                 f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
             )
-        for note in (*self._plan.notes, *facts.notes, *self.findings()):
+        for note in (*self.plan.notes, *facts.notes, *self.findings()):
             if note:
                 self.logger.note(note)
         self.rehearse(step)
@@ -193,8 +194,8 @@ class RunDriver(ABC):
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluates every `eval.every` steps and after the last one; 0 means never."""
-        every = self._config.eval.every
-        if not every or (step % every and step != self._plan.num_steps):
+        every = self.config.eval.every
+        if not every or (step % every and step != self.plan.num_steps):
             return
         self.stage("evaluate")
         evaluation = self.evaluation(step)
@@ -209,15 +210,15 @@ class RunDriver(ABC):
     def state_values(self) -> dict[str, Any]:
         """The values that the state.json of every checkpoint holds."""
         shared = {} if self.shared_base is None else {CHECKSUMS: self.shared_base.check_content()}
-        return {"seed": self._config.seed, **self._plan.fingerprints, **shared}
+        return {"seed": self.config.seed, **self.plan.fingerprints, **shared}
 
     def base_copies(self) -> BaseCopies | None:
         """How many copies of the base the trainer and the engine hold; None where the engine does not report any."""
         if self.shared_base is not None:
             return BaseCopies(1, self.shared_base.text)
-        if self._plan.engine is None:
+        if self.plan.engine is None:
             return None
-        why = base_sharing_obstacle(self._config.generation.named(self._plan.engine), self._config.model)
+        why = base_sharing_obstacle(self.config.generation.named(self.plan.engine), self.config.model)
         return BaseCopies(2, why) if why else None
 
     # -- from the first step to the last -------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class RunDriver(ABC):
             step = loop()
         except StepAbandoned:
             return Outcome(step=self.saver.save_last_finished(), interrupted=True)
-        return Outcome(step=step, interrupted=self.interrupted and step < self._plan.num_steps)
+        return Outcome(step=step, interrupted=self.interrupted and step < self.plan.num_steps)
 
 
 @contextlib.contextmanager

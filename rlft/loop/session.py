@@ -56,24 +56,25 @@ class State:
 class Session(RunDriver):
     """The open parts of one run of `rlft train`, which `open_session` opens and closes."""
 
+    plan: TrainPlan
+    config: RunConfig
+
     def __init__(
         self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer | AheadScorer, trainer: Trainer
     ) -> None:
         super().__init__(run, generator)
-        plan: TrainPlan = run.plan
-        self.plan, self.config = plan, plan.config
         self.backbone, self.roles, self.generator = roles.backbone, roles, generator
         self.scorer, self.trainer = scorer, trainer
         self.hints = Hints()
         self.alarms = self._open_alarms()
         self._failures_noted = 0
-        self.sampler = StepSampler(generator, plan.train_prompts.prompts, self.config)
+        self.sampler = StepSampler(generator, self.plan.train_prompts.prompts, self.config)
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
         self._previous: Adapter | None = None  # with overlap.lag, the adapter published before `_published`
-        engine = self.config.generation.named(plan.engine)
-        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, roles.backbone, engine)
+        engine = self.config.generation.named(self.plan.engine)
+        self.freshness = open_freshness(self.config.freshness, self.plan.train_prompts, roles.backbone, engine)
 
     # -- before the first step -----------------------------------------------------------------------------------------
     def begin(self) -> State:

@@ -124,7 +124,7 @@ class SupervisedRun(RunDriver):
 
     def __init__(self, run: OpenRun, task: SupervisedTask[Any]) -> None:
         super().__init__(run, task.generator)
-        self.plan, self.config, self.task = run.plan, run.plan.config, task
+        self.task = task
         self.optimizer = Optimizer(task.parameters(), self.config.trainer, task.role)
 
     def train(self) -> int:
