@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from typing import Any
@@ -101,8 +101,8 @@ def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monke
 def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB are more than a connection takes without a reader. The thread that ends it is far ahead of the caller."""
 
-    def is_ahead(function: Callable[[], Any]) -> Future[Any]:
-        future = in_background(function)
+    def is_ahead(*call: Any) -> Future[Any]:
+        future = in_background(*call)
         time.sleep(0.5)
         return future
 
