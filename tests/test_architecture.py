@@ -70,7 +70,7 @@ SEEN_IN_USE = {
     "data": {"lines"},
     "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
     "loop": {"saving"},
-    "plan": {"environments", "ranks", "roles", "sample_checks", "sample_plan", "sampling_shapes"},
+    "plan": {"sample_plan"},
     "system": {"process/ray_keeper"},
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
 from rlft.environment.endpoint.traces import Traces
 from rlft.generation.engine import Generator
+from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
 from rlft.loop.base_loading import layers_of_rank
@@ -34,7 +35,7 @@ from rlft.loop.sampling import StepSampler, replace_uninformative_groups
 from rlft.loop.token_inspection import Inspection
 from rlft.model.critic import CRITIC
 from rlft.model.roles import Roles
-from rlft.plan.sampling_shapes import Decoding, of_training, rehearse_decoding
+from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.ahead import AheadScorer

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlft import cli
-from rlft.runs import checkpoint, references, run_folder
+from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
-from rlft.runs.find import named_folder, one_run
+from rlft.runs.find import folder_of, named_folder, one_run, with_named_runs
 from rlft.types import UserError
 
 MakeRun = Callable[..., Path]
@@ -154,14 +154,14 @@ def test_diff_compares_the_two_runs_below_one_folder(
 def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
     saved = Checkpoint(step=1, adapters={"policy": {}}, adapter_config={}, optimizer={}, state={})
     folder = checkpoint.save(run_folder.checkpoints(three[1]), saved, keep=1)
-    found = references.resolved({"lora": {"path": "latest"}, "snapshot": {"reference": "base"}})
+    found = with_named_runs({"lora": {"path": "latest"}, "snapshot": {"reference": "base"}})
     assert found == {"lora": {"path": str(folder / "policy")}, "snapshot": {"reference": "base"}}
     assert capsys.readouterr().err == "latest: runs/first/b\n"
 
 
 def test_a_word_of_a_key_is_never_a_folder_with_runs(three: tuple[Path, ...]) -> None:
     Path("runs/first").rename("base")
-    assert references.folder_of("base", ("policy",), "snapshot.reference") == "base"
+    assert folder_of("base", ("policy",), "snapshot.reference") == "base"
 
 
 def test_a_name_that_was_typed_is_a_path_as_it_was(three: tuple[Path, ...]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
-from rlft.runs.references import adapter_references, folder_of, resolved
+from rlft.runs.find import adapter_references, folder_of, with_named_runs
 from rlft.types import UserError
 
 
@@ -100,20 +100,20 @@ def test_every_key_that_may_name_a_run_is_looked_at(run: Path) -> None:
         "reward.learned.path": ("reward", "reward_learned"),
     }
     policy = str(run / "checkpoints" / "step_000002" / "policy")
-    found = resolved(plain)
+    found = with_named_runs(plain)
     assert found["lora"] == {"path": policy, "rank": 4}
     assert found["snapshot"]["reference"] == policy
     assert found["reward"] == plain["reward"]
     assert plain["lora"]["path"] == str(run), "what was given is left alone"
-    assert resolved(found) == found
+    assert with_named_runs(found) == found
 
 
 def test_a_reward_model_goes_on_from_a_reward_model_or_begins_as_a_policy(run: Path, tmp_path: Path) -> None:
     other = begun(tmp_path / "other", verb="rm")
     newest = reached(other, 1, "reward")
     for path, expected in ((other, newest / "reward"), (run, run / "checkpoints" / "step_000002" / "policy")):
-        assert resolved({"verb": "rm", "lora": {"path": str(path)}})["lora"]["path"] == str(expected)
+        assert with_named_runs({"verb": "rm", "lora": {"path": str(path)}})["lora"]["path"] == str(expected)
 
 
 def test_without_an_adapter_there_is_nothing_to_name() -> None:
-    assert resolved({"verb": "sft", "lora": None}) == {"verb": "sft", "lora": None}
+    assert with_named_runs({"verb": "sft", "lora": None}) == {"verb": "sft", "lora": None}
