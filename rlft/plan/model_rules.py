@@ -116,12 +116,12 @@ def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
     if problem := too_large_a_rank(engine, lora):
         remedy = "lower it, or choose generation=transformers"
         raise UserError("lora.rank", problem, got=lora.rank, remedy=remedy)
-    if lora.use_dora and not engine.serves_dora:
+    if problem := no_dora(engine, lora):
         remedy = "use generation=transformers, or lora.use_rslora=true instead"
-        raise UserError("lora.use_dora", no_dora(engine), got="true", remedy=remedy)
-    if lora.adapts_head and not engine.serves_head:
+        raise UserError("lora.use_dora", problem, got="true", remedy=remedy)
+    if problem := no_head(engine, lora):
         remedy = "leave it out, or use generation=transformers"
-        raise UserError("lora.target_modules", no_head(engine), got=HEAD, remedy=remedy)
+        raise UserError("lora.target_modules", problem, got=HEAD, remedy=remedy)
 
 
 def check_pattern(lora: LoraSettings) -> None:
@@ -140,14 +140,14 @@ def too_large_a_rank(engine: Engine, lora: LoraSettings) -> str | None:
     return f"{engine.title} takes adapters up to rank {limit}" if limit is not None and lora.rank > limit else None
 
 
-def no_dora(engine: Engine) -> str:
-    """Why the engine cannot serve a DoRA adapter."""
-    return f"{engine.title} serves no DoRA adapters"
+def no_dora(engine: Engine, lora: LoraSettings) -> str | None:
+    """Why the engine cannot serve DoRA adapters, if these are; None if it can."""
+    return f"{engine.title} serves no DoRA adapters" if lora.use_dora and not engine.serves_dora else None
 
 
-def no_head(engine: Engine) -> str:
-    """Why the engine cannot serve an adapter of the output layer."""
-    return f"{engine.title} serves no adapters of {HEAD}"
+def no_head(engine: Engine, lora: LoraSettings) -> str | None:
+    """Why the engine cannot serve adapters of the output layer, if these are; None if it can."""
+    return f"{engine.title} serves no adapters of {HEAD}" if lora.adapts_head and not engine.serves_head else None
 
 
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
@@ -260,7 +260,11 @@ def choose_engine(
         runs_here: False if the run is only planned, which needs no engine.
         whole: whether a whole model is trained.
     """
-    name, reason = _chosen(generation, lora, runs_here=runs_here, whole=whole)
+    name, reason = generation.engine, "as asked"
+    if name == AUTO:
+        name, reason = _automatic(generation, lora, whole=whole)
+    elif runs_here and (missing := generation.named(name).missing()) is not None:
+        raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
     if runs_here:
         from rlft.model.backbone import resolve_device, resolve_dtype
 
@@ -298,15 +302,7 @@ def _keys_of(engine: str) -> Iterator[None]:
         raise UserError(key, error.problem, got=error.got, remedy=error.remedy) from None
 
 
-def _chosen(
-    generation: GenerationConfig, lora: LoraSettings | None, *, runs_here: bool, whole: bool
-) -> tuple[str, str]:
-    name = generation.engine
-    if name != AUTO:
-        missing = generation.named(name).missing() if runs_here else None
-        if missing is not None:
-            raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
-        return name, "as asked"
+def _automatic(generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool) -> tuple[str, str]:
     import torch
 
     if not torch.cuda.is_available():
@@ -325,11 +321,9 @@ def why_not_on_a_gpu(
     engine = generation.named(ON_A_GPU)
     if whole and not engine.serves_whole_models:
         return f"{engine.title} serves adapters only"
-    if lora is not None and lora.use_dora and not engine.serves_dora:
-        return no_dora(engine)
-    if lora is not None and lora.adapts_head and not engine.serves_head:
-        return no_head(engine)
-    if lora is not None and (problem := too_large_a_rank(engine, lora)):
-        return problem
+    if lora is not None:
+        for problem in (no_dora(engine, lora), no_head(engine, lora), too_large_a_rank(engine, lora)):
+            if problem is not None:
+                return problem
     missing = None if is_absent else engine.missing()
     return None if missing is None else missing.problem

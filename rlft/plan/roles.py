@@ -302,7 +302,7 @@ def check_teacher(
 
     Args:
         config: the typed config.
-        tokenizer: the student's tokenizer.
+        tokenizer: the student's.
         longest_prompt: number of tokens of the longest prompt that the teacher may read.
         vocabulary: number of token ids that the student may sample: the rows of its embedding.
     """

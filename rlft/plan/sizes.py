@@ -43,14 +43,16 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
     kernels = decide(settings.kernels, empty.config.model_type)
     all_auto = kernels.choice is KernelChoice.auto and settings.attn_implementation == "auto"
+    packed = all_auto and known_refusal(empty) is None
     head = empty.get_output_embeddings()  # which transformers does not quantise
     linear = sum(m.weight.numel() for m in empty.modules() if isinstance(m, nn.Linear) and m is not head)
     quantized = 0 if settings.quantization is None else linear
     itemsize = resolve_dtype(settings.dtype, device).itemsize
     of_layers = layer_sizes(config)
+    layers = tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty))
     shapes: Mapping[str, tuple[int, ...]] = {}
     adapter, layer_kinds = NO_ADAPTER, ("", "")
-    if lora is not None:
+    if lora is not None:  # from here on its adapter is on the empty base
         shapes = fresh_shapes(empty, lora_config(lora, empty))
         layer_kinds = adapted_words(empty)
         is_quantized = settings.quantization is not None
@@ -67,10 +69,10 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         adapter=adapter,
         key_size=2 * sum(layer.keys for layer in of_layers),
         config=config.get_text_config(),
-        packed=all_auto and known_refusal(empty) is None,
+        packed=packed,
         kernels=kernels,
         linear=linear,
-        layers=tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty)),
+        layers=layers,
         layer_kinds=layer_kinds,
         widest_mlp=max(layer.mlp for layer in of_layers),
     )
