@@ -69,7 +69,7 @@ SEEN_IN_USE = {
     "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
     "data": {"lines"},
     "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
-    "plan": {"environments", "ranks", "roles", "sample_checks", "sample_plan", "sampling_shapes"},
+    "plan": {"sample_plan"},
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from rlft.config import compose as configs
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve
 from rlft.config.suggest import known_keys
-from rlft.plan import rules
+from rlft.plan.model_rules import check_machine
 from rlft.types import UserError
 
 NUMBERS_OF_EXAMPLES = (100, int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000")))
@@ -99,7 +99,7 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 def refusal(verb: str, plain: dict[str, Any]) -> UserError | None:
     """What is said of a config before any file is read; also of the parts that read data, which are made."""
     try:
-        rules.check_machine(resolve(plain, verb).config.model)
+        check_machine(resolve(plain, verb).config.model)
         for section in ("data", "demonstrations", "preferences"):
             if plain.get(section):
                 instantiate(plain[section], section)

@@ -8,16 +8,14 @@ from in_one_test import each
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import build, compose
-from rlft.plan import preference_checks as preferences
-from rlft.plan import sft_checks as sft
-from rlft.plan.train_checks import check_components
+from rlft.plan.config_checks import check_components, check_preferences, check_sft
 
 RECIPES = catalog.choices("recipe")
 LOGGERS = {
     "train": lambda config: check_components(config)[1],
-    "sft": sft.check_config,
-    "rm": lambda config: preferences.check_config(config)[1],
-    "dpo": lambda config: preferences.check_config(config)[1],
+    "sft": check_sft,
+    "rm": lambda config: check_preferences(config)[1],
+    "dpo": lambda config: check_preferences(config)[1],
 }
 
 # What a stage of a pipeline is told on the command line: what an earlier stage has made.

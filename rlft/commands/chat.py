@@ -18,8 +18,7 @@ from rlft.commands.arguments import check_names_a_model, of_a_run
 from rlft.commands.eval import changed_to_sample
 from rlft.commands.launch import import_libraries
 from rlft.config import compose as configs
-from rlft.runs import references
-from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
+from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint, with_named_runs
 from rlft.system.interrupt import Terminated, handled_inside
 from rlft.system.terminal import command_line, override, say
 from rlft.types import (
@@ -123,7 +122,7 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     from rlft.config.schema import PromptsConfig, ScoringConfig
     from rlft.config.token_budget import AUTO, on_gpu, resolved
     from rlft.data.records import PLACEHOLDER, check_template
-    from rlft.plan.environments import read_environment
+    from rlft.plan.scoring_rules import read_environment
 
     if plain["token_budget"] == AUTO:
         plain = resolved(plain, gpu=on_gpu(plain["model"]))
@@ -175,7 +174,7 @@ def command(arguments: list[str]) -> None:
         plain = changed_to_sample(source, changes, parsed.config_dir)
     check(plain, raw)
     import_libraries()
-    run(references.resolved(plain), source, raw, say)
+    run(with_named_runs(plain), source, raw, say)
 
 
 def run(plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]) -> None:
@@ -261,7 +260,7 @@ class Talk:
         from rlft.config.generation import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
-        from rlft.plan.environments import prompt_additions
+        from rlft.plan.scoring_rules import prompt_additions
         from rlft.types import NOTHING
 
         self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved

@@ -15,9 +15,8 @@ from rlft.config.compose import USUAL, changed, compose
 from rlft.config.keys import is_below, known
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
-from rlft.plan.train_checks import check_config
-from rlft.runs import references
-from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint
+from rlft.plan.config_checks import check_train
+from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint, with_named_runs
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, UserError
 
@@ -60,7 +59,7 @@ def command(arguments: list[str]) -> None:
         plain = compose(changes, parsed.config_dir)
     else:
         plain = changed(as_training(source), changes, parsed.config_dir)
-    resolved = resolve_evaluation(references.resolved(plain))
+    resolved = resolve_evaluation(with_named_runs(plain))
     for note in notes(changes):
         say(f"note: {note}")
     if source is not None:
@@ -113,7 +112,7 @@ def shared_keys(root: type) -> list[str]:
 
 def resolve_evaluation(plain: dict[str, Any]) -> Resolved:
     """Reads a config for a single evaluation by this process, without loggers and teacher."""
-    return resolve(_as_evaluation(plain), check=partial(check_config, trains=False))
+    return resolve(_as_evaluation(plain), check=partial(check_train, trains=False))
 
 
 def _as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any
 from rlft.config.command import Verb
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.token_budget import AUTO
-from rlft.runs import checkpoint, references, run_folder, run_status
+from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
+from rlft.runs.find import with_named_runs
 from rlft.runs.fork import Fork
 from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
@@ -48,7 +49,7 @@ def resolve_in(folder: Path, plain: Mapping[str, Any], verb: str | None = None) 
     if plain["resume"] == AUTO:
         plain = {**plain, "resume": str(folder) if run_folder.config_file(folder).exists() else None}
     resumed = None if plain["resume"] is None else folder
-    resolved = resolve(run_folder.with_kept_values(references.resolved(plain), resumed), verb)
+    resolved = resolve(run_folder.with_kept_values(with_named_runs(plain), resumed), verb)
     if resumed is not None:
         run_folder.check_same_config(folder, resolved.plain)
     return resolved
@@ -82,14 +83,14 @@ def launch(
     import_libraries()
     verb, plain = resolved.command, resolved.plain
     from rlft.loop.engines import Engines
-    from rlft.plan import disk_space, rules
-    from rlft.plan.gpu_budget import fit_to_device
+    from rlft.plan.fit import fit_to_device
+    from rlft.plan.sizes import note_of_disk
 
     plan = fit_to_device(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
-    rules.check_writable(folder)
+    run_folder.check_writable(folder)
     if fork is not None:
         forks.begin(fork, folder, plain, plan.fingerprints, plan.num_steps)
         say(f"a new run from {fork.run} after step {fork.step}, in {folder}")
@@ -97,7 +98,7 @@ def launch(
         run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
     elif _is_left_alone(verb, plan, folder, may_be_finished):
         return False
-    if disk_note := disk_space.note(plan.disk_bytes(), folder):
+    if disk_note := note_of_disk(plan.disk_bytes(), folder):
         say(f"note: {disk_note}")
     try:
         with ExitStack() as stack:

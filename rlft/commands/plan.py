@@ -17,17 +17,13 @@ from rlft.config.token_budget import AUTO, with_budget_of_device
 from rlft.generation.memory import MemoryPart, ModelSizes, peak
 from rlft.loop.parts import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
-from rlft.plan.cluster_plan import context_bytes, placed_elsewhere
-from rlft.plan.disk_space import LOWERED_BY
-from rlft.plan.environment_trial import EnvironmentTrial, try_environment
-from rlft.plan.fit import Remedy, remedies
-from rlft.plan.gpu_budget import resolve_auto
-from rlft.plan.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
+from rlft.plan.fit import Remedy, context_bytes, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, memory_shortfall, parts, teacher_memory
-from rlft.plan.reward_trial import RewardTrial, doubts, try_rewards
-from rlft.plan.rules import check_engine_on, check_quantized_device, has_bitsandbytes
+from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
+from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
 from rlft.reward.workers.reward_spec import specs
 from rlft.system.memory import resident_bytes
 from rlft.types import UserError
@@ -146,7 +142,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
     process, free = resident_bytes(), free_bytes(device)
     on_gpus = on_another or device.type == "cuda"
     device_limit = free + (CUDA_CONTEXT if on_gpus else process) if limit is None else limit
-    plan = placed_elsewhere(plan, model, device_limit if on_gpus else None, on_gpus=on_gpus, absent=on_another)
+    plan = with_placement(plan, model, device_limit if on_gpus else None, on_gpus=on_gpus, absent=on_another)
     if on_gpus:
         process = context_bytes(plan)
     demand = plan.demand(model, False)

@@ -13,7 +13,7 @@ from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
-from rlft.runs import references
+from rlft.runs.find import with_named_runs
 from rlft.types import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -44,16 +44,16 @@ def command(arguments: list[str]) -> int:
     parsed = only_overrides(words, verb)
     overrides = [o for o in parsed.overrides if not o.startswith("device_memory=")]
     run = compose_run(overrides, parsed.config_dir, verb)
-    plain, device_memory = references.resolved(run.plain), parsed.value("device_memory")
+    plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
     memory = None if device_memory is None else read_bytes(device_memory)
     resolved = resolve(plain, verb)
     import_libraries()
     from rlft.commands import plan
     from rlft.commands.plan_page import print_plan
-    from rlft.plan import disk_space
+    from rlft.plan.sizes import note_of_disk
 
     planned = plan.plan_of(resolved, memory)
-    if disk_note := disk_space.note(planned.disk, run.folder):
+    if disk_note := note_of_disk(planned.disk, run.folder):
         planned = replace(planned, notes=[*planned.notes, disk_note])
     if "--json" in arguments:
         print(json.dumps(plan.as_dict(planned), indent=1))

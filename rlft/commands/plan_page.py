@@ -12,11 +12,10 @@ from rlft.commands.plan import Planned
 from rlft.generation.memory import MemoryPart, busiest, peak
 from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
-from rlft.plan.disk_space import LOWERED_BY
-from rlft.plan.environment_trial import EnvironmentTrial
 from rlft.plan.fit import in_words
-from rlft.plan.reward_trial import RewardTrial, doubts
 from rlft.plan.run_plan import DataLengths
+from rlft.plan.sizes import LOWERED_BY
+from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts
 from rlft.system.disk import size_text
 
 BINS = 8

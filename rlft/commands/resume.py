@@ -10,8 +10,8 @@ from rlft.commands.launch import begin, launch
 from rlft.commands.sweep.record import is_study
 from rlft.config import compose as configs
 from rlft.config.resolved import resolve
-from rlft.runs import checkpoint, references, run_folder
-from rlft.runs.find import find, one_run
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.find import find, one_run, with_named_runs
 from rlft.runs.fork import forking, open_fork
 from rlft.system.terminal import override, say
 from rlft.types import UserError
@@ -69,7 +69,7 @@ def fork(folder: Path, arguments: list[str]) -> None:
     plain = configs.changed(dict(source.before), changes, parsed.config_dir, verb)
     plain["resume"] = None
     new_folder = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
-    plain = run_folder.with_kept_values(references.resolved(plain), None)
+    plain = run_folder.with_kept_values(with_named_runs(plain), None)
     resolved = resolve({**plain, "resume": str(new_folder)})
     run_folder.check_free(new_folder)
     launch(resolved, new_folder, fork=source)

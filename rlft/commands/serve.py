@@ -22,8 +22,7 @@ from rlft.config import compose as configs
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
 from rlft.environment.endpoint.server import bound, check_installed
-from rlft.runs import references
-from rlft.runs.find import NamedRun, find_checkpoint
+from rlft.runs.find import NamedRun, find_checkpoint, with_named_runs
 from rlft.system.terminal import say
 from rlft.types import UserError
 
@@ -112,7 +111,7 @@ def command(arguments: list[str]) -> None:
     check_installed(SECTION)
     with bound(keys.host, keys.port, SECTION) as listening:
         import_libraries()
-        with opened(references.resolved(plain), source, keys, listening, say) as (service, inbox):
+        with opened(with_named_runs(plain), source, keys, listening, say) as (service, inbox):
             serve(service, inbox, say)
 
 
@@ -139,7 +138,7 @@ def opened(
     from rlft.generation.stops import check_stops
     from rlft.loop.engines import Engines, engine_args
     from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
-    from rlft.plan.rules import check_adapted, choose_engine
+    from rlft.plan.model_rules import check_adapted, choose_engine
     from rlft.runs import checkpoint
     from rlft.system.memory import Doing, explained
 

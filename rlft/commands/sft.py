@@ -16,8 +16,8 @@ from rlft.loop.parts import load_for_training, open_scorer
 from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
-from rlft.plan.sampling_shapes import of_evaluation, rehearse_decoding
 from rlft.plan.sft_plan import SftPlan
+from rlft.plan.sizes import of_evaluation, rehearse_decoding
 from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.scorer import Scorer
 from rlft.system.terminal import Say

@@ -18,6 +18,7 @@ from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
 from rlft.environment.endpoint.traces import Traces
 from rlft.generation.engine import Generator
+from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
 from rlft.loop.driver import OpenRun, RunDriver, open_run
@@ -32,7 +33,7 @@ from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward
 from rlft.model.roles import Roles
 from rlft.plan.memory_parts import longest_rows
-from rlft.plan.sampling_shapes import Decoding, of_training, rehearse_decoding
+from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.ahead import AheadScorer

@@ -25,6 +25,7 @@ from rlft.model.adapter_folder import (
     adapter_shapes,
     check_adapter_folder,
     check_head,
+    content_fingerprint,
     head_shapes,
     read_record,
 )
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
+
 VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
 """Fields of adapter_config.json with which tensors compute a different function from that of a role made by rlft."""
-
 KINDS = ("use_rslora", "use_dora")
 """Fields that change the function as VARIANTS do, but that the `lora` section can set, too."""
 
@@ -92,9 +93,7 @@ class Use:
 
 def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     """The adapter folders that this config names, in the order of its sections."""
-    adapter_uses = []
-    if config.lora.path is not None:
-        adapter_uses.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
+    adapter_uses = use_of_policy("lora.path", config.lora.path)
     if config.snapshot.reference not in ("none", "base", "copy", "ema"):
         reference, words = config.snapshot.reference, "none, base, copy or ema"
         adapter_uses.append(Use(key="snapshot.reference", path=reference, accepts=AdapterUse.frozen, words=words))
@@ -104,6 +103,16 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
         use = AdapterUse.scalar if config.critic.kind is CriticKind.adapter else AdapterUse.head
         adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use, words="base or reward"))
     return [*adapter_uses, *uses_of_rewards(rewards)]
+
+
+def fingerprints_of(used: Sequence[Use]) -> dict[str, str]:
+    """{<key>_fingerprint: fingerprint of the content of the folder that it names}."""
+    return {f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used}
+
+
+def use_of_policy(key: str, path: str | None) -> list[Use]:
+    """The adapter folder that a policy starts from, in a list; an empty one if none is named."""
+    return [] if path is None else [Use(key=key, path=path, accepts=AdapterUse.policy)]
 
 
 def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
@@ -117,11 +126,7 @@ def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
 
 # -- without the model -----------------------------------------------------------------------------------------------
 def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
-    """Checks that every adapter folder has the files that its use needs, with the run's rank if a role starts from it.
-
-    Raises:
-        UserError: with the key, what is wrong and what to do.
-    """
+    """Checks that each folder has the files that its use needs, and the run's rank if a role starts from it."""
     for use in used:
         _check_exists(use)
         if use.has_adapter:
@@ -155,56 +160,22 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
         in_adapter, in_run = bool(fields.get(name)), getattr(lora, name)
         if in_adapter != in_run:
             setting = f"{name}={str(in_adapter).lower()}"
-            raise UserError(
-                f"lora.{name}",
-                f"the adapter at {use.key} was trained with {setting} and would be another function",
-                got=str(in_run).lower(),
-                remedy=f"set lora.{setting}, or another {use.key}",
-            )
+            problem = f"the adapter at {use.key} was trained with {setting} and would be another function"
+            remedy = f"set lora.{setting}, or another {use.key}"
+            raise UserError(f"lora.{name}", problem, got=str(in_run).lower(), remedy=remedy)
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if use.starts_role and rank != lora.rank:
-        raise UserError(
-            "lora.rank",
-            f"the adapter at {use.key} has rank {rank}",
-            got=lora.rank,
-            remedy=f"set lora.rank={rank}, or another {use.key}",
-        )
+        remedy = f"set lora.rank={rank}, or another {use.key}"
+        raise UserError("lora.rank", f"the adapter at {use.key} has rank {rank}", got=lora.rank, remedy=remedy)
     if use.starts_role and alpha != lora.alpha:
-        raise UserError(
-            "lora.alpha",
-            f"the adapter at {use.key} was trained with {alpha} and would be another function",
-            got=lora.alpha,
-            remedy=f"set lora.alpha={alpha}, or another {use.key}",
-        )
-
-
-# -- with the base's config ------------------------------------------------------------------------------------------
-def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
-    """Refuses a learned reward without a folder, in a run that does not train it."""
-    for spec in rewards.values():
-        if spec.runs_in_trainer and spec.kwargs["path"] is None:
-            problem = "an untrained head scores every completion 0, and nothing trains it here"
-            remedy = "give it a folder, such as a run of rlft rm"
-            raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
-
-
-def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
-    """Refuses reward models with a network of their own whose output is not a single score."""
-    from rlft.model.reward_model import read_classifier
-
-    for spec in rewards.values():
-        if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
-            read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
+        problem = f"the adapter at {use.key} was trained with {alpha} and would be another function"
+        raise UserError("lora.alpha", problem, got=lora.alpha, remedy=f"set lora.alpha={alpha}, or another {use.key}")
 
 
 def check_adapters(
     used: Sequence[Use], lora: LoraSettings, settings: ModelConfig, base_fingerprint: str, model: PreTrainedConfig
 ) -> None:
-    """Checks that every adapter was made for the base with this fingerprint and config; called after `check_folders`.
-
-    Raises:
-        UserError: with the key, the first tensor that does not fit, and what to do.
-    """
+    """Checks that every adapter was made for the base of this fingerprint and config; called after `check_folders`."""
     for use in used:
         recorded = read_record(use.path, use.key).get("base_fingerprint")
         if recorded not in (None, base_fingerprint):
@@ -285,13 +256,9 @@ def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel
         raise
     except Exception as error:  # whatever the code of a model raises for a config
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            "model.path",
-            f"no causal language model can be built from its config.json, of type {model.model_type} "
-            f"({first_line[:200]})",
-            got=config.path,
-            remedy="use a model that transformers loads with AutoModelForCausalLM",
-        ) from None
+        problem = f"no causal language model can be built from its config.json, of type {model.model_type}"
+        remedy = "use a model that transformers loads with AutoModelForCausalLM"
+        raise UserError("model.path", f"{problem} ({first_line[:200]})", got=config.path, remedy=remedy) from None
 
 
 def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> set[str]:

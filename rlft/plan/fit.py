@@ -1,15 +1,37 @@
-"""Finds the changes of keys with which a run fits into a device's memory."""
+"""Makes a run fit the memory of its devices: values of `auto`, places of engines and ranks, keys to change.
+
+All by the numbers of `rlft plan`, which depend on the whole memory of a device, not on what happens to be free, so that
+a resumed run gets the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
+
+from rlft.config.schema import RunConfig
+from rlft.config.token_budget import AUTO, with_number
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes, peak
-from rlft.plan.memory_parts import Demand, memory_shortfall, parts, teacher_memory
-from rlft.plan.teacher_memory import TEACHER_SHARE, TeacherDemand
+from rlft.model.backbone import resolve_device
+from rlft.plan.memory_parts import (
+    TEACHER_SHARE,
+    Demand,
+    TeacherDemand,
+    engine_memory,
+    memory_shortfall,
+    parts,
+    teacher_memory,
+)
+from rlft.plan.rules import why_whole
+from rlft.plan.run_plan import Plan
+from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
+from rlft.plan.train_plan import TrainPlan
+from rlft.system.process.placement import GpuMemory, place
+from rlft.types import UserError
 
 GIB = 2**30
 
@@ -125,3 +147,141 @@ def largest_budget(model: ModelSizes, demand: Demand, process: int, limit: int) 
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return high if fits(high) else max(longest, low // 64 * 64)
+
+
+MORE_RANKS = (2, 4, 8, 16, 32, 64)
+"""The numbers of ranks that a refusal may suggest."""
+
+
+def placed_here(plan: Plan) -> Plan:
+    """The plan of a run that starts now, with its placement on the GPUs of this machine, or of the cluster it joins."""
+    if not isinstance(plan, TrainPlan):
+        return plan
+    device = resolve_device(plan.config.model.device)
+    if device.type != "cuda":
+        return with_placement(plan, None, None, on_gpus=False)
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    model = sizes_of(plan.config.model, plan.config.lora)
+    check_base(plan.config, model, gpu_bytes)
+    available = None if plan.config.cluster.is_joined else torch.cuda.device_count()
+    return with_placement(plan, model, gpu_bytes, on_gpus=True, available=available)
+
+
+def check_base(config: RunConfig, model: ModelSizes, gpu: int) -> None:
+    """Refuses a base that does not fit on a GPU; a remedy says how much each rank would hold if it were divided."""
+    ranks, sharded = config.cluster.ranks, config.cluster.shard_base
+    divided = model.divided_bytes(ranks) if model.layers else model.base_bytes
+    needed = divided if sharded else model.base_bytes
+    if needed <= gpu:
+        return
+    problem = f"{'what a rank holds of ' * sharded}the base takes {in_words(needed)}, and a GPU has {in_words(gpu)}"
+    if not sharded and divided <= gpu and why_whole(config) is None:
+        remedy = f"set cluster.shard_base=true: each of the {ranks} ranks then holds {in_words(divided)} at most"
+    elif fitting := next((n for n in MORE_RANKS if model.layers and model.divided_bytes(n) <= gpu), None):
+        remedy = f"divide it: cluster.shard_base=true cluster.engines=1 cluster.ranks={fitting} (or more)"
+        remedy += ", or use model.quantization=4bit" * (config.model.quantization is None)
+    else:
+        remedy = "use a smaller model, or model.quantization=4bit"
+    raise UserError("model.path", problem, got=config.model.path, remedy=remedy)
+
+
+def with_placement(
+    plan: Plan,
+    model: ModelSizes | None,
+    gpu: int | None,
+    *,
+    on_gpus: bool,
+    available: int | None = None,
+    absent: bool = False,
+) -> Plan:
+    """The plan with its placement, where processes other than the run's own sample or train; else the plan itself.
+
+    Args:
+        plan: the plan without a placement.
+        model: the sizes of its base; None on a CPU.
+        gpu: bytes of a GPU's memory; None on a CPU.
+        on_gpus: whether engines and ranks are on GPUs rather than on a CPU.
+        available: number of GPUs; None if it is not known.
+        absent: whether the GPUs are in other machines, perhaps of a cluster that this machine does not belong to.
+    """
+    if not isinstance(plan, TrainPlan) or (not plan.config.cluster.engines and plan.config.cluster.ranks == 1):
+        return plan
+    cluster, lag, pair, alone = plan.config.cluster, plan.config.overlap.lag, None, None
+    if on_gpus and model is not None and gpu is not None and cluster.engines:
+        pair, alone = gpu_memory(plan, model, gpu, absent=absent)
+    placement = place(cluster, on_gpus=on_gpus, available=available, lag=lag, pair=pair, alone=alone)
+    return replace(plan, placement=placement)
+
+
+def context_bytes(plan: Plan) -> int:
+    """Bytes of the CUDA contexts on the trainer's GPU: two where an engine in another process shares the GPU."""
+    placement = plan.placement if isinstance(plan, TrainPlan) else None
+    is_shared = placement is not None and placement.kind == "pairs" and bool(placement.engines)
+    return 2 * CUDA_CONTEXT if is_shared else CUDA_CONTEXT
+
+
+def gpu_memory(plan: TrainPlan, model: ModelSizes, gpu: int, *, absent: bool) -> tuple[GpuMemory, GpuMemory]:
+    """(memory that an engine and a rank take together on one GPU, memory that an engine takes alone).
+
+    Keys that are `auto` count with the values that take the least memory.
+    """
+    config = plan.config
+    recompute = config.model.gradient_checkpointing in (True, AUTO)
+    demand = on_a_gpu(replace(plan, placement=None).demand(model, recompute), plan, gpu, absent=absent)
+    if plan.plain.get("token_budget") == AUTO:
+        demand = replace(demand, token_budget=demand.prompt_tokens + demand.completion_tokens)
+    of_both = peak(parts(model, demand, 2 * CUDA_CONTEXT))
+    of_one, each = _of_an_engine(plan, model, demand), " each" * (config.cluster.gpus_per_engine > 1)
+    return (
+        GpuMemory(needed=of_both, gpu=gpu, text=f"{in_words(of_both)} of {in_words(gpu)}"),
+        GpuMemory(needed=of_one, gpu=gpu, text=f"{in_words(of_one)} of {in_words(gpu)}{each}"),
+    )
+
+
+def _of_an_engine(plan: TrainPlan, model: ModelSizes, demand: Demand) -> int:
+    """Bytes that an engine with GPUs of its own takes on each of them: they divide weights and keys among them."""
+    gpus = plan.config.cluster.gpus_per_engine
+    divided = ("parameters", "base_bytes", "key_size", "linear")
+    share = replace(model, **{name: getattr(model, name) // gpus for name in divided})
+    assert demand.engine is not None, "it is placed"
+    engine_bytes = sum(part.bytes for part in engine_memory(share, demand).parts)
+    return CUDA_CONTEXT + engine_bytes + demand.engine.on_trainers_base * share.base_bytes
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def fit_to_device(plan: AnyPlan) -> AnyPlan:
+    """The plan of a run with the values of `auto` for this GPU, if it is one, and with its engines and ranks placed."""
+    plan = cast(AnyPlan, placed_here(plan))
+    config = plan.config
+    if not (hasattr(config, "lora") and AUTO in (plan.plain.get("token_budget"), config.model.gradient_checkpointing)):
+        return plan
+    device = resolve_device(config.model.device)
+    if device.type != "cuda":
+        return plan
+    limit = torch.cuda.get_device_properties(device).total_memory
+    model = sizes_of(config.model, config.lora)
+    demand = plan.demand(model, False)
+    if demand is None:
+        return plan
+    demand = on_a_gpu(demand, plan, limit, absent=False)
+    return resolve_auto(plan, model, demand, limit, plan.plain.get("token_budget") == AUTO)
+
+
+def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
+    """The plan for a GPU: with gradient checkpointing if it does not fit without, and a token budget that fits.
+
+    Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the
+    rehearsal says what is too large. `limit` is the bytes of the GPU's memory.
+    """
+    config, process = plan.config, context_bytes(plan)
+    recompute = config.model.gradient_checkpointing
+    if recompute == AUTO:
+        recompute = peak(parts(model, replace(demand, recompute=False), process)) > limit
+    budget = config.token_budget
+    if may_lower:
+        largest = largest_budget(model, replace(demand, recompute=recompute), process, limit)
+        budget = budget if largest is None else min(budget, largest)
+    config = replace(config, model=replace(config.model, gradient_checkpointing=recompute))
+    return replace(plan, config=with_number(config, plan.plain, budget))

@@ -6,42 +6,79 @@ peak is what it always holds plus the larger of what sampling and an update add.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from rlft.batch import select
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
-from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes, layer_sizes
-from rlft.model.kernels.selection import Decision
+from rlft.generation.vllm import memory as vllm_memory
+from rlft.model.activations import LOGIT_CHUNK, activation_bytes, checkpointed_bytes
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
-from rlft.plan.teacher_memory import TeacherDemand
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
+
+TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherDemand:
+    """Memory demand of a teacher.
+
+    Attributes:
+        model: the sizes of its model.
+        row_tokens: number of tokens of the longest row that it may read.
+        prompt_tokens: number of prompt tokens, the hint included, of the longest row that it reads.
+        share: the share of a GPU's memory that vLLM gets for it; None where transformers computes it.
+    """
+
+    model: ModelSizes
+    row_tokens: int
+    prompt_tokens: int
+    share: float | None
+
+    def memory(self, device: str, device_memory: int, *, beside_vllm: bool) -> EngineMemory:
+        """The parts of its memory, with their full keys; `beside_vllm`, where vLLM's libraries are counted, samples.
+
+        device_memory: bytes of a GPU's memory; 0 if unknown.
+        """
+        if self.share is None:
+            return EngineMemory(parts=(always("teacher", self.model.base_bytes, "snapshot.teacher"),))
+        if device == "cpu":
+            return vllm_memory.teacher_on_a_cpu(self.model, self.row_tokens, libraries=not beside_vllm)
+        return vllm_memory.teacher_on_a_gpu(self.model, self.row_tokens, device_memory, self.share)
+
+    def other_shares(self, device_memory: int, room: int) -> Iterator[TeacherDemand]:
+        """The same teacher with a share in which vLLM starts, or with a smaller one that leaves room for the rest.
+
+        room: bytes of the device's memory that the rest of the run leaves free.
+        """
+        if self.share is None or not device_memory:
+            return
+        least_bytes = vllm_memory.teacher_least_bytes(self.model, self.row_tokens, device_memory)
+        least = vllm_memory.share_of(least_bytes, device_memory)
+        fitting = int(100 * room / device_memory) / 100
+        if self.share < least:
+            yield replace(self, share=least)
+        elif least <= fitting < self.share:
+            yield replace(self, share=fitting)
+
 
 FLOAT32, TOKEN_ID = 4, 8
 LEARNED_COPIES = 3
 """Tensors as large as a trained parameter that are kept for it: its gradient and AdamW's two averages."""
-
 ACTIVATIONS = "activations"
-
 CRITIC_HOLES = 0.45
 """Share of the activations of a critic's own pass that stay as freed but unusable blocks (measured: 0.32 to 0.47)."""
-
 FIRST_USE = 40 * 2**20
 """Bytes that torch and its matrix library allocate on a CPU when they first compute."""
-
 TOP_K_LOGITS = 4
 """Copies of a chunk's logits in float32 that are alive in the backward through the log-probs of given tokens: the
 logits, and the gradients of their sum, of the tokens' own and of both."""
-
 TOP_K_FIELDS = 4
 """Float tensors `[B, T, K]` of a micro-batch that are alive beside them (measured)."""
-
 BATCH_FIELDS = 8
 """Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much memory as three more."""
 
@@ -120,57 +157,9 @@ class Demand:
         )
 
 
-def model_sizes(
-    config: Any,
-    parameters: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    adapter: AdapterLayers,
-    itemsize: int,
-    quantized: int,
-    packed: bool,
-    kernels: Decision,
-    linear: int = 0,
-    layers: tuple[int, ...] = (),
-    layer_kinds: tuple[str, str] = ("", ""),
-) -> ModelSizes:
-    """The sizes of a base and of one adapter on it.
-
-    Args:
-        config: the model's config, as transformers reads it.
-        parameters: number of the base's parameters.
-        shapes: {PEFT's name: shape} of an adapter's tensors.
-        adapter: what an adapter's layers keep for a backward pass.
-        itemsize: bytes of a weight in the compute dtype.
-        quantized: number of parameters that are held in 4 bits.
-        packed: whether rows are packed.
-        kernels: the kernels that the model gets.
-        linear: number of weights in linear layers, without the output head.
-        layers: number of weights of each decoder layer, where ranks can divide the layers.
-        layer_kinds: which layers have an adapter, and which have none (`rlft.model.adaptable.adapted_words`).
-    """
-    text, of_layers = config.get_text_config(), layer_sizes(config)
-    outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
-    inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
-    adapted = sum(inputs[name] * outputs[name] for name in outputs)
-    # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
-    base = int(quantized * 0.516) + (parameters - quantized) * itemsize
-    return ModelSizes(
-        parameters=parameters,
-        base_bytes=base,
-        itemsize=itemsize,
-        lora=sum(math.prod(shape) for shape in shapes.values()),
-        adapted=adapted,
-        adapter=adapter,
-        key_size=2 * sum(layer.keys for layer in of_layers),
-        config=text,
-        packed=packed,
-        kernels=kernels,
-        linear=linear,
-        layers=layers,
-        layer_kinds=layer_kinds,
-        widest_mlp=max(layer.mlp for layer in of_layers),
-    )
+def always(name: str, num_bytes: int, key: str | None = None) -> MemoryPart:
+    """A part that is held from the start to the end of a run."""
+    return MemoryPart(name=name, bytes=num_bytes, when=When.always, key=key)
 
 
 def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
@@ -178,31 +167,19 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     engine = engine_memory(model, demand)
     has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
     adapters = demand.adapters + has_copy
+    learned_by = "model.dtype" if demand.whole_model else "lora.rank"
     counted = [
-        MemoryPart(
-            name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always
-        ),
-        MemoryPart(name="base", bytes=base_bytes(model, demand), when=When.always, key="model.dtype"),
-        MemoryPart(
-            name="adapters",
-            bytes=(adapters * model.lora + demand.frozen) * FLOAT32,
-            when=When.always,
-            key="lora.rank",
-        ),
-        MemoryPart(
-            name="optimizer and gradients",
-            bytes=LEARNED_COPIES * demand.trainable * FLOAT32,
-            when=When.always,
-            key="model.dtype" if demand.whole_model else "lora.rank",
-        ),
+        always("process and libraries", process + FIRST_USE * (demand.device == "cpu")),
+        always("base", base_bytes(model, demand), "model.dtype"),
+        always("adapters", (adapters * model.lora + demand.frozen) * FLOAT32, "lora.rank"),
+        always("optimizer and gradients", LEARNED_COPIES * demand.trainable * FLOAT32, learned_by),
     ]
     if norm := model.adapter.bytes_of_a_norm(model.itemsize):
-        counted.append(MemoryPart(name="weight norms of DoRA", bytes=norm, when=When.always, key="lora.use_dora"))
+        counted.append(always("weight norms of DoRA", norm, "lora.use_dora"))
     if demand.engines_apart and demand.engine is not None and demand.engine.on_trainers_base:
-        bases = demand.engines_apart * model.base_bytes
-        counted.append(MemoryPart(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
+        counted.append(always("bases of the engines", demand.engines_apart * model.base_bytes, "cluster.engines"))
     if demand.beside:
-        counted.append(MemoryPart(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
+        counted.append(always("learned rewards", demand.beside, "reward"))
     counted += teacher_memory(demand).parts
     updating = updating_parts(model, demand)
     return [
@@ -271,36 +248,26 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     activations = count(
         model.config, tokens, model.itemsize, device=demand.device, plain=model.plain, adapter=adapter_bytes
     )
-    head = 0
+    gradients, head = tokens * model.layer_width * model.itemsize, 0
     if demand.through_head and not model.packed:
         # all logits, their log-softmax and its gradient; of given tokens a gradient of its own
         head = (3 + (demand.top_k > 0)) * tokens * model.vocabulary * FLOAT32
     elif demand.through_head:
         chunk = LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"]
         copies = (2 if demand.entropy else 1) + (model.itemsize == 2)
-        gradients = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
+        of_outputs = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
         if demand.top_k:  # this pass and the other one, one after the other
             copies = max(copies, TOP_K_LOGITS + (model.itemsize == 2))
-        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + gradients
+        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + of_outputs
     width = demand.prompt_tokens + demand.completion_tokens
     of_top_k = demand.top_k * (TOKEN_ID + FLOAT32)
     if demand.top_k:
         head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
     return [
         MemoryPart(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
-        MemoryPart(
-            name="gradients of activations",
-            bytes=tokens * model.layer_width * model.itemsize,
-            when=When.updating,
-            key="token_budget",
-        ),
+        MemoryPart(name="gradients of activations", bytes=gradients, when=When.updating, key="token_budget"),
         MemoryPart(name="LM head", bytes=head, when=When.updating, key="token_budget"),
-        MemoryPart(
-            name="batch",
-            bytes=demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k),
-            when=When.always,
-            key="prompts_per_step",
-        ),
+        always("batch", demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k), "prompts_per_step"),
     ]
 
 
@@ -321,10 +288,7 @@ def left_by_sampling(model: ModelSizes, demand: Demand, engine: EngineMemory) ->
 def holes(demand: Demand, left: int, updating: Sequence[MemoryPart]) -> list[MemoryPart]:
     """The freed blocks that the C library keeps on a CPU for later steps (`rlft.system.memory`).
 
-    Args:
-        demand: the memory demand of the run.
-        left: bytes of sampling's blocks that an update cannot reuse.
-        updating: the parts of an update; the policy's pass cannot reuse all blocks of a critic's own pass.
+    left: bytes of sampling's blocks that an update cannot reuse, as the policy's pass those of a critic's own pass.
     """
     if demand.device != "cpu" or demand.token_budget > LARGE_MICRO_BATCH:
         return []

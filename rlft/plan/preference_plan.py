@@ -13,15 +13,15 @@ from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
-from rlft.model.adapter_folder import content_fingerprint, num_parameters
+from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config, resolve_device
-from rlft.plan import rules
-from rlft.plan.adapters import check_adapters
-from rlft.plan.disk_space import checkpoint_bytes, metrics_bytes
-from rlft.plan.memory_demand import sizes_of
+from rlft.plan.adapters import check_adapters, fingerprints_of
+from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.memory_parts import Demand
-from rlft.plan.preference_checks import REFERENCE, reference_of, replayed, uses_of
+from rlft.plan.model_rules import check_machine, check_row, check_targets
+from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.types import Split, UserError
 
@@ -103,9 +103,7 @@ class PreferencePlan(Plan):
         return [
             facts.model_row(run.model.path),
             ("trainable", f"{facts.trainable:,}", learner),
-            *facts.adapter_rows(),
-            facts.forward_row(),
-            facts.kernels_row(),
+            *facts.network_rows(),
             *(self._loss_rows(run) if isinstance(run, DpoConfig) else ()),
             ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(self.held_out.rankings):,} rankings held out"),
             *self.end_rows(),
@@ -166,29 +164,19 @@ class PreferencePlan(Plan):
             beside = 2 * sum(1 + len(ranking.completions) for ranking in self.train.rankings)
         trainable = self.demand(model or sizes_of(config.model, config.lora), False).trainable
         saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, beside)
-        if not self.writes_metrics:
-            return {"checkpoints": saved}
-        return {"checkpoints": saved, "metrics": metrics_bytes(self.num_steps, config.eval.every)}
+        return {"checkpoints": saved, **self.metrics_bytes()}
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
-    """Reads the model's config.json and tokenizer, and scans the data.
-
-    Args:
-        resolved: the config.
-        runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
-
-    Raises:
-        UserError: the model or the data are wrong.
-    """
+    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`."""
     config: RmConfig | DpoConfig = resolved.config
     loss, loggers = resolved.parts
-    used = uses_of(config, loss)
-    rules.check_machine(config.model, runs_here=runs_here)
+    used = uses_of_preferences(config, loss)
+    check_machine(config.model, runs_here=runs_here)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limit = config.max_completion_tokens
-    rules.check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
-    rules.check_targets(config.lora, config.model, model_config)
+    check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
+    check_targets(config.lora, config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     tokenizer = load_tokenizer(config.model)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
@@ -196,10 +184,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     held_out, held_out_notes = _scanned(config, config.preferences, tokenizer, Split.held_out)
     replay, replay_notes = None, list[str]()
     if isinstance(config, RmConfig) and config.replay.path is not None:
-        try:
+        with replay_is_meant():
             replay, replay_notes = _scanned(config, replayed(config), tokenizer, Split.train)
-        except UserError as error:
-            raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
     plan = PreferencePlan(
         config=config,
         plain=resolved.plain,
@@ -215,7 +201,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
             "preferences_fingerprint": train.fingerprint,
             "held_out_preferences_fingerprint": held_out.fingerprint,
             "base_fingerprint": base_fingerprint,
-            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+            **fingerprints_of(used),
             **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),
         },
         notes=(*train_notes, *held_out_notes, *ends.notes, *replay_notes),
@@ -225,7 +211,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
         problem = f"gives the replay none of the {size} rankings of an update"
         remedy = "raise it or rankings_per_step, or leave replay.path out"
         raise UserError("replay.fraction", problem, got=config.replay.fraction, remedy=remedy)
-    rules.check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "rankings")
+    check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "rankings")
     return plan
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:  # not at run time: a verb from outside the tree plans in the 
     from rlft.tokens.ends import TurnEnds
 
 
+LINE = 2048
+"""Bytes of a line of metrics, or of a completion's line besides its text and tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataLengths:
     """The number of tokens of each item of some data, and a note about items that were left out, or None."""
@@ -70,23 +74,13 @@ class Plan(ABC):
         return None
 
     def sampled_by(self, engine: str, itemsize: int) -> Self:
-        """The plan of the same run with the engine that `auto` chooses on another machine, for `rlft plan`.
-
-        Args:
-            engine: its name.
-            itemsize: bytes of a weight of the base there.
-        """
+        """The plan of the run with the engine that `auto` chooses where a weight has these bytes, for `rlft plan`."""
         return self
 
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         """The rows of the start-up table: the sizes that people ask about."""
-        return [
-            facts.model_row(self.config.model.path),
-            *facts.adapter_rows(),
-            facts.forward_row(),
-            facts.kernels_row(),
-            *self.end_rows(),
-        ]
+        rows = [facts.model_row(self.config.model.path), *facts.adapter_rows(), *facts.forward_rows()]
+        return [*rows, *self.end_rows()]
 
     def end_rows(self) -> list[TableRow]:
         """The row of the start-up table about what ends a turn."""
@@ -107,3 +101,14 @@ class Plan(ABC):
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         """{part: the most bytes that it may take on disk}; `model` holds the sizes of the base if known already."""
         return {}
+
+    def metrics_bytes(self, examples: int = 0) -> dict[str, int]:
+        """The part of `disk_bytes` for the lines of steps and evaluations; none where no logger writes them.
+
+        examples: bytes of the completions in an evaluation's line.
+        """
+        if not self.writes_metrics:
+            return {}
+        every = self.config.eval.every
+        evaluations = 2 + self.num_steps // every if every else 0
+        return {"metrics": LINE * (self.num_steps + evaluations) + evaluations * examples}

@@ -10,21 +10,19 @@ from rlft.config.instantiate import instantiate
 from rlft.config.model import HEAD, LoraSettings
 from rlft.config.resolved import Resolved
 from rlft.config.schema import SampleConfig
-from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint, untokenised
+from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
-from rlft.plan import rules
-from rlft.plan.adapters import check_adapters, check_classifiers
-from rlft.plan.disk_space import TOKEN_ID, completion_bytes
-from rlft.plan.environments import environment_of, prompt_additions
-from rlft.plan.reference_answers import check_references
+from rlft.plan.adapters import check_adapters, fingerprints_of
+from rlft.plan.config_checks import lora_of, uses_of_sample
+from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
 from rlft.plan.run_plan import Plan
-from rlft.plan.sample_checks import lora_of, uses_of
-from rlft.plan.servers import check_servers
-from rlft.reward.workers.reward_spec import check_with_rewards, specs
+from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
+from rlft.plan.sizes import TOKEN_ID, completion_bytes
+from rlft.plan.trials import check_scoring
+from rlft.reward.workers.reward_spec import specs
 from rlft.types import Prompt, Split, UserError
 
 
@@ -81,45 +79,34 @@ def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str
     if lora.adapts_head and not engine.serves_head:
         problem = f"adapts {HEAD}, which {engine.title} cannot serve"
         raise UserError("adapter", problem, got=adapter, remedy="use generation=transformers")
-    rules.check_served(generation, lora)
+    check_served(generation, lora)
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
-    """Reads the model's config.json and tokenizer, and scans the data.
-
-    Args:
-        resolved: the config.
-        runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
-
-    Raises:
-        UserError: the model or the data are wrong.
-    """
+    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`."""
     config: SampleConfig = resolved.config
-    rules.check_machine(config.model, runs_here=runs_here)
-    rewards, lora, used = specs(config.reward), lora_of(config), uses_of(config)
-    engine, _ = rules.choose_engine(
+    check_machine(config.model, runs_here=runs_here)
+    rewards, lora, used = specs(config.reward), lora_of(config), uses_of_sample(config)
+    engine, _ = choose_engine(
         config.generation, config.model, None if config.adapter is None else lora, runs_here=runs_here
     )
     if config.adapter is not None:
         _check_served(config.generation, lora, config.adapter)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limits = config.prompts
-    rules.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
+    check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
     check_adapters(used, lora, config.model, base_fingerprint, model_config)
     if config.adapter is not None:
-        rules.check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
+        check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
     check_classifiers(rewards)
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data").load(split)
-    environment = environment_of(config)
+    environment = read_environment(config.environment)
     shown = prompt_additions(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
-    rules.check_metadata(rewards, prompts.prompts[0])
-    texts = untokenised(prompts)
-    data_notes = (*check_with_rewards(rewards, texts), *check_references(config, rewards, texts, tokenizer, ends))
-    check_servers(rewards, prompts.prompts[0])
+    data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
     return SamplePlan(
         config=config,
         plain=resolved.plain,
@@ -134,6 +121,6 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         fingerprints={
             "data_fingerprint": prompts.fingerprint,
             "base_fingerprint": base_fingerprint,
-            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+            **fingerprints_of(used),
         },
     )

@@ -58,18 +58,22 @@ class Facts:
         adapted, others = self.layer_kinds
         return [("adapted layers", adapted, f"not {others}" if others else "all")] if adapted else []
 
-    def forward_row(self) -> TableRow:
-        return "forward", self.forward, self.reason.removeprefix("padded rows: ")
-
-    def kernels_row(self) -> TableRow:
-        words = filter(None, (self.kernels.reason, self.kernels.modules))
-        return "kernels", str(self.kernels.choice), "; ".join(words)
-
     def base_rows(self) -> list[TableRow]:
         """The row about copies of the base; none where the engine has no base of its own."""
         if self.base_copies is None:
             return []
         return [("copies of the base", str(self.base_copies.number), self.base_copies.explanation)]
+
+    def forward_rows(self) -> list[TableRow]:
+        """How rows go through the network: packed or padded, and by which kernels."""
+        kernels = "; ".join(filter(None, (self.kernels.reason, self.kernels.modules)))
+        return [
+            ("forward", self.forward, self.reason.removeprefix("padded rows: ")),
+            ("kernels", str(self.kernels.choice), kernels),
+        ]
+
+    def network_rows(self) -> list[TableRow]:
+        return [*self.adapter_rows(), *self.base_rows(), *self.forward_rows()]
 
     @property
     def notes(self) -> list[str]:

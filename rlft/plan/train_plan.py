@@ -10,20 +10,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rlft.algorithm.objective import Objective
-from rlft.config.generation import AUTO, section_of
+from rlft.config.generation import AUTO
 from rlft.config.instantiate import instantiate
 from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
 from rlft.config.resolved import Resolved
 from rlft.config.schema import RunConfig
-from rlft.data.lazy import joined
-from rlft.data.prompts import PromptSet, left_out, scan, untokenised
+from rlft.data.prompts import PromptSet, left_out, scan
 from rlft.data.teacher_prompts import longest_with_hint
 from rlft.data.texts import PretrainText, load_texts, scan_texts
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.logger.rollouts import Rollouts
-from rlft.model.adapter_folder import content_fingerprint, num_parameters
+from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import (
     decoder_layers,
     ends_of,
@@ -34,27 +33,41 @@ from rlft.model.backbone import (
     resolve_dtype,
 )
 from rlft.model.positions import limit_of
-from rlft.plan import rules
-from rlft.plan.adapters import check_adapters, check_classifiers, empty_model, uses
-from rlft.plan.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
-from rlft.plan.environments import environment_of, prompt_additions
-from rlft.plan.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
-from rlft.plan.memory_parts import Demand
-from rlft.plan.ranks import idle_engines, why_whole
-from rlft.plan.reference_answers import check_references
-from rlft.plan.run_plan import DataLengths, Plan
-from rlft.plan.sampling_shapes import of_training
-from rlft.plan.servers import check_servers
-from rlft.plan.startup_table import Facts, TableRow
-from rlft.plan.teacher_memory import TeacherDemand
-from rlft.plan.teachers import (
-    check_teacher,
-    check_teacher_engine,
-    check_teachers_machine,
-    check_top_k,
-    missing_engine,
+from rlft.plan.adapters import check_adapters, empty_model, fingerprints_of, uses
+from rlft.plan.memory_parts import Demand, TeacherDemand
+from rlft.plan.model_rules import (
+    check_adapted,
+    check_apart,
+    check_context,
+    check_machine,
+    check_targets,
+    choose_engine,
+    resolve_mismatch,
 )
-from rlft.reward.workers.reward_spec import check_with_rewards, notes, specs
+from rlft.plan.roles import check_teacher, check_teacher_engine, check_teachers_machine, check_top_k, missing_engine
+from rlft.plan.rules import (
+    check_fresh_prompts,
+    check_lag_has_devices,
+    idle_engines,
+    warnings_of_config,
+    warnings_of_sizes,
+    why_whole,
+)
+from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
+from rlft.plan.sizes import (
+    LOGPROB,
+    TOKEN_ID,
+    checkpoint_bytes,
+    classifier_bytes,
+    completion_bytes,
+    of_training,
+    sampling_of,
+    sizes_of,
+)
+from rlft.plan.startup_table import Facts, TableRow
+from rlft.plan.trials import check_scoring
+from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
@@ -98,58 +111,39 @@ class TrainPlan(Plan):
         completions = run.completions_per_step
         held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
         epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
+        learner = f"{run.lora.kind} rank {run.lora.rank}"
+        evaluated = f"{held_out:,} held out for evaluation x {run.eval.num_samples} samples"
+        groups = f"{run.prompts_per_step} prompts x group of {run.group_size}"
+        minibatches = f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es)"
+        budget = "tokens in one forward-backward; changes memory, not the gradient"
+        minibatches += f" of {completions // run.minibatches} completions"
+        updates = f"{run.steps} steps, {run.steps * run.updates_per_step} updates"
         rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
         if self.environment is not None and self.environment.rewards_turns:
             rewards = f"{rewards}, the environment's".removeprefix(", ")
         return [
             facts.model_row(run.model.path),
             ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
-            (
-                "trainable",
-                f"{facts.trainable:,}",
-                f"{run.lora.kind} rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
-            ),
+            ("trainable", f"{facts.trainable:,}", f"{learner}, {facts.trainable / facts.base:.2%} of the base"),
             *facts.adapter_rows(),
             ("roles", ", ".join(role_names(self)), roles_text(self)),
             ("engine", self.engine, self.engine_reason),
             *self._mismatch_rows(),
             *self._cluster_rows(),
             *facts.base_rows(),
-            facts.forward_row(),
-            facts.kernels_row(),
-            (
-                "prompts",
-                f"{len(self.train_prompts.prompts):,}",
-                f"train; {held_out:,} held out for evaluation x {run.eval.num_samples} samples",
-            ),
-            (
-                "completions a step",
-                f"{completions:,}",
-                f"{run.prompts_per_step} prompts x group of {run.group_size}, up to {run.generation.max_tokens} tokens",
-            ),
+            *facts.forward_rows(),
+            ("prompts", f"{len(self.train_prompts.prompts):,}", f"train; {evaluated}"),
+            ("completions a step", f"{completions:,}", f"{groups}, up to {run.generation.max_tokens} tokens"),
             *self.end_rows(),
-            (
-                "updates a step",
-                str(run.updates_per_step),
-                f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es)"
-                f" of {completions // run.minibatches} completions",
-            ),
-            (
-                "token budget",
-                f"{run.token_budget:,}",
-                "tokens in one forward-backward; changes memory, not the gradient",
-            ),
+            ("updates a step", str(run.updates_per_step), minibatches),
+            ("token budget", f"{run.token_budget:,}", budget),
             *self._ranks_rows(),
-            (
-                "total",
-                f"{run.steps * completions:,} completions",
-                f"{run.steps} steps, {run.steps * run.updates_per_step} updates, {epochs:.1f} epochs of the data",
-            ),
+            ("total", f"{run.steps * completions:,} completions", f"{updates}, {epochs:.1f} epochs of the data"),
         ]
 
     def sampled_by(self, engine: str, itemsize: int) -> Self:
         algorithm = instantiate(self.config.algorithm, "algorithm")
-        return replace(self, algorithm=rules.resolve_mismatch(self.config, algorithm, engine, itemsize=itemsize))
+        return replace(self, algorithm=resolve_mismatch(self.config, algorithm, engine, itemsize=itemsize))
 
     def _mismatch_rows(self) -> list[TableRow]:
         """The row about the correction of the mismatch between engine and trainer; none where there is none."""
@@ -182,7 +176,7 @@ class TrainPlan(Plan):
         location = "processes" if placement.kind == "processes" else f"{placement.gpus} GPUs, {placement.kind}:"
         return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
 
-    def _sampling_demand(self) -> SamplingDemand:
+    def _sampling_demand(self) -> dict[str, Any]:
         """The demand of engines on the trainer's device; empty where they have GPUs of their own."""
         run, engines = self.config, self.config.cluster.engines
         if engines and self.placement is not None and self.placement.kind == "divided":
@@ -272,48 +266,39 @@ class TrainPlan(Plan):
         line_bytes = completion_bytes(config)
         rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
         result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * rollout_bytes
-        if self.writes_metrics:
-            examples = config.eval.num_examples * line_bytes
-            result["metrics"] = metrics_bytes(self.num_steps, config.eval.every, examples)
-        return result
+        return result | self.metrics_bytes(config.eval.num_examples * line_bytes)
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
-    """Reads the model's config.json and tokenizer, and scans the data.
+    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`.
 
-    Args:
-        resolved: the config.
-        runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
-        trains: False if the config is only evaluated.
-
-    Raises:
-        UserError: the model or the data are wrong.
+    trains: False if the config is only evaluated.
     """
     config: RunConfig = resolved.config
     algorithm, loggers = resolved.parts
-    rules.check_machine(config.model, runs_here=runs_here)
+    check_machine(config.model, runs_here=runs_here)
     if trains:
         check_teachers_machine(config, runs_here=runs_here)
-        rules.check_lag_has_devices(config, resolve_device(config.model.device).type)
+        check_lag_has_devices(config, resolve_device(config.model.device).type)
     teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
     rewards = specs(config.reward)
     used = uses(config, rewards)
-    engine, reason = rules.choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
+    engine, reason = choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
     if trains:
         check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
     itemsize = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
-    algorithm = rules.resolve_mismatch(config, algorithm, engine, itemsize=itemsize)
+    algorithm = resolve_mismatch(config, algorithm, engine, itemsize=itemsize)
     if config.cluster.engines:
-        rules.check_apart(config, engine)
+        check_apart(config, engine)
     if runs_here and config.cluster.kind == "ray":
         check_installed()
         if config.cluster.address is not None:
             check_address(config.cluster.address)
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
-    rules.check_context(config, model_config)
-    rules.check_targets(config.lora, config.model, model_config)
-    rules.check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
+    check_context(config, model_config)
+    check_targets(config.lora, config.model, model_config)
+    check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
     if trains and config.cluster.shard_base:
         check_layers(config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
@@ -323,7 +308,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
-    environment = environment_of(config)
+    environment = read_environment(config.environment)
     texts = data.load(Split.train)
     shown = prompt_additions(environment, tokenizer, texts)
     style = config.prompts.style
@@ -331,14 +316,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     held_out = None
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
-    rules.check_metadata(rewards, train_prompts.prompts[0])
-    all_prompts = joined(untokenised(train_prompts), untokenised(held_out) if held_out else ())
-    data_notes = [
-        *check_with_rewards(rewards, all_prompts),
-        *check_references(config, rewards, all_prompts, tokenizer, ends),
-    ]
-    check_servers(rewards, train_prompts.prompts[0])
-    rules.check_fresh_prompts(config, len(train_prompts.prompts))
+    data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
+    check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
     teacher, teacher_row_tokens = None, 0
     if trains and config.snapshot.teacher != "none":
@@ -362,20 +341,20 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
             "base_fingerprint": base_fingerprint,
             **({} if teacher is None else {"teacher_fingerprint": teacher}),
-            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+            **fingerprints_of(used),
         },
         pretrain_text=pretrain_text,
         environment=environment,
         ends=ends,
         teacher_row_tokens=teacher_row_tokens,
         notes=(
-            *(rules.warnings(config, algorithm) if trains else ()),
-            *rules.warnings_of_sizes(
+            *(warnings_of_config(config, algorithm) if trains else ()),
+            *warnings_of_sizes(
                 config,
                 len(train_prompts.prompts) if trains else None,
                 None if held_out is None else len(held_out.prompts),
             ),
-            *([idle] if trains and (idle := idle_of(config, engine)) else ()),
+            *([idle] if trains and (idle := idle_engines(config, engine)) else ()),
             *([teacher_note] if teacher_note else ()),
             *notes(rewards),
             *data_notes,
@@ -402,12 +381,6 @@ def longest_read_by_the_teacher(
         remedy = "shorten it, or lower prompts.max_tokens or generation.max_tokens"
         raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
     return longest
-
-
-def idle_of(config: RunConfig, engine: str) -> str | None:
-    """The warning that some engines will have nothing to sample; None if all will."""
-    engine_config = config.generation.named(engine)
-    return idle_engines(config.cluster, section_of(engine), engine_config, config.prompts_per_step, config.group_size)
 
 
 def check_layers(settings: ModelConfig, model_config: Any) -> None:

@@ -106,12 +106,8 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
 def num_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of its tensors, and a few blocks for each file; without the folders of `write_folders`."""
     roles = {*checkpoint.adapters, *checkpoint.heads}
-    groups = [
-        *checkpoint.adapters.values(),
-        *checkpoint.heads.values(),
-        *checkpoint.tensors.values(),
-        checkpoint.optimizer,
-    ]
+    of_names = (checkpoint.adapters, checkpoint.heads, checkpoint.tensors)
+    groups = [*(group for named in of_names for group in named.values()), checkpoint.optimizer]
     tensors = sum(tensor.numel() * tensor.element_size() for group in groups for tensor in group.values())
     return tensors + BLOCK * (4 * len(groups) + 3 * len(roles) + 3)
 
@@ -155,11 +151,7 @@ def finished(root: Path) -> list[Path]:
 
 
 def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole (`newest_to_resume`); None if there is no checkpoint.
-
-    Raises:
-        UserError: there are checkpoints and every one is damaged.
-    """
+    """The newest checkpoint that is whole (`newest_to_resume`); None if there is no checkpoint."""
     folder = newest_to_resume(root, say)
     return None if folder is None else load(folder)
 

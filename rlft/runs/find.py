@@ -1,26 +1,39 @@
-"""Finds the run that is meant by a name: a folder, a folder with one run below it, or `latest`; and its checkpoint."""
+"""Finds the run that is meant by a name: a folder, a folder with one run below it, or `latest`; and its checkpoint.
+
+Keys of adapters and models name runs, too: `lora.path=runs/sft/<time>` means the policy of its newest checkpoint, so
+that the stages of a pipeline name each other by their run folders. A run's config records the folder that the name
+meant when the run started: a resume uses the same adapter, even if the other run has continued.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.config import command as verbs
 from rlft.config.command import UnknownVerbError
+from rlft.config.flat import flatten
+from rlft.config.keys import keys_of
 from rlft.logger.jsonl import METRICS
 from rlft.runs import checkpoint, run_folder, run_status
-from rlft.runs.run_folder import CONFIG, whole_config
+from rlft.runs.config_file import KEYWORDS, set_value
+from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
 from rlft.runs.run_status import FILE as STATUS
 from rlft.runs.run_status import PROGRESS, Status
-from rlft.system.terminal import Say
+from rlft.system.terminal import Say, say
 from rlft.types import UserError
 
 if TYPE_CHECKING:
+    from rlft.config.compose import Composed
     from rlft.config.model import ModelConfig  # not at run time: refusals here come before torch is imported
+    from rlft.config.overrides import Arguments
 
 
 LATEST = "latest"
@@ -54,9 +67,6 @@ def one_run(name: str, key: str, say: Say) -> Path:
         name: the name as it was typed; `latest` may also begin a path, such as `latest/checkpoints/step_000040`.
         key: the key that names it, for errors: `run`, `resume`, a verb.
         say: prints which run was chosen, if the name does not show it.
-
-    Raises:
-        UserError: `latest` is named and there is no run, or the folder has several runs below it.
     """
     path = named_folder(name, key, say)
     if path.parent.name == CHECKPOINTS and path.parent.is_dir() and not path.exists():
@@ -113,10 +123,8 @@ def _last_written(run: Path) -> float:
     """The newest modification time among the files that only the run itself writes, in nanoseconds."""
     times = []
     for name in WRITTEN_BY_RUNS:
-        try:
+        with contextlib.suppress(OSError):
             times.append((run / name).stat().st_mtime_ns)
-        except OSError:
-            continue
     return max(times, default=0)
 
 
@@ -166,16 +174,12 @@ def find_checkpoint(source: NamedRun, say: Callable[[str], None]) -> Path:
     """The folder of the named checkpoint, or of the run's newest undamaged one.
 
     Newer checkpoints that are damaged are reported through `say` and skipped.
-
-    Raises:
-        UserError: the run has no checkpoint, or only damaged ones.
     """
     if source.checkpoint is not None:
         damage = checkpoint.find_damage(source.checkpoint)
         if damage is not None:
-            raise UserError(
-                "run", f"the checkpoint is damaged ({damage})", got=source.checkpoint, remedy="name another"
-            )
+            problem = f"the checkpoint is damaged ({damage})"
+            raise UserError("run", problem, got=source.checkpoint, remedy="name another")
         return source.checkpoint
     root = run_folder.checkpoints(source.run)
     folder = checkpoint.newest_whole(root, say)
@@ -206,12 +210,8 @@ def check_base(folder: Path, model: ModelConfig) -> None:
 
     trained_on = json.loads((folder / checkpoint.STATE).read_text()).get("base_fingerprint")
     if trained_on != fingerprint(model):
-        raise UserError(
-            "model.path",
-            "is not the base this run was trained on",
-            got=model.path,
-            remedy="leave it as it was, or, if the base has moved, write model.path=<its new folder>",
-        )
+        remedy = "leave it as it was, or, if the base has moved, write model.path=<its new folder>"
+        raise UserError("model.path", "is not the base this run was trained on", got=model.path, remedy=remedy)
 
 
 def check_own_model(folder: Path, model: ModelConfig) -> None:
@@ -219,3 +219,82 @@ def check_own_model(folder: Path, model: ModelConfig) -> None:
     if Path(model.path).expanduser().resolve() != (folder / CheckpointKind.weights).resolve():
         problem = "is not the model that this run has trained"
         raise UserError("model.path", problem, got=model.path, remedy="leave it out")
+
+
+def with_named_runs(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every run or checkpoint that a key names replaced by the folder of the role in it."""
+    changed, values = copy.deepcopy(dict(plain)), flatten(plain)
+    for key, roles in adapter_references(changed):
+        set_value(changed, key, folder_of(values[key], roles, key))
+    return changed
+
+
+def adapter_references(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
+    """(key, acceptable roles in order of preference) for every key that may name a run and is not empty."""
+    root, values = verbs.named(plain.get("verb", "train")).root, flatten(plain)
+    adapters: list[tuple[str, Sequence[str]]] = [(key, of.roles) for key, of in keys_of(root).items() if of.roles]
+    adapters += [(f"reward.{name}.path", ("reward", f"reward_{name}")) for name in plain.get("reward", {})]
+    for key, roles in adapters:
+        if isinstance(value := values.get(key), str) and value:
+            yield key, roles
+
+
+def _may_name_a_run(folder: Path) -> bool:
+    """Whether this is `latest`, or a folder that is neither an adapter nor a model, so that runs may be below it."""
+    if str(folder) in KEYWORDS:
+        return False
+    if not folder.is_dir():
+        return folder.parts[:1] == (LATEST,)
+    return not any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def folder_of(path: str, roles: Sequence[str], key: str) -> str:
+    """The folder of the first of these roles in a checkpoint or in a run's newest undamaged one; else the path."""
+    folder = Path(path).expanduser()
+    if _may_name_a_run(folder):
+        folder = one_run(str(folder), key, say)
+    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
+        newest = checkpoint.newest_whole(checkpoints(folder), say)
+        if newest is None:
+            remedy = "let it reach one first, or name an adapter folder"
+            raise UserError(key, "that run has no checkpoint", got=path, remedy=remedy)
+        folder = newest
+    elif not (folder / checkpoint.STATE).is_file() or not (folder / checkpoint.MANIFEST).is_file():
+        return path
+    for role in roles:
+        if (folder / role).is_dir():
+            return str(folder / role)
+    folders = ", ".join(sorted(f.name for f in folder.iterdir() if f.is_dir())) or "none"
+    problem = f"that checkpoint has no {' or '.join(roles)}, only {folders}"
+    raise UserError(key, problem, got=folder, remedy="name the run of another kind, or the folder itself")
+
+
+SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "environment", "scoring", "freshness")
+SHARED_WITH_RUNS += ("token_budget",)
+
+
+def like_run(plain: Mapping[str, Any], source: NamedRun) -> dict[str, Any]:
+    """The config with the run's model, data, rewards and sampling, and its policy as the sampler."""
+    shared = {key: source.config[key] for key in SHARED_WITH_RUNS if key in source.config}
+    shared.setdefault("data", {})  # a run without a task has no prompts: the user must name some
+    policy = str(source.checkpoint or source.run)
+    if source.config.get("lora", {}) is None:  # the policy is the model itself
+        return {**plain, **shared, "model": {**source.config["model"], "path": policy}}
+    return {**plain, **shared, "adapter": policy}
+
+
+def composed_like_a_run(parsed: Arguments) -> Composed | None:
+    """The config of `rlft sample run=<run>`; None if no run is named."""
+    from rlft.config import compose as configs
+    from rlft.config.overrides import check_no_options
+
+    run_name = parsed.value("run")
+    if run_name is None:
+        return None
+    check_no_options(parsed)
+    source = find(one_run(run_name, "run", say))
+    folder_overrides = [o for o in parsed.overrides if o.startswith(("hydra.", "resume=", "name="))]
+    run = configs.compose_run(folder_overrides, parsed.config_dir, "sample")
+    changes = [o for o in parsed.overrides if not o.startswith(("hydra.", "run="))]
+    plain = configs.changed(like_run(run.plain, source), changes, parsed.config_dir, "sample")
+    return Composed(plain=plain, folder=run.folder)

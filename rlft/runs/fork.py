@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from rlft.config import command as verbs
 from rlft.config.keys import is_below, known
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, open_after
 from rlft.logger.rollouts import ROLLOUTS, rollout_files
-from rlft.runs import checkpoint, paths, run_folder, run_status
+from rlft.runs import checkpoint, run_folder, run_status
+from rlft.runs.config_file import same_path
 from rlft.system.disk import BLOCK, DiskError, writing
 from rlft.system.files import size_of
 from rlft.system.terminal import command_line
@@ -54,11 +55,7 @@ class Fork:
 
 
 def open_fork(run: Path, folder: Path) -> Fork:
-    """The fork of a run from the checkpoint in this folder.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
+    """The fork of a run from the checkpoint in this folder; refuses a damaged one."""
     damage = checkpoint.find_damage(folder)
     if damage is not None:
         raise UserError("resume", f"the checkpoint is damaged ({damage})", got=folder, remedy="name another")
@@ -79,20 +76,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tupl
     first, second = run_folder.flatten(before), run_folder.flatten(now)
     keys = sorted((first.keys() | second.keys()) - {"resume"})
     values = {key: (first.get(key), second.get(key)) for key in keys}
-    return {key: pair for key, pair in values.items() if pair[0] != pair[1] and not paths.same_path(*pair)}
+    return {key: pair for key, pair in values.items() if pair[0] != pair[1] and not same_path(*pair)}
 
 
 def check(fork: Fork, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
-    """Refuses a fork whose config does not fit the checkpoint, or that has no step left.
+    """Refuses a fork whose config or inputs do not fit the checkpoint, or that has no step left.
 
-    Args:
-        fork: the checkpoint that the new run starts from.
-        config: the new run's plain config.
-        fingerprints: fingerprints of its data, base and adapters.
-        num_steps: number of steps of the whole run, including those before the fork.
-
-    Raises:
-        UserError: names every key that does not fit the checkpoint, or the input that changed.
+    num_steps: number of steps of the whole run, including those before the fork.
     """
     changed = changes(fork.before, config)
     unfit = [f"{key}: {before} -> {now}" for key, (before, now) in changed.items() if _is_state(key, fork, config)]
@@ -132,20 +122,20 @@ def _is_state(key: str, fork: Fork, config: Mapping[str, Any]) -> bool:
 
 
 def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
-    """Makes the new run's folder, which then looks like that of a run interrupted after the fork's step.
-
-    Raises:
-        UserError: the folder holds a run already, or the checkpoint was removed in the meantime.
-    """
+    """Makes the new run's folder, which then looks like that of a run interrupted after the fork's step."""
     with run_folder.held(folder):
         run_folder.check_free(folder)
         changed = changes(fork.before, config)
-        copied = run_folder.checkpoints(folder) / fork.checkpoint.name
-        _check_no_other_checkpoint(folder, copied)
+        root = run_folder.checkpoints(folder)
+        copied = root / fork.checkpoint.name
+        for other in sorted(path for path in root.glob("*") if path != copied):
+            problem = f"there is a {other.name} in its {root.name}"
+            raise UserError("hydra.run.dir", problem, got=folder, remedy="choose a new folder")
         record = {
             "run": os.path.relpath(fork.run, folder),
             "step": fork.step,
-            "checkpoint": _fingerprint(fork.checkpoint),
+            # of the manifest, which holds the checksums of all the checkpoint's files
+            "checkpoint": hashlib.sha256((fork.checkpoint / checkpoint.MANIFEST).read_bytes()).hexdigest(),
             "changed": {key: f"{before} -> {now}" for key, (before, now) in changed.items()},
         }
         with run_folder.removed_on_failure(folder, WRITTEN):
@@ -153,13 +143,6 @@ def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Map
             _copy_logs(fork, folder)
             run_status.write_interrupted(folder, num_steps)
             run_folder.write_config(folder, {**config, "resume": None}, fingerprints, {FORKED_FROM: record})
-
-
-def _check_no_other_checkpoint(folder: Path, copied: Path) -> None:
-    root = run_folder.checkpoints(folder)
-    if others := sorted(path for path in root.glob("*") if path != copied):
-        problem = f"there is a {others[0].name} in its {root.name}"
-        raise UserError("hydra.run.dir", problem, got=folder, remedy="choose a new folder")
 
 
 def _copy_checkpoint(fork: Fork, copied: Path, changed: Mapping[str, Any]) -> None:
@@ -187,17 +170,8 @@ def _copy_logs(fork: Fork, folder: Path) -> None:
             with writing(folder / name, (fork.run / name).stat().st_size):
                 shutil.copyfile(fork.run / name, folder / name)
             open_after(folder / name, fork.step).close()
-    files = list(_rollouts(fork))
+    files = [file for file, step in rollout_files(fork.run) if step <= fork.step and file.suffix != ".tmp"]
     with writing(folder / ROLLOUTS, sum(file.stat().st_size + BLOCK for file in files)):
         (folder / ROLLOUTS).mkdir(exist_ok=True)
         for file in files:
             shutil.copyfile(file, folder / ROLLOUTS / file.name)
-
-
-def _rollouts(fork: Fork) -> Iterator[Path]:
-    return (file for file, step in rollout_files(fork.run) if step <= fork.step and file.suffix != ".tmp")
-
-
-def _fingerprint(folder: Path) -> str:
-    """The sha256 (hex) of a checkpoint's manifest, which holds the checksums of all its files."""
-    return hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,16 +21,61 @@ from rlft.config import generation as engines
 from rlft.config.cluster import kept_lanes
 from rlft.config.flat import flatten
 from rlft.config.keys import is_below, known
-from rlft.runs import checkpoint, paths, run_status
-from rlft.runs.config_file import CONFIG, FORMAT, KEY, ORIGIN, WHOLE, NewerError, whole_config
+from rlft.runs import checkpoint, run_status
+from rlft.runs.config_file import (
+    CONFIG,
+    FORMAT,
+    KEY,
+    ORIGIN,
+    WHOLE,
+    NewerError,
+    may_have_moved,
+    recorded_paths,
+    same_path,
+    whole_config,
+    with_located_paths,
+)
 from rlft.runs.run_status import FILE as STATUS
 from rlft.runs.run_status import LOCK
 from rlft.system import locks
-from rlft.system.disk import writing
-from rlft.system.files import write_atomically
+from rlft.system.disk import DiskError, writing
+from rlft.system.files import atomic_folder, write_atomically
 from rlft.system.terminal import resuming, say
 from rlft.tokens.chat_template import AUTO_DATE, today
-from rlft.types import UserError
+from rlft.types import UserError, require
+
+if TYPE_CHECKING:
+    pass
+
+
+WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "progress.json", "samples.jsonl")
+"""Files that runs write."""
+
+
+def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
+    """Refuses a run folder that cannot be created, written to, flushed or renamed in.
+
+    It also refuses a file with the name of a folder that runs write, and the reverse.
+    """
+    for name in WRITTEN:
+        problem = f"its {name} is a folder instead of a file"
+        require(not (folder / name).is_dir(), key, problem, got=folder, remedy="remove that folder")
+    for name in ("checkpoints", "rollouts"):
+        problem = f"its {name} is a file instead of a folder"
+        require(not (folder / name).is_file(), key, problem, got=folder, remedy="remove that file")
+    probe = folder / ".rlft_write_probe"
+    try:
+        # A kill here leaves the probe, which the next check replaces.
+        with atomic_folder(probe, folder / ".rlft_write_probe.writing", replaces=True) as written, writing(written):
+            (written / "file").touch()
+    except DiskError as error:
+        if not error.is_of_the_name:
+            raise
+        problem = f"cannot be written ({os.strerror(error.code)})"
+        raise UserError(key, problem, got=folder, remedy="choose another folder") from None
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
 
 PATHS = "paths"
 """The key of the origin under which the config's paths relative to the run's folder are."""
@@ -64,12 +109,6 @@ def steps_done(folder: Path) -> int:
 def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
     """Claims a new folder for a run: writes status.json, then config.yaml, so that every run has a status.
 
-    Args:
-        folder: the run's folder.
-        config: its plain config.
-        fingerprints: fingerprints of its data, base and adapters.
-        num_steps: number of steps of the whole run.
-
     Raises:
         UserError: the folder already holds a run.
         DiskError: it cannot be written; nothing is left in it.
@@ -81,11 +120,7 @@ def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
 
 
 def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
-    """Checks that the folder holds no run, and writes config.yaml with commit, versions and fingerprints of inputs.
-
-    Raises:
-        UserError: the folder already holds a run.
-    """
+    """Checks that the folder holds no run, and writes config.yaml with commit, versions and fingerprints of inputs."""
     check_free(folder)
     write_config(folder, config, fingerprints)
 
@@ -108,16 +143,12 @@ def removed_on_failure(folder: Path, names: Sequence[str]) -> Iterator[None]:
 def check_free(folder: Path) -> None:
     """Refuses a folder that already holds a run, or that could not be created.
 
-    rules.check_writable also tries to write there, once nothing else is wrong.
+    `check_writable` also tries to write there, once nothing else is wrong.
     """
     check_can_be_made(folder, "hydra.run.dir")
     if config_file(folder).exists():
-        raise UserError(
-            "hydra.run.dir",
-            "there is a run in that folder",
-            got=folder,
-            remedy=f"continue it with `{resuming(folder)}`, or choose another folder",
-        )
+        remedy = f"continue it with `{resuming(folder)}`, or choose another folder"
+        raise UserError("hydra.run.dir", "there is a run in that folder", got=folder, remedy=remedy)
 
 
 def check_can_be_made(folder: Path, key: str) -> None:
@@ -145,7 +176,7 @@ def write_config(
 
 
 def read(folder: Path, key: str = "resume") -> dict[str, Any]:
-    """The plain config of a run, `origin` included, with paths valid from the working directory (runs/paths.py)."""
+    """The plain config of a run, `origin` included, with paths valid from the working directory."""
     try:
         config = whole_config(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -161,16 +192,11 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
         remedy = "restore the file from a copy, or name another run; its checkpoints hold adapters that PEFT reads"
         raise UserError(key, f"{CONFIG} in that folder is damaged ({error})", got=folder, remedy=remedy) from None
     recorded = config[ORIGIN].pop(PATHS, {})
-    return paths.located(config, recorded if isinstance(recorded, dict) else {}, folder)
+    return with_located_paths(config, recorded if isinstance(recorded, dict) else {}, folder)
 
 
 def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
-    """The config with values in place of `model.date: auto` and `cluster.lanes: auto`, which a resume keeps.
-
-    Args:
-        config: a plain config.
-        resumed: the folder of the run that is resumed, whose values are kept; None for a new run.
-    """
+    """The config with values in place of `model.date: auto` and `cluster.lanes: auto`, which a resumed run keeps."""
     before = None if resumed is None else read(resumed)
     kept = dict(config)
     if isinstance(model := config.get("model"), Mapping) and model.get("date", AUTO_DATE) == AUTO_DATE:
@@ -185,9 +211,6 @@ def held(folder: Path, what: str = "run") -> Iterator[None]:
     """Locks the folder against other processes. The kernel releases the lock with the process, even by `kill -9`.
 
     what: is in the folder, for messages.
-
-    Raises:
-        UserError: another process holds the lock.
     """
     with writing(folder / LOCK):
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -215,8 +238,6 @@ def go_on(folder: Path, config: Mapping[str, Any]) -> None:
 TEACHER = "snapshot.teacher"
 TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
 """Names of the fingerprint of a teacher that is an adapter, and of one that is a separate model."""
-
-
 NAMED_INPUTS = {
     "data": ("training data", "data.path", "put the data back as they were, or start a new run"),
     "held_out": ("held-out data", "data.path", "put the data back as they were, or start a new run"),
@@ -241,30 +262,19 @@ def named_input(what: str) -> tuple[str, str, str]:
 def check_same_inputs(
     origin: Mapping[str, Any], fingerprints: Mapping[str, str], replaced: Callable[[str], bool] = lambda key: False
 ) -> None:
-    """Refuses data, a base or adapters that changed since a run of this origin started.
+    """Refuses data, a base or adapters that changed since a run of this origin started; names the first one's key.
 
-    Args:
-        origin: the `origin` of the run's config.yaml.
-        fingerprints: the current fingerprints.
-        replaced: whether the config has changed so that another input at this key is intended.
-
-    Raises:
-        UserError: names the key of the first input that changed.
+    replaced: whether the config has changed so that another input at this key is intended.
     """
-    # Held-out data have no fingerprint if eval.every=0.
-    for name in (name for name in fingerprints if "." not in name and name != "adapter_fingerprint"):
+    for name in sorted(fingerprints, key=_is_of_an_adapter):
         before, now = origin.get(name), fingerprints[name]
         noun, key, remedy = named_input(name.removesuffix("_fingerprint"))
+        if _is_of_an_adapter(name):
+            noun, key = "adapter in that folder", name.removesuffix("_fingerprint")
+            remedy = "put it back as it was, or start a new run"
+        # Held-out data have no fingerprint if eval.every=0.
         if before and now and before != now and not replaced(key):
             problem = f"the {noun} changed since the run began (fingerprint {before[:12]} then)"
-            raise UserError(key, problem, got=now[:12], remedy=remedy)
-    # An adapter's fingerprint has the key that names its folder.
-    for name in (name for name in fingerprints if "." in name or name == "adapter_fingerprint"):
-        before, now = origin.get(name), fingerprints[name]
-        key = name.removesuffix("_fingerprint")
-        if before and before != now and not replaced(key):
-            problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"
-            remedy = "put it back as it was, or start a new run"
             raise UserError(key, problem, got=now[:12], remedy=remedy)
     first, current = (
         [fingerprints_of[name] for name in TEACHER_FINGERPRINTS if fingerprints_of.get(name)]
@@ -274,6 +284,11 @@ def check_same_inputs(
     if first and current and first != current and not replaced(TEACHER):
         problem = f"the teacher is one of another kind (fingerprint {first[0][:12]} when the run began)"
         raise UserError(TEACHER, problem, got=current[0][:12], remedy="name the same teacher, wherever it is now")
+
+
+def _is_of_an_adapter(name: str) -> bool:
+    """An adapter's fingerprint has the key that names its folder."""
+    return "." in name or name == "adapter_fingerprint"
 
 
 def may_change(key: str, config: Mapping[str, Any]) -> bool:
@@ -291,17 +306,12 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key, _ABSENT) != now.get(key, _ABSENT)
-        and not paths.same_path(before.get(key), now.get(key))
-        and not (key == TEACHER and paths.may_have_moved(before.get(key), now.get(key)))
+        and not same_path(before.get(key), now.get(key))
+        and not (key == TEACHER and may_have_moved(before.get(key), now.get(key)))
         and not (may_change(key, saved) and (key != "steps" or before.get("trainer.schedule") == "constant"))
     ]
-    if changed:
-        raise UserError(
-            "resume",
-            f"the config differs from the run's ({'; '.join(changed)})",
-            got=folder,
-            remedy="leave these keys as they were, or start a new run",
-        )
+    problem = f"the config differs from the run's ({'; '.join(changed)})"
+    require(not changed, "resume", problem, got=folder, remedy="leave these keys as they were, or start a new run")
 
 
 _ABSENT = object()
@@ -310,7 +320,7 @@ _ABSENT = object()
 def _write(folder: Path, config: Mapping[str, Any]) -> None:
     """Writes config.yaml, with its paths relative to the folder in the origin."""
     plain = {key: value for key, value in config.items() if key != ORIGIN}
-    recorded = paths.record(plain, folder)
+    recorded = recorded_paths(plain, folder)
     origin = {KEY: FORMAT, **config.get(ORIGIN, {}), **({PATHS: recorded} if recorded else {}), WHOLE: True}
     text = yaml.safe_dump({**plain, ORIGIN: origin}, sort_keys=False, allow_unicode=True)
     write_atomically(config_file(folder), text)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from rlft.runs.config_file import FORMAT
 from rlft.system import locks
@@ -114,7 +115,7 @@ def read(folder: Path) -> tuple[Status, str]:
     if held:
         return Status.running, ""
     try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content = _content(folder)
         status, reason = Status(content["status"]), str(content.get("reason", ""))
     except OSError as error:
         return Status.unknown, f"{FILE} cannot be read ({error.strerror})"
@@ -125,17 +126,19 @@ def read(folder: Path) -> tuple[Status, str]:
     return (Status.killed, "") if held is False else (Status.running, NO_LOCKS)
 
 
+def _content(folder: Path) -> Any:
+    return json.loads((folder / FILE).read_text(encoding="utf-8"))
+
+
 def error(folder: Path) -> str | None:
     """The class of the error that stopped a run; None if none did."""
-    try:
-        return str(json.loads((folder / FILE).read_text(encoding="utf-8"))["error"])
-    except UNREADABLE:
-        return None
+    with contextlib.suppress(*UNREADABLE):
+        return str(_content(folder)["error"])
+    return None
 
 
 def num_steps(folder: Path) -> int | None:
     """Number of steps of the whole run; None if the file cannot be read."""
-    try:
-        return int(json.loads((folder / FILE).read_text(encoding="utf-8"))["steps"])
-    except UNREADABLE:
-        return None
+    with contextlib.suppress(*UNREADABLE):
+        return int(_content(folder)["steps"])
+    return None

@@ -15,7 +15,7 @@ from rlft import cli
 from rlft.commands.preferences import REFERENCE_LOGPROBS, open_task
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.runs import references
+from rlft.runs.find import with_named_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
 
@@ -57,9 +57,7 @@ def test_three_updates_move_the_pairs_apart(trained: Path) -> None:
 def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(trained: Path) -> None:
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:
-        task = open_task(
-            resolve(references.resolved(compose([*TINY, f"lora.path={trained}"], verb="dpo"))).plan(), stack
-        )
+        task = open_task(resolve(with_named_runs(compose([*TINY, f"lora.path={trained}"], verb="dpo"))).plan(), stack)
         assert task.plan.reference == str(trained / "checkpoints" / "step_000003" / "policy")
         metrics = task.evaluate(0).metrics
         assert metrics["eval/margin"] == 0.0
@@ -68,7 +66,7 @@ def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(trai
         )
     with ExitStack() as stack:  # held to the base, it begins where the first round ended
         words = [*TINY, f"lora.path={trained}", "snapshot.reference=base"]
-        metrics = open_task(resolve(references.resolved(compose(words, verb="dpo"))).plan(), stack).evaluate(0).metrics
+        metrics = open_task(resolve(with_named_runs(compose(words, verb="dpo"))).plan(), stack).evaluate(0).metrics
         assert metrics["eval/margin"] == pytest.approx(evaluations(trained)[-1]["eval/margin"], rel=1e-4)
 
 

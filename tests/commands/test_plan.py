@@ -20,7 +20,7 @@ from rlft import cli
 from rlft.commands import plan
 from rlft.commands.plan_command import read_bytes
 from rlft.commands.plan_page import print_trials
-from rlft.plan.reward_trial import RewardTrial
+from rlft.plan.trials import RewardTrial
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
 TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
@@ -335,7 +335,7 @@ def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
     recipe: str, no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("rlft.plan.rules.has_bitsandbytes", lambda: False)
+    monkeypatch.setattr("rlft.plan.model_rules.has_bitsandbytes", lambda: False)
     monkeypatch.setattr("rlft.commands.plan.has_bitsandbytes", lambda: False)
     words = [f"+recipe={recipe}", "model.quantization=4bit", "lora.target_modules=[q_proj]"]
     found = planned(capsys, *words, "model.device=cuda", "device_memory=24GiB")

@@ -22,7 +22,7 @@ from rlft.loop.session import open_session
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint
 from rlft.runs.checkpoint import Checkpoint
-from rlft.runs.references import resolved
+from rlft.runs.find import with_named_runs
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
@@ -83,7 +83,7 @@ def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
     """A session of `rlft train` whose reward is the run's model, and whose critic begins as it."""
     words = ["reward=[exact_match,learned]", f"reward.learned.path={trained}", "critic.init=reward", *LORA]
     words += ["algorithm=ppo", "critic.kind=adapter", "generation=transformers", "logger=[]", "scoring.workers=0"]
-    plain = resolved(compose([*words, "model.device=cpu", "data.size=64", "data.held_out_size=8"]))
+    plain = with_named_runs(compose([*words, "model.device=cpu", "data.size=64", "data.held_out_size=8"]))
     with Engines() as engines, open_session(resolve(plain).plan(), tmp_path, engines, lambda text: None) as session:
         yield session
 

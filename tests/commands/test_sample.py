@@ -19,8 +19,7 @@ from rlft.commands.sample import kept
 from rlft.config.compose import build, compose
 from rlft.config.schema import SampleConfig
 from rlft.runs import run_folder
-from rlft.runs.find import NamedRun
-from rlft.runs.like import like_run
+from rlft.runs.find import NamedRun, like_run
 from rlft.types import UserError
 
 

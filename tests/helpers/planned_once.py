@@ -14,7 +14,7 @@ import pytest
 
 from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
-from rlft.plan import reference_answers
+from rlft.plan import trials
 from rlft.types import Split
 
 MANY, SMALL = 100, 1000
@@ -24,7 +24,7 @@ MANY, SMALL = 100, 1000
 def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arithmetic, "load", once(Arithmetic.load, of_task))
     patch.setattr(data_prompts, "_tokenise", once(data_prompts._tokenise, of_tokens))
-    patch.setattr(reference_answers, "_scored", once(reference_answers._scored, of_scores))
+    patch.setattr(trials, "_scored", once(trials._scored, of_scores))
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,8 +21,8 @@ from rlft.model.lora_config import lora_config, named_inside
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.model.text_model import ModuleNames
 from rlft.plan.adapters import fresh_shapes
-from rlft.plan.memory_demand import sizes_of
-from rlft.plan.rules import check_targets, why_not_on_a_gpu
+from rlft.plan.model_rules import check_targets, why_not_on_a_gpu
+from rlft.plan.sizes import sizes_of
 from rlft.types import UserError
 
 KINDS = [{"use_rslora": True}, {"use_dora": True}, {"use_rslora": True, "use_dora": True}]

@@ -11,8 +11,8 @@ from rlft.commands.plan import Planned, plan_of, without_gpu
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.plan import train_plan
-from rlft.plan.cluster_plan import check_base, gpu_memory
-from rlft.plan.memory_demand import CUDA_CONTEXT, sizes_of
+from rlft.plan.fit import check_base, gpu_memory
+from rlft.plan.sizes import CUDA_CONTEXT, sizes_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.types import UserError
 

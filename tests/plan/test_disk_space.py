@@ -14,7 +14,7 @@ from slow_cases import slow
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.plan.disk_space import note
+from rlft.plan.sizes import note_of_disk
 from rlft.system.disk import size_text
 
 SMALL = ["steps=3", "prompts_per_step=2", "group_size=4", "generation=transformers", "generation.max_tokens=12",
@@ -83,13 +83,13 @@ def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
 def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = SimpleNamespace(f_bavail=1, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
-    assert note({"checkpoints": 4096, "metrics": 0}, tmp_path) is None
-    assert note({"checkpoints": 9000, "metrics": 0}, tmp_path) == (
+    assert note_of_disk({"checkpoints": 4096, "metrics": 0}, tmp_path) is None
+    assert note_of_disk({"checkpoints": 9000, "metrics": 0}, tmp_path) == (
         f"the run may write up to 9 kB (checkpoints 9 kB), and 5 kB are free on the disk of {tmp_path}: free some,"
         " lower checkpoint.keep, or choose another folder (hydra.run.dir)"
     )
     (tmp_path / "there").write_bytes(bytes(5000))  # two blocks
-    assert note({"checkpoints": 9000, "metrics": 0}, tmp_path) is None
+    assert note_of_disk({"checkpoints": 9000, "metrics": 0}, tmp_path) is None
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

@@ -10,7 +10,7 @@ from rlft.config.compose import build, compose
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve
 from rlft.config.token_budget import resolved
-from rlft.plan.rules import resolve_mismatch
+from rlft.plan.model_rules import resolve_mismatch
 
 TRUNCATED_BY_TOKEN = ["grpo", "dapo", "cispo", "sapo", "rloo", "reinforce", "ppo", "a2c", "opd"]
 OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kimi": "off"}
@@ -51,7 +51,7 @@ def test_auto_depends_on_engine_dtype_and_sampling(words, engine, itemsize, mode
 
 
 def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none(monkeypatch: Any) -> None:
-    monkeypatch.setattr("rlft.plan.rules.choose_engine", lambda *_, **__: ("vllm", "as asked"))
+    monkeypatch.setattr("rlft.plan.train_plan.choose_engine", lambda *_, **__: ("vllm", "as asked"))
     words = ["generation=vllm", "model.device=cpu", "data.size=16", "data.held_out_size=8"]
     rows = {}
     for dtype in ("float32", "bfloat16"):

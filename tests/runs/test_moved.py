@@ -11,8 +11,8 @@ import pytest
 
 from rlft import cli
 from rlft.runs import run_folder
+from rlft.runs.config_file import path_keys
 from rlft.runs.find import find
-from rlft.runs.paths import path_keys
 
 SMALL = ("generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
 OFTEN = ("checkpoint.every=1", "checkpoint.keep=9", "logger=jsonl")

@@ -51,7 +51,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callab
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(crash.tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("rlft.plan.gpu_budget.fit_to_device", lambda plan: plan)
+    monkeypatch.setattr("rlft.plan.fit.fit_to_device", lambda plan: plan)
     monkeypatch.delenv(crash.DEBUG, raising=False)
 
     def fail(make_error: Callable[[], BaseException]) -> None:

@@ -19,9 +19,9 @@ from rlft.config.schema import RunConfig
 from rlft.loop import engines, workers
 from rlft.loop import parts as parts_of_runs
 from rlft.loop.engines import load_teacher
-from rlft.plan.memory_demand import sizes_of
 from rlft.plan.memory_parts import parts
-from rlft.runs import references
+from rlft.plan.sizes import sizes_of
+from rlft.runs.find import with_named_runs
 
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
@@ -67,7 +67,7 @@ def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: 
         "dpo": ("dpo", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64",
                 f"snapshot.reference={teacher}"),
     }[verb]  # fmt: skip
-    plan = resolve(references.resolved(compose([*words[1:], "lora.rank=2"], verb=verb))).plan()
+    plan = resolve(with_named_runs(compose([*words[1:], "lora.rank=2"], verb=verb))).plan()
     sizes = sizes_of(plan.config.model, plan.config.lora)
     demand = plan.demand(sizes, False)
     frozen = 2 if verb == "train" else 1

@@ -18,7 +18,7 @@ from rlft.config.keys import keys_of
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.runs import references
+from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
 from rlft.system.crash import debugging
 from rlft.system.locks import owned_folder
@@ -84,7 +84,7 @@ def command(arguments: list[str]) -> int:
     check_recipe(words)
     parsed = only_overrides(words, VERB)
     run = compose_run(parsed.overrides, parsed.config_dir, VERB)
-    plain = references.resolved(run.plain)
+    plain = with_named_runs(run.plain)
     resolve(plain, VERB)
     return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)
 

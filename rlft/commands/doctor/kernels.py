@@ -20,7 +20,7 @@ from rlft.loop.parts import free_bytes
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.selection import decide
 from rlft.model.roles import POLICY, Roles, policy_alone
-from rlft.plan.memory_demand import sizes_of
+from rlft.plan.sizes import sizes_of
 from rlft.types import Batch
 
 ALLOWED_DEVIATIONS = 4.0

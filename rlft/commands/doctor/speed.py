@@ -13,8 +13,8 @@ from rlft.generation.adapter_files import memory_folder
 from rlft.generation.memory import peak
 from rlft.model.activations import is_checkpointed
 from rlft.plan.fit import in_words
-from rlft.plan.memory_demand import on_a_gpu, sizes_of
 from rlft.plan.memory_parts import parts
+from rlft.plan.sizes import on_a_gpu, sizes_of
 
 MAX_SAMPLING_RATIO = 20.0
 """Sampling may take this many times as long as the update."""

@@ -28,7 +28,7 @@ from rlft.loop.metrics import Clock, peak_memory_bytes
 from rlft.loop.session import Session, open_session
 from rlft.model.backbone import read_config, resolve_device, resolve_dtype
 from rlft.model.roles import Roles
-from rlft.plan.gpu_budget import fit_to_device
+from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.system.memory import resident_bytes
 from rlft.types import Batch, Group, Scores

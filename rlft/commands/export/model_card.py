@@ -22,8 +22,8 @@ from rlft.generation.vllm.options import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
 from rlft.runs import checkpoint, run_folder
+from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind, NamedRun
-from rlft.runs.paths import NAMES
 from rlft.system.terminal import command_line, overrides
 from rlft.tokens.ends import TurnEnds
 
@@ -155,7 +155,7 @@ def module_name(section: Config) -> str:
 
 def keys_text(section: Config) -> str:
     return ", ".join(
-        f"{key}={public_name(value) if key in NAMES else json.dumps(value, ensure_ascii=False)}"
+        f"{key}={public_name(value) if key in PATH_NAMES else json.dumps(value, ensure_ascii=False)}"
         for key, value in section.items()
         if value is not None
     )

@@ -39,8 +39,9 @@ from rlft.config.cluster import ClusterConfig
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
 from rlft.plan.run_plan import Plan
-from rlft.runs import references, run_folder, run_status
-from rlft.runs.paths import is_path_key
+from rlft.runs import run_folder, run_status
+from rlft.runs.config_file import is_path_key
+from rlft.runs.find import with_named_runs
 from rlft.system.terminal import override
 from rlft.tokens.chat_template import AUTO_DATE, today
 from rlft.types import UserError
@@ -148,7 +149,7 @@ def corners_of(space: Space) -> list[Tried]:
 
 def resolve_words(words: Sequence[str], config_dir: Path | None, verb: str) -> Resolved:
     """The config of a run with these overrides, checked by itself."""
-    return resolve(references.resolved(configs.compose(words, config_dir, verb)), verb)
+    return resolve(with_named_runs(configs.compose(words, config_dir, verb)), verb)
 
 
 def checked_configs(

@@ -15,7 +15,8 @@ from rlft.config.flat import flatten
 from rlft.config.keys import keys_of
 from rlft.config.overrides import CONFIG_DIR, Arguments
 from rlft.config.schema import RunConfig
-from rlft.runs import paths, run_folder
+from rlft.runs import run_folder
+from rlft.runs.config_file import is_path_key, same_path
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
 from rlft.types import UserError
@@ -114,7 +115,7 @@ def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> No
     both = ({key_of(w): w.partition("=")[2] for w in of.words} | {CONFIG_DIR[0]: of.config_dir} for of in (before, now))
     old, new = ({key: value for key, value in of.items() if key not in MAY_CHANGE} for of in both)
     for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
-        if not (key == CONFIG_DIR[0] and paths.same_path(old[key], new[key])):
+        if not (key == CONFIG_DIR[0] and same_path(old[key], new[key])):
             problem = f"differs from that of the sweep in {folder}, {old.get(key) or 'left out'}"
             raise UserError(key, problem, got=new.get(key) or "nothing", remedy=remedy)
 
@@ -125,7 +126,7 @@ def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> 
         for key in _changed(old, new, before.verb):
             problem = f"was {old.get(key, 'left out')} when the sweep in {folder} began, and its trials would differ"
             remedy = "put the YAML back as it was, or begin another sweep"
-            if paths.is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
+            if is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
                 remedy = "begin another sweep, and name a checkpoint's folder in it, which does not change with its run"
             raise UserError(key, problem, got=new.get(key, "nothing"), remedy=remedy)
 
@@ -134,7 +135,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Itera
     """The keys that differ and matter to a trial."""
     for key in {**old, **new}:
         free = key in MAY_CHANGE or (changes_no_number(key, {"verb": verb}) and key.partition(".")[0] != "cluster")
-        if not free and old.get(key) != new.get(key) and not paths.same_path(old.get(key), new.get(key)):
+        if not free and old.get(key) != new.get(key) and not same_path(old.get(key), new.get(key)):
             yield key
 
 

@@ -20,8 +20,8 @@ from rlft.config.instantiate import from_mapping
 from rlft.config.keys import Key, known
 from rlft.config.overrides import OVERRIDE
 from rlft.runs import run_folder
+from rlft.runs.config_file import is_path_key
 from rlft.runs.find import short_names
-from rlft.runs.paths import is_path_key
 from rlft.types import UserError
 
 SECTION, SWEEPER = "sweep", "optuna"

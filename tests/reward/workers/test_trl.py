@@ -12,8 +12,8 @@ import pytest
 from family_tokenizers import family_tokenizer
 from in_one_test import each
 
-from rlft.plan import rules
-from rlft.plan.reward_trial import try_rewards
+from rlft.plan.scoring_rules import check_metadata
+from rlft.plan.trials import try_rewards
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.reward.workers.trl import is_trl, messages_of
@@ -157,10 +157,10 @@ def test_mistakes_are_refused_before_the_run(name: str, keys: dict[str, Any], re
 def test_a_column_that_the_data_have_not_is_refused() -> None:
     bare = Prompt(id="one", messages=prompt().messages, answer="2")
     with pytest.raises(UserError, match=r"by_column takes solution, .* set data.metadata_fields=\[solution\]"):
-        rules.check_metadata(spec("by_column"), bare)
-    rules.check_metadata(spec("by_column"), prompt())
-    rules.check_metadata(spec("by_column", solution=["2"]), bare)
-    rules.check_metadata(spec("by_answer"), bare)
+        check_metadata(spec("by_column"), bare)
+    check_metadata(spec("by_column"), prompt())
+    check_metadata(spec("by_column", solution=["2"]), bare)
+    check_metadata(spec("by_answer"), bare)
 
 
 def test_the_plan_tries_them_like_any_reward() -> None:

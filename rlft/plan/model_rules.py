@@ -1,0 +1,329 @@
+"""Rules for the model, the shape of its adapters, and the engine; and which engine `auto` is.
+
+What reads the config alone imports no library, so that a config is checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlft.algorithm.objective import Objective
+from rlft.config.generation import ANYWHERE, AUTO, BUILT_IN, ON_A_GPU, GenerationConfig, section_of
+from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig
+from rlft.config.model_paths import check_local
+from rlft.config.schema import RunConfig
+from rlft.generation.engine import Engine
+from rlft.model.positions import limit_of
+from rlft.plan.adapters import empty_model, modules_to_adapt
+from rlft.types import UserError, require
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from transformers import PreTrainedConfig
+
+
+BYTES_OF_16_BITS = 2
+
+
+def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
+    """Checks that the engine exists and that its keys fit together."""
+    engine = ANYWHERE if generation.engine == AUTO else generation.engine
+    section = section_of(engine)
+    if section not in generation.engines:
+        remedy = f"use auto, {', '.join(BUILT_IN)}, or one of your own (docs/engines.md)"
+        raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
+    with _keys_of(engine):
+        generation.named(engine).check(plain_kernels=model.kernels == "plain")
+
+
+def check_apart(config: RunConfig, engine: str) -> None:
+    """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` GPUs each."""
+    with _keys_of(engine):
+        separate = config.generation.named(engine).standalone()
+    separate.with_gpus(config.cluster.gpus_per_engine)
+
+
+def check_model(settings: ModelConfig) -> None:
+    """Checks the model's keys by themselves: the folder exists, the device and the dtype are possible."""
+    check_local(settings.path)
+    is_device, remedy = settings.device.partition(":")[0] in DEVICES, "use auto, cpu, cuda or cuda:<n>"
+    require(is_device, "model.device", "is not a device", got=settings.device, remedy=remedy)
+    is_dtype, remedy = settings.dtype in ("auto", *DTYPES), f"use auto, {', '.join(DTYPES)}"
+    require(is_dtype, "model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
+    check_quantized_on(settings.quantization, settings.device)
+
+
+def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
+    """Checks that this machine has the model's device and libraries; imports torch and transformers, reads no file.
+
+    runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
+    """
+    from transformers import AttentionInterface
+
+    from rlft.model.backbone import resolve_device, resolve_dtype
+
+    device = resolve_device(settings.device)
+    resolve_dtype(settings.dtype, device)
+    attention, remedy = settings.attn_implementation, "use auto, sdpa or eager"
+    is_known = attention in ("auto", "eager", *AttentionInterface().valid_keys())
+    require(is_known, "model.attn_implementation", "is not known to transformers", got=attention, remedy=remedy)
+    if not runs_here:
+        return
+    # Or `kernels`, through which transformers downloads the kernel of this attention.
+    module, package = FLASH_ATTENTION.get(attention, ("", ""))
+    if module and not any(importlib.util.find_spec(name) for name in (module, "kernels")):
+        problem = f"{package} is not installed"
+        raise UserError("model.attn_implementation", problem, got=attention, remedy="use auto or sdpa")
+    quantization, remedy = settings.quantization, "pip install 'rlft[quantization]'"
+    check_quantized_on(quantization, device.type)
+    is_loaded = quantization is None or has_bitsandbytes()
+    require(is_loaded, "model.quantization", "bitsandbytes is not installed", got=quantization, remedy=remedy)
+
+
+FLASH_ATTENTION = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn", "flash-attn-4"),
+}
+"""{value of model.attn_implementation: (the module that it needs, the package that installs this module)}."""
+
+
+def check_quantized_device(settings: ModelConfig) -> None:
+    """Checks that the model's device supports 4-bit weights, if they are configured."""
+    from rlft.model.backbone import resolve_device
+
+    check_quantized_on(settings.quantization, resolve_device(settings.device).type)
+
+
+def check_quantized_on(quantization: str | None, device: str) -> None:
+    """Checks that a device of this type supports quantised weights."""
+    if quantization is not None and device.partition(":")[0] not in ("cuda", "auto"):
+        remedy = "set model.quantization=null"
+        raise UserError("model.quantization", "4-bit weights need a CUDA device", got=quantization, remedy=remedy)
+
+
+def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
+    """Checks that the named engine serves adapters of this rank and kind."""
+    check_pattern(lora)
+    if generation.engine == AUTO:
+        return
+    engine = generation.named(generation.engine)
+    if problem := too_large_a_rank(engine, lora):
+        remedy = "lower it, or choose generation=transformers"
+        raise UserError("lora.rank", problem, got=lora.rank, remedy=remedy)
+    if problem := no_dora(engine, lora):
+        remedy = "use generation=transformers, or lora.use_rslora=true instead"
+        raise UserError("lora.use_dora", problem, got="true", remedy=remedy)
+    if problem := no_head(engine, lora):
+        remedy = "leave it out, or use generation=transformers"
+        raise UserError("lora.target_modules", problem, got=HEAD, remedy=remedy)
+
+
+def check_pattern(lora: LoraSettings) -> None:
+    """Refuses a lora.target_modules that is no regular expression; a list is none."""
+    if isinstance(lora.target_modules, str):
+        try:
+            re.compile(lora.target_modules)
+        except re.error as error:
+            problem, remedy = f"is not a regular expression ({error})", "use all-linear, or a list of layers' names"
+            raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy) from None
+
+
+def too_large_a_rank(engine: Engine, lora: LoraSettings) -> str | None:
+    """Why the engine cannot serve adapters of this rank; None if it can."""
+    limit = engine.largest_rank
+    return f"{engine.title} takes adapters up to rank {limit}" if limit is not None and lora.rank > limit else None
+
+
+def no_dora(engine: Engine, lora: LoraSettings) -> str | None:
+    """Why the engine cannot serve DoRA adapters, if these are; None if it can."""
+    return f"{engine.title} serves no DoRA adapters" if lora.use_dora and not engine.serves_dora else None
+
+
+def no_head(engine: Engine, lora: LoraSettings) -> str | None:
+    """Why the engine cannot serve adapters of the output layer, if these are; None if it can."""
+    return f"{engine.title} serves no adapters of {HEAD}" if lora.adapts_head and not engine.serves_head else None
+
+
+def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Checks that the longest row and text are within the model's limit, according to its config.json."""
+    check_row(config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model)
+    limit, tokens = limit_of(model), config.pretrain.max_tokens
+    if limit is not None and config.pretrain.path is not None and tokens > limit.tokens:
+        problem, remedy = f"exceeds the model's {limit.words}", f"use at most {limit.tokens}"
+        raise UserError("pretrain.max_tokens", problem, got=tokens, remedy=remedy)
+
+
+def check_row(prompt_tokens: int, completion_tokens: int, key: str, model: PreTrainedConfig) -> None:
+    """Checks that a prompt and a completion, whose length has this key, are within the model's limit for a row."""
+    limit = limit_of(model)
+    if limit is None or prompt_tokens + completion_tokens <= limit.tokens:
+        return
+    if prompt_tokens >= limit.tokens:  # no completion fits, however short
+        half = limit.tokens // 2
+        problem = f"leaves no room for a completion in the model's {limit.words}"
+        remedy = f"lower it, for instance to {half}, and {key} to {limit.tokens - half}"
+        raise UserError("prompts.max_tokens", problem, got=prompt_tokens, remedy=remedy)
+    problem = f"with prompts.max_tokens={prompt_tokens} it exceeds the model's {limit.words}"
+    remedy = f"use at most {limit.tokens - prompt_tokens}, or lower prompts.max_tokens"
+    raise UserError(key, problem, got=completion_tokens, remedy=remedy)
+
+
+def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
+    """Checks that lora.target_modules names linear layers that can learn, with weights of their own; loads no weights.
+
+    An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
+    """
+    targets = lora.target_modules
+    if targets == ALL_LINEAR:
+        return
+    check_pattern(lora)
+    import torch
+
+    from rlft.model.adaptable import left_out, linear_layers
+
+    empty = empty_model(settings, model)
+    modules, without = dict(empty.named_modules()), left_out(empty)
+    layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
+    names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
+    remedy = f"use all-linear, or a list of {', '.join(names)}"
+    of_weight: dict[int | None, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if _weight(module) is not None:
+            of_weight[_weight(module)].append(name)
+    for target in [targets] if isinstance(targets, str) else targets:
+        named = [name for name in modules if _is_target(name, target, targets)]
+        if not layers.intersection(named):
+            problem = "the model has no linear layer of that name"
+            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+        if without.keys() >= layers.intersection(named):
+            why = next(without[name] for name in named if name in without)
+            problem = f"names no layer that an adapter can learn on: {why}"
+            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+        for name in named:
+            if name not in layers:
+                problem = f"{name or 'the model'} would be adapted, too, which is no linear layer"
+                raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+            sharing = [other for other in of_weight.get(_weight(modules[name]), []) if other != name]
+            if sharing:
+                problem = f"the weights of {name} are those of {sharing[0]}, so that its adapter could not be exported"
+                raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+
+
+def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
+    """As in PEFT, a text is a regular expression over whole names, and a list holds ends of names."""
+    return bool(re.fullmatch(target, name)) if isinstance(targets, str) else f".{name}".endswith(f".{target}")
+
+
+def _weight(module: Module) -> int | None:
+    """Identifies a module's weight, also on the meta device, where every address is 0; None if it has none."""
+    weight = getattr(module, "weight", None)
+    return None if weight is None else id(weight)
+
+
+def check_adapted(
+    engine: Engine, lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig, folder: str | None = None
+) -> None:
+    """Checks that the engine can load an adapter of these settings, which is in this folder if `adapter` names one."""
+    problem = engine.unserved(lambda: sorted(modules_to_adapt(lora, settings, model)))
+    if problem is not None and folder is not None:
+        raise UserError("adapter", problem, got=folder, remedy="use generation=transformers")
+    if problem is not None:
+        remedy = "name other layers, such as [q_proj,v_proj], or use generation=transformers"
+        raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy)
+
+
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes is installed; does not import it."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+def choose_engine(
+    generation: GenerationConfig,
+    model: ModelConfig,
+    lora: LoraSettings | None = None,
+    *,
+    runs_here: bool = True,
+    whole: bool = False,
+) -> tuple[str, str]:
+    """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers.
+
+    Args:
+        generation: the `generation` section of the config.
+        model: the settings of the trainer's base; the engine's keys are checked against them if `runs_here`.
+        lora: the shape of the adapters that the engine will load; None if it loads none.
+        runs_here: False if the run is only planned, which needs no engine.
+        whole: whether a whole model is trained.
+    """
+    name, reason = generation.engine, "as asked"
+    if name == AUTO:
+        name, reason = _automatic(generation, lora, whole=whole)
+    elif runs_here and (missing := generation.named(name).missing()) is not None:
+        raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
+    if runs_here:
+        from rlft.model.backbone import resolve_device, resolve_dtype
+
+        device = resolve_device(model.device)
+        itemsize = resolve_dtype(model.dtype, device).itemsize
+        check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=model.quantization is not None)
+    return name, reason
+
+
+def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, itemsize: int) -> Objective:
+    """The algorithm with `algorithm.mismatch: auto` resolved for this engine.
+
+    It is off where sampling is distorted, which a correction cannot undo, and with `snapshot.old: sampled`, which takes
+    the engine's log-probs for the trainer's. `itemsize` is the bytes of a weight of the trainer's base.
+    """
+    generation, chosen = config.generation, config.generation.named(engine)
+    differs = chosen.rounds_apart and (itemsize <= BYTES_OF_16_BITS or chosen.rounds)
+    undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"
+    return algorithm.with_mismatch_of(rounds_apart=differs and undistorted)
+
+
+def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, itemsize: int, quantized: bool) -> None:
+    """Checks the engine's keys against the trainer's device, such as "cuda:1", and the bytes of its base's weights."""
+    with _keys_of(engine):
+        generation.named(engine).check_device(device=device, itemsize=itemsize, quantized=quantized)
+
+
+@contextmanager
+def _keys_of(engine: str) -> Iterator[None]:
+    """Prefixes the keys of UserErrors raised inside with the engine's section."""
+    try:
+        yield
+    except UserError as error:
+        key = f"generation.{section_of(engine)}.{error.key}"
+        raise UserError(key, error.problem, got=error.got, remedy=error.remedy) from None
+
+
+def _automatic(generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool) -> tuple[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ANYWHERE, "no GPU here"
+    reason = why_not_on_a_gpu(generation, lora, whole=whole)
+    return (ON_A_GPU, "installed, with a GPU") if reason is None else (ANYWHERE, reason)
+
+
+def why_not_on_a_gpu(
+    generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool = False, is_absent: bool = False
+) -> str | None:
+    """Why `auto` does not choose the engine for GPUs on a GPU; None if it does.
+
+    With `is_absent`, the GPU is in another machine, on which that engine is assumed to be installed.
+    """
+    engine = generation.named(ON_A_GPU)
+    if whole and not engine.serves_whole_models:
+        return f"{engine.title} serves adapters only"
+    if lora is not None:
+        for problem in (no_dora(engine, lora), no_head(engine, lora), too_large_a_rank(engine, lora)):
+            if problem is not None:
+                return problem
+    missing = None if is_absent else engine.missing()
+    return None if missing is None else missing.problem

@@ -1,0 +1,194 @@
+"""Reads from a run's config the sizes that a plan needs: of its model, of what an engine decodes, of files on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlft.config.generation import AUTO, ON_A_GPU, section_of
+from rlft.config.model import KernelChoice, LoraSettings, ModelConfig
+from rlft.config.model_paths import is_adapter, resolve_path
+from rlft.config.schema import EvalConfig, RunConfig, SamplingRoot
+from rlft.config.trainer import CheckpointConfig
+from rlft.data.prompts import PromptSet
+from rlft.generation.engine import Generator
+from rlft.generation.memory import Decoding, ModelSizes
+from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_sizes
+from rlft.model.adaptable import adapted_words
+from rlft.model.backbone import decoder_layers, layer_weights, read_config, resolve_device, resolve_dtype
+from rlft.model.forward import known_refusal
+from rlft.model.kernels.selection import decide
+from rlft.plan.adapters import empty_model, fresh_shapes
+from rlft.plan.memory_parts import FLOAT32, Demand
+from rlft.plan.model_rules import why_not_on_a_gpu
+from rlft.plan.run_plan import LINE, Plan
+from rlft.system.disk import room, size_text
+from rlft.system.files import size_of
+
+CUDA_CONTEXT = 2**29
+"""An allowance for a CUDA context and the kernels of its libraries; not measured."""
+
+
+def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
+    """The sizes of this config's base, and of one adapter on it unless `lora` is None."""
+    from rlft.model.lora_config import lora_config
+
+    config = read_config(settings)
+    empty = empty_model(settings, config)
+    parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
+    kernels = decide(settings.kernels, empty.config.model_type)
+    all_auto = kernels.choice is KernelChoice.auto and settings.attn_implementation == "auto"
+    packed = all_auto and known_refusal(empty) is None
+    head = empty.get_output_embeddings()  # which transformers does not quantise
+    linear = sum(m.weight.numel() for m in empty.modules() if isinstance(m, nn.Linear) and m is not head)
+    quantized = 0 if settings.quantization is None else linear
+    itemsize = resolve_dtype(settings.dtype, device).itemsize
+    of_layers = layer_sizes(config)
+    layers = tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty))
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    adapter, layer_kinds = NO_ADAPTER, ("", "")
+    if lora is not None:  # from here on its adapter is on the empty base
+        shapes = fresh_shapes(empty, lora_config(lora, empty))
+        layer_kinds = adapted_words(empty)
+        is_quantized = settings.quantization is not None
+        adapter = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=is_quantized)
+    outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
+    inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
+    return ModelSizes(
+        parameters=parameters,
+        # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
+        base_bytes=int(quantized * 0.516) + (parameters - quantized) * itemsize,
+        itemsize=itemsize,
+        lora=sum(math.prod(shape) for shape in shapes.values()),
+        adapted=sum(inputs[name] * outputs[name] for name in outputs),
+        adapter=adapter,
+        key_size=2 * sum(layer.keys for layer in of_layers),
+        config=config.get_text_config(),
+        packed=packed,
+        kernels=kernels,
+        linear=linear,
+        layers=layers,
+        layer_kinds=layer_kinds,
+        widest_mlp=max(layer.mlp for layer in of_layers),
+    )
+
+
+def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) -> Demand:
+    """The demand on a GPU with `device_memory` bytes; if it is in another machine, `auto` may choose another engine."""
+    demand = replace(demand, device="cuda", device_memory=device_memory)
+    if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
+        return demand
+    generation, lora = plan.config.generation, plan.config.lora
+    if why_not_on_a_gpu(generation, lora, whole=lora is None, is_absent=True) is not None:
+        return demand
+    engine = generation.named(ON_A_GPU)
+    return replace(demand, engine=engine.standalone() if demand.engines_apart else engine, section=ON_A_GPU)
+
+
+def sampling_of(run: SamplingRoot, engine: str | None, decodings: Sequence[Decoding]) -> dict[str, Any]:
+    """The fields of a Demand that describe the engine's work; empty if nothing is sampled."""
+    if engine is None:
+        return {}
+    return {
+        "engine": run.generation.named(engine),
+        "section": section_of(engine),
+        "decodings": tuple(decodings),
+        "max_tokens": run.generation.max_tokens,
+        "max_sequence_tokens": run.prompts.max_tokens + run.generation.max_tokens,
+    }
+
+
+def classifier_bytes(path: str | None) -> int:
+    """Bytes of a learned reward's own network; 0 for an adapter on the base."""
+    if path is None or is_adapter(path):
+        return 0
+    return sum(file.stat().st_size for file in Path(resolve_path(path)).glob("*.safetensors"))
+
+
+def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) -> list[Decoding]:
+    """The decodings of a step's groups and, if there is one, of an evaluation."""
+    longest = prompts.longest().token_ids
+    step = Decoding(num_prompts=run.prompts_per_step, samples=run.group_size, longest=longest)
+    decodings = [step, *of_evaluation(held_out, run.eval)]
+    if run.environment:
+        decodings += [of_a_later_round(decoding, run.generation.max_tokens) for decoding in decodings]
+    return decodings
+
+
+def of_a_later_round(first: Decoding, max_tokens: int) -> Decoding:
+    """The decoding of a later turn, when half of `max_tokens` is sampled; each conversation is a prompt of its own."""
+    sampled = tuple(first.longest[i % len(first.longest)] for i in range(max_tokens // 2))
+    return Decoding(num_prompts=first.num_prompts * first.samples, samples=1, longest=(*first.longest, *sampled))
+
+
+def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Decoding]:
+    """The decoding of an evaluation; none if nothing is held out."""
+    if held_out is None:
+        return []
+    number = len(held_out.prompts[: settings.num_prompts])
+    longest = held_out.longest(settings.num_prompts).token_ids
+    return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest)]
+
+
+def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_tokens: int) -> None:
+    """Has the engine allocate as much memory as the longest rows of each decoding need."""
+    for decoding in decodings:
+        generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens)
+
+
+MOMENTS = 2
+"""AdamW's averages, each as large as the trained parameters."""
+CHECKPOINT = 64 * 2**10
+"""Bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST."""
+TEXT = 4
+"""Bytes of a token's text, an upper bound of the average."""
+TOKEN_ID = 8
+"""Bytes of a token id: digits and a comma."""
+LOGPROB = 24
+"""Bytes of a log-prob: digits and a comma."""
+LOWERED_BY = {
+    "checkpoints": "lower checkpoint.keep",
+    "rollouts": "set rollouts.keep or a larger rollouts.every",
+    "metrics": "raise eval.every",
+    "samples": "lower num_prompts or n",
+}
+"""{part: how to make it smaller}, for the parts whose size depends on a key."""
+
+
+def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, trainable: int, beside: int = 0) -> int:
+    """The most bytes that the checkpoints of a run take at a time.
+
+    Args:
+        settings: how often a checkpoint is saved, and how many are kept.
+        num_steps: number of steps of the whole run.
+        trainable: number of trained parameters, which are saved with AdamW's averages.
+        beside: number of parameters of adapters that change without being trained, such as a moving reference.
+    """
+    bytes_of_one = FLOAT32 * (trainable * (1 + MOMENTS) + beside) + CHECKPOINT
+    number = 1 + (num_steps - 1) // settings.every if settings.every else 1
+    return bytes_of_one * min(settings.keep + 1, number)  # the next one is complete before the oldest is deleted
+
+
+def completion_bytes(config: SamplingRoot) -> int:
+    """Bytes of the line with a completion of full length and its prompt."""
+    return LINE + TEXT * config.generation.max_tokens + TEXT * config.prompts.max_tokens
+
+
+def note_of_disk(parts: Mapping[str, int], folder: Path) -> str | None:
+    """A warning if the run may write more than is free on the disk of its folder; None if the space suffices.
+
+    Files already in the folder, for instance after an interruption, do not count.
+    """
+    needed = sum(parts.values()) - (size_of(folder) if folder.is_dir() else 0)
+    free, _ = room(folder)
+    if free is None or needed <= free:
+        return None
+    listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    remedies = [LOWERED_BY[name] for name, size in parts.items() if size and name in LOWERED_BY]
+    problem = f"the run may write up to {size_text(needed)} ({listed}), and {size_text(free)} are free on the disk"
+    return f"{problem} of {folder}: {', '.join(['free some', *remedies])}, or choose another folder (hydra.run.dir)"

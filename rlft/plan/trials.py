@@ -1,0 +1,457 @@
+"""Tries before a run what scores and answers completions: the environment, rewards, their servers, reference answers.
+
+Every reference answer is scored by the rewards that compare answers: each must be right by itself. A reference that no
+completion can match costs a prompt's completions in every epoch, or ends the run where its reward refuses it; one that
+other references match rewards wrong answers. Only rewards that say how a completion gives an answer take part
+(`reference_text`); `rlft plan` tries the others on a few prompts, with an empty, a wrong and the reference answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+from rlft.config.schema import SamplingRoot
+from rlft.data.lazy import joined
+from rlft.data.prompts import PromptSet, untokenised
+from rlft.environment.protocol import Environment
+from rlft.generation.stops import shown_texts
+from rlft.plan.scoring_rules import check_metadata
+from rlft.reward.answer import AnswerIn, AnswerKeys
+from rlft.reward.remote import ServerKeys, shown_url
+from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
+from rlft.reward.workers.scorer import RewardError, Scorer
+from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
+from rlft.system.terminal import with_progress
+from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import without_tail
+from rlft.types import (
+    Completion,
+    EnvironmentFailure,
+    FinishReason,
+    Group,
+    Prompt,
+    Rollout,
+    Sampling,
+    Schema,
+    Unscored,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.environment.conversations import Conversations
+    from rlft.environment.endpoint.agents import Endpoint
+    from rlft.environment.endpoint.played import AgentGenerator
+    from rlft.tokens.ends import TurnEnds
+
+
+LAST_WORDS = "done"
+ROOM = 10_000
+"""The most tokens of the conversation, so large that the trial does not reach its limits."""
+MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
+"""{type of a parameter: an argument}; a parameter of any other type gets the prompt's reference answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentTrial:
+    """A conversation with the environment, or the error that prevented one.
+
+    Attributes:
+        prompt: id of the prompt that the conversation began with.
+        opening: text that the environment added to the prompt; "" for none.
+        said: (what the policy said, what the environment answered) for each turn.
+        failed: the cause of each failed call.
+        reward: the sum of the environment's rewards; None if it gave none.
+        finish: why the conversation ended.
+        error: the error of an environment that failed; None if it did not fail.
+    """
+
+    prompt: str
+    opening: str = ""
+    said: Sequence[tuple[str, str]] = ()
+    failed: Sequence[str] = ()
+    reward: float | None = None
+    finish: str = ""
+    error: str | None = None
+
+
+def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
+    """Has a scripted policy hold one conversation, in the environment's own processes and with its time limits.
+
+    The policy calls the first tool and then answers with text.
+    """
+    from rlft.environment.conversations import Conversations
+    from rlft.environment.dialect import Dialect
+    from rlft.environment.endpoint.played import AgentGenerator
+    from rlft.generation.scripted import ScriptedGenerator
+
+    script, ends = [LAST_WORDS], turn_ends(tokenizer, "chat")
+    environment_alone = replace(environment, workers=1, turn_tokens=None)
+    if environment.plays_itself:
+        policy = ScriptedGenerator({"*": script}, tokenizer, ends)
+        played = AgentGenerator(
+            policy, cast("Endpoint", environment_alone), tokenizer, longest_row=2 * ROOM, traces=None
+        )
+        return _conversation(played, prompt)
+    if not environment.plays_a_game:
+        dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
+        script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
+    policy = ScriptedGenerator({"*": [script]}, tokenizer, ends)
+    played = Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM)
+    return _conversation(played, prompt)
+
+
+def _conversation(played: Conversations | AgentGenerator, prompt: Prompt) -> EnvironmentTrial:
+    try:
+        with closing(played):
+            [group] = played.sample([prompt], 1, [0], Sampling(max_tokens=ROOM, temperature=1.0))
+    except EnvironmentFailure as failure:
+        return EnvironmentTrial(prompt=prompt.id, error=str(failure))
+    completion = group.rollouts[0].completion
+    prompt_text, opened_text = prompt.messages[-1]["content"], group.prompt.messages[-1]["content"]
+    rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
+    return EnvironmentTrial(
+        prompt=prompt.id,
+        opening=opened_text.rpartition(prompt_text)[2].strip() if opened_text != prompt_text else "",
+        said=[(turn.text, turn.answer) for turn in completion.turns],
+        failed=[call.cause for turn in completion.turns for call in turn.calls if call.failed],
+        reward=sum(rewards) if rewards else None,
+        finish=str(completion.finish_reason),
+    )
+
+
+def made_up(schema: Schema, prompt: Prompt) -> dict[str, Any]:
+    """Arguments of the right types for a tool."""
+    parameters = schema["function"]["parameters"].get("properties", {})
+    return {name: MADE_UP.get(str(of.get("type")), prompt.answer or "1") for name, of in parameters.items()}
+
+
+ANSWERED = "<think>-</think><answer>{}</answer>"
+"""A completion with its answer in the tags that `reward=format` requires."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTrial:
+    """One reward's score of one completion, before weighting, and the error that it raised in its group.
+
+    `score` is None where the error would end the run, else what its `on_error` gives.
+    """
+
+    reward: str
+    kind: str
+    prompt: str
+    completion: str
+    score: float | None
+    error: str | None = None
+
+
+def tried_completions(prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """(kind, text) of the completions to try: empty, another prompt's answer, the reference; these two also in tags."""
+    wrong = next((p.answer for p in others if p.answer != prompt.answer), f"{prompt.answer}0")
+    return [
+        ("empty", ""),
+        ("wrong", wrong),
+        ("reference", prompt.answer),
+        ("wrong, in tags", ANSWERED.format(wrong)),
+        ("reference, in tags", ANSWERED.format(prompt.answer)),
+    ]
+
+
+def try_rewards(
+    rewards: Mapping[str, RewardSpec],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    ends: TurnEnds,
+    timeout_s: float,
+) -> list[RewardTrial]:
+    """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
+    trials: list[RewardTrial] = []
+    for spec in (spec for spec in rewards.values() if not spec.runs_in_trainer):
+        for prompt in prompts:
+            texts = tried_completions(prompt, prompts)
+            said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling, ends)
+            trials += _try(spec, prompt, texts, said, timeout_s)
+    return trials
+
+
+def _try(
+    spec: RewardSpec, prompt: Prompt, texts: Sequence[tuple[str, str]], said: Sequence[Completion], timeout_s: float
+) -> list[RewardTrial]:
+    rollouts = tuple(Rollout(prompt=prompt, completion=completion, policy_version=0) for completion in said)
+    group = Group(prompt=prompt, rollouts=rollouts)
+    scores: list[float | None] = [None] * len(texts)
+    error = None
+    try:
+        with closing(Scorer({spec.name: spec}, 1, timeout_s, "stop")) as scorer:
+            scores = scorer([group]).by_reward[spec.name][0].tolist()
+            error = scorer.last_failure  # of a reward whose on_error is a number
+    except RewardError as failed:
+        error = str(failed)
+    return [
+        RewardTrial(reward=spec.name, kind=kind, prompt=prompt.id, completion=text, score=score, error=error)
+        for (kind, text), score in zip(texts, scores, strict=True)
+    ]
+
+
+def as_sampled(
+    turns: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerBase, sampling: Sampling, ends: TurnEnds
+) -> list[Completion]:
+    """The completions of a policy that says these texts, each as the rest of a turn that its prompt may have begun.
+
+    As in a run they consist of the tokenizer's tokens with those that end a turn, and their texts are what these decode
+    to.
+    """
+    if not turns:
+        return []
+    texts = [without_tail(text, prompt.tail) + ends.lead for prompt, text in turns]
+    rows: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    said = [[*row, *ends.closing] for row in rows]
+    shown = shown_texts(tokenizer, said, [True] * len(said), sampling, ends.ids)
+    return [
+        Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
+        for text, ids in zip(shown, said, strict=True)
+    ]
+
+
+def doubts(trials: Sequence[RewardTrial]) -> list[str]:
+    """Warnings about rewards that failed, or that do not tell a right answer from a wrong or an empty one."""
+    texts = []
+    for name in dict.fromkeys(trial.reward for trial in trials):
+        tried = [trial for trial in trials if trial.reward == name]
+        if failed := next((trial for trial in tried if trial.error), None):
+            texts.append(f"reward.{name} failed: {failed.error}")
+            continue
+        scores = {trial.score for trial in tried}
+        if len(scores) == 1:
+            same = f"gave all of these {tried[0].score:g}"
+            texts.append(f"reward.{name} {same}: it may read something that they do not have")
+            continue
+        is_worse = [_worse(tried, "wrong", "reference"), _worse(tried, "wrong, in tags", "reference, in tags")]
+        if all(is_worse):
+            texts.append(f"reward.{name} gives a wrong answer more than the reference, in both forms")
+    return texts
+
+
+def _worse(trials: Sequence[RewardTrial], wrong: str, right: str) -> bool:
+    """Whether the wrong answers have a higher mean score than the right ones."""
+    scores = {kind: [t.score for t in trials if t.kind == kind and t.score is not None] for kind in (wrong, right)}
+    return sum(scores[wrong]) > sum(scores[right])
+
+
+TIME_LIMIT_S = 10.0
+"""Time limit of that request in seconds, if the reward's own timeout is longer."""
+
+
+def check_scoring(
+    config: SamplingRoot,
+    rewards: Mapping[str, RewardSpec],
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
+    held_out: PromptSet | None = None,
+) -> tuple[str, ...]:
+    """Notes about the rewards and the prompts whose completions they score, after all that can be tried beforehand."""
+    first = prompts.prompts[0]
+    check_metadata(rewards, first)
+    texts = joined(untokenised(prompts), untokenised(held_out) if held_out else ())
+    notes = (*check_with_rewards(rewards, texts), *check_references(config, rewards, texts, tokenizer, ends))
+    check_servers(rewards, first)
+    return notes
+
+
+def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
+    """Asks each reward's server to score one completion of this prompt, its reference answer, without retries."""
+    completion = Completion(text=prompt.answer, token_ids=(), logprobs=(), finish_reason=FinishReason.stop)
+    group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, policy_version=None),))
+    for name, spec in rewards.items():
+        reward = spec.build()
+        if not isinstance(reward, ServerKeys) or not reward.try_first:
+            continue
+        single_attempt = replace(reward, retries=0, timeout=min(reward.timeout, TIME_LIMIT_S))
+        try:
+            cast("Callable[[Group], Any]", single_attempt)(group)  # whatever has ServerKeys is a reward
+        except Unscored as error:
+            problem = f"was asked for one score before the start, and {' '.join(str(error).split()).rstrip(',')}"
+            remedy = f"start the server, correct its keys, or set reward.{name}.try_first=false to begin without it"
+            raise UserError(f"reward.{name}.url", problem, got=shown_url(reward.url), remedy=remedy) from None
+
+
+LIMIT_S = 20.0
+"""Processor seconds that a reward may take for all references together; GSM8K's 7,473 take less than one."""
+NUM_PAIRS, FEW_PAIRS = 64, 4
+"""The most pairs of rows that are compared, and the least that tell anything."""
+NUM_SHOWN = 3
+NEVERTHELESS = ", or start nevertheless with data.allow_unscorable=true"
+CHUNK = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a reward says of the references: how many were scored, and which of them are not right by themselves."""
+
+    num_scored: int = 0
+    num_unscorable: int = 0
+    num_formless: int = 0  # no completion is known that gives the reference
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, prompt: Prompt, problem: str | None) -> None:
+        self.num_scored += 1
+        if problem is not None:
+            self.num_unscorable += 1
+            if len(self.examples) < NUM_SHOWN:
+                self.examples.append(f"{prompt.answer!r:.60} of prompt {prompt.id!r}{problem}")
+
+
+def check_references(
+    config: SamplingRoot,
+    rewards: Mapping[str, RewardSpec],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
+    limit_s: float = LIMIT_S,
+) -> Iterator[str]:
+    """Scores all reference answers as completions, as far as the time limit allows, and yields notes about them.
+
+    Args:
+        config: says how completions end, and whether unscorable references are only noted (data.allow_unscorable).
+        rewards: the run's.
+        prompts: of both splits.
+        tokenizer: the policy's: what it cannot write is not right.
+        ends: what ends a turn.
+        limit_s: processor seconds for each reward; with streamed data and slow rewards only a part is scored.
+
+    Raises:
+        UserError: references are not right by themselves, or a reward takes each for every other.
+    """
+    allowed = config.allows_unscorable
+    for name, spec in rewards.items():
+        reward = None if spec.runs_in_trainer else spec.build()
+        if not isinstance(reward, AnswerKeys) or not _says_what_is_right(reward):
+            continue
+        start = getattr(reward, "start", None)
+        if callable(start):
+            start()
+        judge = _Judge(reward, tokenizer, config.generation.sampling, ends, config.scoring.timeout)
+        found = _scored(judge, prompts, limit_s, f"reward.{name}: scoring the reference answers")
+        if found.num_formless and reward.answer_in is AnswerIn.pattern:
+            yield f"reward.{name}: its pattern is too intricate for scoring the reference answers beforehand"
+        yield from _reported(name, found, len(prompts), allowed)
+        yield from _confused(name, judge, prompts, allowed)
+
+
+def _says_what_is_right(reward: AnswerKeys) -> bool:
+    """Not so a class of a user's own, on one of rlft's, whose full marks may be another number than 1."""
+    return type(reward).__module__.startswith("rlft.") or "right" in vars(type(reward))
+
+
+class _Judge:
+    """Asks a reward whether texts are right, as completions that the policy would have sampled."""
+
+    def __init__(
+        self, reward: AnswerKeys, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, ends: TurnEnds, each_s: float
+    ) -> None:
+        self.reward, self.tokenizer, self.sampling, self.ends, self.each_s = reward, tokenizer, sampling, ends, each_s
+        self._right = Loaded(reward=lambda group: [float(right) for right in reward.right(group)], scores_steps=False)
+
+    def written(self, prompt: Prompt) -> str | None:
+        """A completion that gives the prompt's reference. None: the reward has none; Unscorable: it is of no use."""
+        return self.reward.reference_text(prompt)
+
+    def as_sampled(self, turns: Sequence[tuple[Prompt, str]]) -> list[Completion]:
+        """The texts as completions of the policy, after these prompts."""
+        return as_sampled(turns, self.tokenizer, self.sampling, self.ends)
+
+    def problem(self, prompt: Prompt, completion: Completion) -> str | None:
+        """Why a completion is not right; None if it is. TimeoutError: the reward did not say so in time."""
+        read = replace(completion, text=prompt.tail + completion.text)
+        rollout = Rollout(prompt=prompt, completion=read, policy_version=None)
+        outcome = score(self._right, Group(prompt=prompt, rollouts=(rollout,)), self.each_s, [0, NOWHERE])
+        if isinstance(outcome, Failure):
+            if outcome.cause is Cause.time_limit:
+                raise TimeoutError
+            return f" ({outcome.problem})"
+        return None if outcome == [1.0] else ""
+
+
+def _scored(judge: _Judge, prompts: Sequence[Prompt], limit_s: float, title: str) -> Found:
+    found, began = Found(), time.process_time()
+    progress = with_progress(iter(prompts), title, len(prompts))
+    while chunk := list(islice(progress, CHUNK)):
+        written: list[tuple[Prompt, str]] = []
+        for prompt in chunk:
+            try:
+                text = judge.written(prompt)
+            except ValueError as error:
+                found.add(prompt, f" ({error})")
+                continue
+            if text is None:
+                found.num_formless += 1
+            else:
+                written.append((prompt, text))
+        for (prompt, _), completion in zip(written, judge.as_sampled(written), strict=True):
+            if time.process_time() - began > limit_s:
+                return found
+            with suppress(TimeoutError):  # how fast the machine is says nothing of the reference
+                found.add(prompt, judge.problem(prompt, completion))
+    return found
+
+
+def _reported(name: str, found: Found, total: int, allowed: bool) -> Iterator[str]:
+    """Notes about what was found. UserError for unscorable references, unless they are allowed."""
+    if found.num_unscorable:
+        problem = f"{found.num_unscorable} of {found.num_scored} reference answers are not right by themselves"
+        problem += f": {', '.join(found.examples)}"
+        if not allowed:
+            remedy = (
+                "correct them, change how the reward reads answers (answer_in, pattern) or the data (answer_pattern)"
+            )
+            remedy += NEVERTHELESS
+            raise UserError(f"reward.{name}", problem, remedy=remedy)
+        yield f"reward.{name}: {problem}"
+    if (left := total - found.num_scored - found.num_formless) > 0:
+        yield f"reward.{name}: only {found.num_scored:,} reference answers were scored in time, {left:,} were left out"
+
+
+def _confused(name: str, judge: _Judge, prompts: Sequence[Prompt], allowed: bool) -> Iterator[str]:
+    """A note where many references are right for other rows. UserError where all are, unless that is allowed."""
+    number = min(NUM_PAIRS, len(prompts))
+    rows = [prompts[k * len(prompts) // number] for k in range(number)]
+    pairs = [(one, other) for one, other in pairwise(rows) if _normalized(one) != _normalized(other)]
+    texts = [_or_none(judge, other) for _, other in pairs]
+    if len(pairs) < FEW_PAIRS or None in texts:
+        return
+    turns = [(one, text) for (one, _), text in zip(pairs, texts, strict=True) if text is not None]
+    completions = judge.as_sampled(turns)
+    right = [pair for pair, c in zip(pairs, completions, strict=True) if _is_right(judge, pair[0], c)]
+    if 4 * len(right) < len(pairs):
+        return
+    one, other = right[0]
+    problem = f"in {len(right)} of {len(pairs)} pairs of rows, the reference answer of one is right for the other"
+    problem += f" (such as {other.answer!r:.60} for {one.answer!r:.60})"
+    if len(right) == len(pairs) and not allowed:
+        remedy = f"change how the reward reads and compares answers{NEVERTHELESS}"
+        raise UserError(f"reward.{name}", problem, remedy=remedy)
+    yield f"reward.{name}: {problem}"
+
+
+def _is_right(judge: _Judge, prompt: Prompt, completion: Completion) -> bool:
+    with suppress(TimeoutError):
+        return judge.problem(prompt, completion) is None
+    return False
+
+
+def _normalized(prompt: Prompt) -> str:
+    return " ".join(prompt.answer.casefold().split())
+
+
+def _or_none(judge: _Judge, prompt: Prompt) -> str | None:
+    with suppress(ValueError):
+        return judge.written(prompt)
+    return None
