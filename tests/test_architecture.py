@@ -68,7 +68,7 @@ LIGHT_COMMANDS = (
 SEEN_IN_USE = {
     "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
     "data": {"lines"},
-    "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
+    "environment": {"endpoint/trajectory"},
     "loop": {"saving"},
     "plan": {"environments", "ranks", "roles", "sample_checks", "sample_plan", "sampling_shapes"},
     "system": {"process/ray_keeper"},

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment, Step
-from rlft.environment.tool_class import accepted
-from rlft.types import UserError
+from rlft.environment.protocol import Environment, Play, Step
+from rlft.reward.workers.reward_spec import accepted
+from rlft.types import require
 
 KEY = "environment.factory"
 
@@ -37,8 +37,8 @@ class Game(Environment):
             ("reset", "give it a method reset(self, **row), which begins a game"),
             ("step", "give it a method step(self, text) that returns (observation, reward, done)"),
         ):
-            if not callable(getattr(cls, method, None)):
-                raise UserError(KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
+            is_there = callable(getattr(cls, method, None))
+            require(is_there, KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
 
     @property
     def rewards_turns(self) -> bool:
@@ -51,7 +51,7 @@ class Game(Environment):
         return ObjectSteps(locate(self.factory, KEY)(**(self.arguments or {})))
 
 
-class ObjectSteps:
+class ObjectSteps(Play):
     """The answers of an object of such a class."""
 
     def __init__(self, held: Any) -> None:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, cast
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment, Step
-from rlft.types import UserError
+from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
+from rlft.environment.protocol import Environment, Play, Step
+from rlft.types import EnvironmentFailure, UserError, require
 
 Player = Callable[[str], str]
 """(all that the game has told this player, also in earlier turns) -> its move, like an agent of TextArena."""
@@ -42,14 +43,13 @@ class TextArena(Environment):
     player: NonNegativeInt
 
     def check(self) -> None:
-        if importlib.util.find_spec("textarena") is None:
-            remedy = "pip install 'rlft[textarena]'"
-            raise UserError("environment", "the textarena library is not installed", got="textarena", remedy=remedy)
+        is_installed, problem = importlib.util.find_spec("textarena"), "the textarena library is not installed"
+        require(is_installed, "environment", problem, got="textarena", remedy="pip install 'rlft[textarena]'")
         for path in self.opponents:
             locate(path, OPPONENTS)
-        if self.player > len(self.opponents):
-            problem = f"is beyond the game's last player ({len(self.opponents)}): there is one more than opponents"
-            raise UserError("environment.player", problem, got=self.player, remedy="lower it, or name more opponents")
+        problem = f"is beyond the game's last player ({len(self.opponents)}): there is one more than opponents"
+        is_one = self.player <= len(self.opponents)
+        require(is_one, "environment.player", problem, got=self.player, remedy="lower it, or name more opponents")
         from textarena.envs.registration import ENV_REGISTRY
 
         known = list(ENV_REGISTRY)
@@ -61,10 +61,6 @@ class TextArena(Environment):
 
     def _try_to_begin(self) -> None:
         """Begins the game once, in a worker and under its time limit: a game may want other players, or a download."""
-        from rlft.environment.pool import EnvironmentPool, Job
-        from rlft.environment.worker import Kind, Order
-        from rlft.types import EnvironmentFailure
-
         pool = EnvironmentPool(replace(self, workers=1))
         try:
             order = Order(kind=Kind.reset, seed=0, values={})
@@ -74,12 +70,9 @@ class TextArena(Environment):
             problem = str(failure)
         finally:
             pool.close()
-        if problem is not None:
-            players = 1 + len(self.opponents)
-            remedy = (
-                "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
-            )
-            raise UserError(GAME, f"does not begin with {players} players ({problem})", got=self.game, remedy=remedy)
+        told = f"does not begin with {1 + len(self.opponents)} players ({problem})"
+        remedy = "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
+        require(problem is None, GAME, told, got=self.game, remedy=remedy)
 
     @property
     def rewards_turns(self) -> bool:
@@ -101,7 +94,7 @@ def _player(path: str) -> Player:
     return cast(Player, imported() if inspect.isclass(imported) else imported)
 
 
-class Match:
+class Match(Play):
     """One game with its other players.
 
     Args:

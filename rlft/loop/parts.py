@@ -16,9 +16,8 @@ from rlft.model.full_weights import WholeModel
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
 from rlft.plan.train_plan import TrainPlan
-from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.reward_spec import RewardSpec, specs
-from rlft.reward.workers.scorer import Scorer
+from rlft.reward.workers.scorer import AheadScorer, Scorer
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.protocol import Trainer
 from rlft.trainer.ranked_trainer import RankedTrainer
@@ -121,7 +120,7 @@ def update_settings(config: RunConfig) -> UpdateSettings:
 @contextmanager
 def open_scorer(
     config: Any, learner: Roles | WholeModel, *, learns: bool = False, members: Members | None = None
-) -> Iterator[Scorer | AheadScorer]:
+) -> Iterator[Scorer]:
     """Opens the rewards of a config.
 
     Args:
@@ -131,7 +130,8 @@ def open_scorer(
         members: the run's other processes. Engines there have groups scored as soon as they are finished.
     """
     rewards, scoring, members = specs(config.reward), config.scoring, members or Members()
-    scorer: Scorer | AheadScorer = Scorer(
+    engines = members.pool if scoring.workers else None
+    scorer = (Scorer if engines is None else AheadScorer)(
         rewards,
         scoring.workers,
         scoring.timeout,
@@ -140,9 +140,8 @@ def open_scorer(
         members.open_rewards,
         allow_unscorable=config.allows_unscorable,
     )
-    if members.pool is not None and scoring.workers:
-        scorer = AheadScorer(scorer)
-        members.pool.finished = scorer.begin
+    if engines is not None and isinstance(scorer, AheadScorer):
+        engines.finished = scorer.begin
     try:
         yield scorer
     finally:

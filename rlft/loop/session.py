@@ -16,7 +16,7 @@ from rlft.batch import collate
 from rlft.config.schema import AlarmsConfig, OverlapConfig
 from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
-from rlft.environment.endpoint.traces import Traces
+from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
@@ -37,7 +37,6 @@ from rlft.model.roles import Roles
 from rlft.plan.sampling_shapes import Decoding, of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
-from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
 from rlft.trainer.protocol import Trainer, TrainerState
@@ -58,9 +57,7 @@ class State:
 class Session(RunDriver):
     """The open parts of one run of `rlft train`, which `open_session` opens and closes."""
 
-    def __init__(
-        self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer | AheadScorer, trainer: Trainer
-    ) -> None:
+    def __init__(self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer, trainer: Trainer) -> None:
         super().__init__(run, generator)
         plan: TrainPlan = run.plan
         self.plan, self.config = plan, plan.config

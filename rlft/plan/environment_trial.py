@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rlft.environment.conversations import Conversations
-from rlft.environment.dialect import Dialect
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import AgentGenerator
 from rlft.environment.protocol import Environment
+from rlft.environment.turn_template import Dialect
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.tokens.ends import turn_ends
 from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlft.environment.transcript import Transcript
+from rlft.environment.conversations import Transcript
 from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout
 
 

@@ -7,8 +7,6 @@ started once for each conversation, with URL and key as environment variables, a
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 import shutil
@@ -20,10 +18,9 @@ from typing import IO, Any, ClassVar
 
 from rlft.config.bounds import Port, PositiveInt
 from rlft.config.instantiate import locate
-from rlft.environment.endpoint.server import bound, check_installed
-from rlft.environment.protocol import Environment, Step
-from rlft.environment.tool_class import accepted, parameters_of
-from rlft.types import UserError
+from rlft.environment.protocol import Environment, Play
+from rlft.reward.workers.reward_spec import accepted, awaited, named_parameters, takes_any_keyword
+from rlft.types import UserError, require
 
 SECTION = "environment"
 AGENT, COMMAND = f"{SECTION}.agent", f"{SECTION}.command"
@@ -54,6 +51,8 @@ class Endpoint(Environment):
     body_bytes: PositiveInt
 
     def check(self) -> None:
+        from rlft.environment.endpoint.app import bound, check_installed  # workers start faster without it
+
         check_installed(SECTION)
         if (self.agent is None) == (self.command is None):
             problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
@@ -71,12 +70,10 @@ class Endpoint(Environment):
 
     def _check_function(self, agent: str) -> None:
         function = locate(agent, AGENT)
-        parameters = {parameter.name for parameter in parameters_of(function)}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-        missing = [] if takes_all else [name for name in NEEDED if name not in parameters]
-        if missing:
-            remedy = "write it as play(base_url, api_key, model, **row)"
-            raise UserError(AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
+        parameters = NEEDED if takes_any_keyword(function) else {p.name for p in named_parameters(function)}
+        missing = [name for name in NEEDED if name not in parameters]
+        remedy = "write it as play(base_url, api_key, model, **row)"
+        require(not missing, AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
 
     @property
     def rewards_turns(self) -> bool:
@@ -92,8 +89,8 @@ class Endpoint(Environment):
         return Agent(command=self.command)
 
 
-class Agent:
-    """A `Play` that leaves the whole conversation to the agent."""
+class Agent(Play):
+    """A conversation's side that leaves the whole conversation to the agent."""
 
     def __init__(self, *, function: Any = None, command: Sequence[str] | None = None) -> None:
         self.function, self.command = function, command
@@ -103,20 +100,7 @@ class Agent:
         endpoint = {"base_url": base_url, "api_key": api_key, "model": model}
         if self.command is not None:
             return _run(self.command, row, endpoint)
-        result = self.function(**accepted(self.function, {**row, **endpoint}))
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        raise NotImplementedError("an agent begins by itself")
-
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        raise NotImplementedError("an agent calls its tools itself")
-
-    def step(self, text: str) -> Step:
-        raise NotImplementedError("an agent is no game")
-
-    def reward(self) -> float | None:
-        raise NotImplementedError("an agent says its reward at its end")
+        return awaited(self.function(**accepted(self.function, {**row, **endpoint})))
 
 
 def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, str]) -> float | None:

@@ -10,18 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlft.environment.conversations import Conversation, say
-from rlft.environment.endpoint import replies
+from rlft.environment.conversations import Conversation, Transcript, say
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, normal
-from rlft.environment.endpoint.inbox import Draw
-from rlft.environment.endpoint.service import check_ids
-from rlft.environment.endpoint.speech import Message, Said, Speech, Spoken
+from rlft.environment.endpoint.bodies import (
+    Chat,
+    Generate,
+    Refusal,
+    Said,
+    arguments_of,
+    as_message,
+    chat_reply,
+    generate_reply,
+    normal,
+)
+from rlft.environment.endpoint.service import Draw, check_ids
+from rlft.environment.endpoint.speech import Message, Speech, Spoken
+from rlft.environment.pool import Reply
 from rlft.environment.protocol import Cause
-from rlft.environment.transcript import Transcript
-from rlft.environment.worker import Reply
 from rlft.system.seeds import derive
-from rlft.types import FinishReason, Rollout, Sampling, ToolCall
+from rlft.types import FinishReason, NextTurn, Rollout, Sampling, ToolCall
 
 DOES_NOT_CONTINUE = "does_not_continue"
 """The code for a request that cannot be the next turn of its conversation."""
@@ -41,7 +48,6 @@ class Trajectory:
         speech: what conversations look like.
         sampling: the run's.
         longest_row: the most tokens of the opening and all that follows.
-        vocabulary: token ids are below this.
         model: the model's name in replies.
         has_begun: whether a request has come.
         known: messages so far, the policy's included; None after a request of tokens.
@@ -56,7 +62,6 @@ class Trajectory:
     speech: Speech
     sampling: Sampling
     longest_row: int
-    vocabulary: int
     model: str
     has_begun: bool = False
     known: list[Message] | None = None
@@ -93,13 +98,13 @@ class Trajectory:
         turn, seed = len(conversation.turns), conversation.seed
         stops = tuple(dict.fromkeys((*self.sampling.stop, *body.drawn.stops)))
         stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(body.drawn.stop_token_ids or ()))))
+        next_turn = NextTurn(turn=turn, seed=seed, max_tokens=limit)
+        read = tuple(conversation.transcript.context)
         return Draw(
-            prompt=replace(conversation.opening, token_ids=tuple(conversation.transcript.context)),
+            prompt=replace(conversation.opening, token_ids=read, next_turn=next_turn),
             n=1,
             seed=derive(seed, turn, "turn") if turn else seed,
             sampling=replace(self.sampling, max_tokens=limit, stop=stops, stop_token_ids=stop_ids),
-            turn=turn,
-            first_seed=seed,
         )
 
     def hear(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
@@ -118,13 +123,13 @@ class Trajectory:
         )
         self.last = completion.token_ids
         if isinstance(body, Generate):
-            return replies.generated(body, self.model, [completion])
+            return generate_reply(body, self.model, [completion])
         said = self.speech.of(body.shown_tools).said(completion.token_ids, completion.text)
         self._note_calls(said)
         assert self.known is not None, "a chat has messages"
-        self.known.extend(normal([replies.as_message(said, draw.seed)]))
+        self.known.extend(normal([as_message(said, draw.seed)]))
         tokenizer = self.speech.tokenizer
-        return replies.chat(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
+        return chat_reply(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
 
     def finish(self, reply: Reply, end_token: int) -> None:
         """Ends the conversation, once the agent is done or has failed.
@@ -154,7 +159,7 @@ class Trajectory:
     def _read(self, body: Chat | Generate, messages: list[Message] | None) -> tuple[Sequence[int], Sequence[Message]]:
         """(all tokens that the policy reads before its turn, the messages of them that are new)."""
         if isinstance(body, Generate):
-            return check_ids(body.token_ids, self.vocabulary), []
+            return check_ids(body.token_ids, len(self.speech.tokenizer)), []
         assert messages is not None, "a chat has messages"
         spoken = self.speech.of(body.shown_tools)
         new = self._continued_by(messages, body.shown_tools)
@@ -210,7 +215,7 @@ class Trajectory:
         calls = tuple(
             ToolCall(
                 name=call.name,
-                arguments=replies.arguments_of(call),
+                arguments=arguments_of(call),
                 answer=f"Error: {call.problem}" if call.problem else "",
                 failed=bool(call.problem),
                 cause=str(Cause.malformed) if call.problem else "",

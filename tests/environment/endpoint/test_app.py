@@ -15,10 +15,8 @@ import openai
 import pytest
 import torch
 
-from rlft.environment.endpoint.app import Limits, make_app
-from rlft.environment.endpoint.inbox import Inbox
-from rlft.environment.endpoint.server import Server, bound
-from rlft.environment.endpoint.service import Service
+from rlft.environment.endpoint.app import Limits, Server, bound, make_app
+from rlft.environment.endpoint.service import Inbox, Service
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator

@@ -13,8 +13,7 @@ import pytest
 
 from rlft.batch import fault
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.played import AgentGenerator
-from rlft.environment.endpoint.traces import Traces
+from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
@@ -314,7 +313,7 @@ def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_bac
     names = [f"version_{version:06d}-{'0' * 16}.json" for version in (4, 6, 7)]
     for name in names:
         (tmp_path / "traces" / name).touch()
-    Traces(tmp_path, 2).write(8, prompts, 2, [1, 1], SAMPLING, played)
+    Traces(tmp_path, 2).recorded(8, prompts, 2, [1, 1], SAMPLING, lambda: played)
     kept = {file.name for file in (tmp_path / "traces").iterdir()}
     assert {name for name in names if name in kept} == set(names[1:])
     assert not any(name.startswith("version_000000") for name in kept)

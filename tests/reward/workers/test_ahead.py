@@ -9,8 +9,7 @@ import pytest
 from reward_groups import make_group
 from run_processes import happens
 
-from rlft.reward.workers.ahead import AheadScorer
-from rlft.reward.workers.scorer import RewardError, Scorer, specs
+from rlft.reward.workers.scorer import AheadScorer, RewardError, Scorer, specs
 from rlft.types import Group, Scores
 
 Order = dict[str, dict[str, object]]
@@ -24,7 +23,7 @@ def open_scorers() -> Iterator[Callable[..., tuple[Scorer, AheadScorer]]]:
 
     def both(rewards: Order, on_error: object = "stop", timeout_s: float = 20.0) -> tuple[Scorer, AheadScorer]:
         alone = Scorer(specs(rewards), 1, timeout_s, on_error)  # type: ignore[arg-type]
-        ahead = AheadScorer(Scorer(specs(rewards), 1, timeout_s, on_error))  # type: ignore[arg-type]
+        ahead = AheadScorer(specs(rewards), 1, timeout_s, on_error)  # type: ignore[arg-type]
         opened.extend([alone, ahead])
         return alone, ahead
 
@@ -59,13 +58,13 @@ def test_a_group_that_was_begun_is_not_scored_again(
 ) -> None:
     _, ahead = open_scorers(LENGTHS)
     asked: list[str] = []
-    run = ahead._scorer.run
+    run = ahead.run
 
     def counted(tasks: Sequence[object], stop_when: object) -> object:
         asked.extend(task.group.prompt.id for task in tasks)  # type: ignore[attr-defined]
         return run(tasks, stop_when)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ahead._scorer, "run", counted)
+    monkeypatch.setattr(ahead, "run", counted)
     ahead.begin(GROUPS[:2])
     assert happens(lambda: asked == ["p0", "p1"], within_s=60)  # before anybody asks for scores
     ahead(GROUPS[:3])

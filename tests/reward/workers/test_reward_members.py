@@ -14,9 +14,8 @@ import pytest
 from run_processes import happens
 from slow_cases import slow
 
-from rlft.reward.workers import reward_members
-from rlft.reward.workers.pool import RewardError
-from rlft.reward.workers.reward_members import RewardMembers, reward_specs
+from rlft.reward.workers import pool
+from rlft.reward.workers.pool import RewardError, RewardMembers
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.system.process.launcher import LocalProcesses, ProcessMember
@@ -64,8 +63,7 @@ def make(launcher: Recorded, notes: list[str]) -> Iterator[Callable[..., Scorer]
         answer_s: float = 60.0,
     ) -> Scorer:  # fmt: skip
         def opened(pooled: Any) -> RewardMembers:
-            members = reward_specs(pooled, workers, timeout_s)
-            return RewardMembers(launcher, members, timeout_s=timeout_s, answer_s=answer_s, note=notes.append)
+            return RewardMembers(launcher, pooled, workers, timeout_s=timeout_s, answer_s=answer_s, note=notes.append)
 
         made.append(Scorer(used, workers, timeout_s, on_error, open_pool=opened))
         return made[-1]
@@ -126,7 +124,7 @@ def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reward_members, "GRACE_S", 2.0)
+    monkeypatch.setattr(pool, "GRACE_S", 2.0)
     diary = tmp_path / "diary"
     used = rewards("dawdle", path=str(diary), seconds=0.5)
     scorer = make(used, on_error="stop", timeout_s=2.0, answer_s=1.0)

@@ -14,9 +14,8 @@ from in_one_test import each
 
 from rlft.plan import rules
 from rlft.plan.reward_trial import try_rewards
-from rlft.reward.workers.reward_spec import RewardSpec, specs
+from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
-from rlft.reward.workers.trl import is_trl, messages_of
 from rlft.tokens.ends import turn_ends
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
