@@ -283,13 +283,7 @@ def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call
 
 
 def unreadable(written: str, problem: str, name: str = "") -> Call:
-    """A call that cannot be made.
-
-    Args:
-        written: the call as the policy wrote it.
-        problem: why it cannot be made, as a sentence for the policy.
-        name: name of the tool, if it can be read.
-    """
+    """A call that cannot be made, as the policy wrote it; `problem` says why, as a sentence for the policy."""
     return Call(name=well_formed(name), arguments={}, written=well_formed(written), problem=well_formed(problem))
 
 

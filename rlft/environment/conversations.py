@@ -213,13 +213,11 @@ class Conversations(GeneratorOver):
             for c in conversations
         ]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
+            prompt = conversation.data_prompt
             if reply.cause is not None:
-                problem = (
-                    f"environment: cannot begin a conversation of prompt {conversation.data_prompt.id!r} ({reply.text})"
-                )
+                problem = f"environment: cannot begin a conversation of prompt {prompt.id!r} ({reply.text})"
                 raise EnvironmentFailure(f"{problem}; repair its reset")
             if reply.text:
-                prompt = conversation.data_prompt
                 messages, ids = self._dialect.opened(prompt.messages, reply.text)
                 conversation.opening = replace(prompt, messages=tuple(messages), token_ids=ids)
                 conversation.opened_with, conversation.transcript = reply.text, Transcript(ids)

@@ -19,12 +19,7 @@ KEY = "environment.factory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game(Environment):
-    """The keys of `environment=game`.
-
-    Attributes:
-        factory: the class, as `module.Class`.
-        arguments: keyword arguments with which an object of it is made.
-    """
+    """The keys of `environment=game`: the class as `module.Class`, and keyword arguments of which objects are made."""
 
     plays_a_game: ClassVar[bool] = True
 

@@ -48,13 +48,7 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A game's answer to a turn of the policy.
-
-    Attributes:
-        observation: what the policy reads next.
-        reward: reward of the turn; None for none.
-        done: whether the game is over.
-    """
+    """A game's answer to a turn: what the policy reads next, the reward, and whether the game is over."""
 
     observation: Any
     reward: float | None = None

@@ -95,14 +95,7 @@ def _player(path: str) -> Player:
 
 
 class Match(Play):
-    """One game with its other players.
-
-    Args:
-        game: name of the game, for `textarena.make`.
-        arguments: further arguments of `textarena.make`.
-        opponents: the other players, in the order of their places.
-        player: the policy's place.
-    """
+    """One game (see `TextArena`) with its other players, in the order of their places."""
 
     def __init__(self, game: str, arguments: Mapping[str, Any], opponents: Sequence[Player], player: int) -> None:
         import textarena

@@ -24,12 +24,7 @@ GET_REWARD = "get_reward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass(Environment):
-    """The keys of `environment=class`.
-
-    Attributes:
-        factory: the class, as `module.Class`.
-        reward: name of the method or attribute that gives the reward of a conversation at its end.
-    """
+    """The keys of `environment=class`: the class as `module.Class`, and the method or attribute that gives rewards."""
 
     factory: str
     reward: str
@@ -66,13 +61,7 @@ class ToolClass(Environment):
 
 
 class ObjectCalls(Play):
-    """The tools and the reward of an object of such a class.
-
-    Args:
-        held: the object.
-        tools: names of the methods that are tools.
-        reward: name of the method or attribute that gives the reward; None: nothing does.
-    """
+    """The tools and the reward of an object of such a class, by their names; None: nothing gives a reward."""
 
     def __init__(self, held: Any, tools: Sequence[str], reward: str | None) -> None:
         self.held, self._tools, self._reward = held, tools, reward

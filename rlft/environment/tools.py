@@ -17,11 +17,7 @@ KEY = "environment.tools"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools(Environment):
-    """The keys of `environment=tools`.
-
-    Attributes:
-        tools: `module.function` of each tool.
-    """
+    """The keys of `environment=tools`: the tools, each as `module.function`."""
 
     keeps_state: ClassVar[bool] = False
 

@@ -54,17 +54,16 @@ class Endpoint(Environment):
         from rlft.environment.endpoint.app import bound, check_installed  # workers start faster without it
 
         check_installed(SECTION)
-        if (self.agent is None) == (self.command is None):
-            problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
-            remedy = f"give {AGENT}=mine.play, a function, or {COMMAND}=[program,word], a program; one of both"
-            raise UserError(AGENT, problem, got=self.agent, remedy=remedy)
+        problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
+        remedy = f"give {AGENT}=mine.play, a function, or {COMMAND}=[program,word], a program; one of both"
+        require((self.agent is None) != (self.command is None), AGENT, problem, got=self.agent, remedy=remedy)
         if self.agent is not None:
             self._check_function(self.agent)
         elif not self.command:
             raise UserError(COMMAND, "is empty", got="[]", remedy="give a program and its words")
-        elif shutil.which(self.command[0]) is None:
-            remedy = "name an executable of PATH, or its path"
-            raise UserError(COMMAND, "there is no such program", got=self.command[0], remedy=remedy)
+        else:
+            is_there, remedy = shutil.which(self.command[0]), "name an executable of PATH, or its path"
+            require(is_there, COMMAND, "there is no such program", got=self.command[0], remedy=remedy)
         if self.port:
             bound(HOST, self.port, SECTION).close()
 
@@ -106,11 +105,7 @@ class Agent(Play):
 def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, str]) -> float | None:
     """Runs a program with the row as JSON on standard input; its last line is the reward as JSON.
 
-    It stays in the worker's process group, with which it ends.
-
-    Raises:
-        RuntimeError: it ends with another exit code than 0.
-        ValueError: its last line is not a reward.
+    It stays in the worker's process group, with which it ends. What is wrong with it is raised.
     """
     variables = {
         "OPENAI_BASE_URL": endpoint["base_url"],

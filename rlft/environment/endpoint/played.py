@@ -135,9 +135,10 @@ class AgentGenerator(GeneratorOver):
 
     def _play(self, conversations: Sequence[Conversation], sampling: Sampling) -> None:
         """Has agents hold these conversations."""
-        address = self._address()
-        trajectories = [
-            Trajectory(
+        url, jobs, trajectories = f"{self._address()}/v1", [], dict[str, Trajectory]()
+        for conversation in conversations:
+            key = secrets.token_urlsafe(24)
+            trajectories[key] = Trajectory(
                 conversation=conversation,
                 environment=self.environment,
                 speech=self._speech,
@@ -145,32 +146,21 @@ class AgentGenerator(GeneratorOver):
                 longest_row=self._longest_row,
                 model=MODEL,
             )
-            for conversation in conversations
-        ]
-        keys = [secrets.token_urlsafe(24) for _ in trajectories]
-        jobs = []
-        for key, trajectory in zip(keys, trajectories, strict=True):
-            conversation = trajectory.conversation
-            values = {
-                "row": row_of(conversation.data_prompt),
-                "base_url": f"{address}/v1",
-                "api_key": key,
-                "model": MODEL,
-            }
+            values = {"row": row_of(conversation.data_prompt), "base_url": url, "api_key": key, "model": MODEL}
             order = conversation.order(Kind.play, values=values)
             jobs.append(Job(key=conversation.key, orders=[order], left_s=conversation.left_s))
-        self._open.update(zip(keys, trajectories, strict=True))
+        self._open.update(trajectories)
         try:
             replies_of_agents = self._pool.run(jobs, beside=self)
         finally:
             self._open.clear()
-            self._pool.forget(trajectory.conversation.key for trajectory in trajectories)
-        if not any(trajectory.has_begun for trajectory in trajectories):
+            self._pool.forget(conversation.key for conversation in conversations)
+        if not any(trajectory.has_begun for trajectory in trajectories.values()):
             first = replies_of_agents[0][0].text or "they said nothing of an error"
             problem = f"environment: none of {len(trajectories)} agents has asked the policy anything ({first})"
             raise EnvironmentFailure(f"{problem}; repair the agent, which has to ask at OPENAI_BASE_URL")
         [end, *_] = (*turn_ends(self._speech.tokenizer, "chat").ids, 0)
-        for trajectory, [reply] in zip(trajectories, replies_of_agents, strict=True):
+        for trajectory, [reply] in zip(trajectories.values(), replies_of_agents, strict=True):
             trajectory.finish(reply, end)
 
     def _address(self) -> str:

@@ -384,10 +384,7 @@ def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: 
     if not process:
         return Scores(total=total, by_reward=single, weights=weights)
     # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
-    fixed = {
-        name: [[0.0 if isinstance(s, StepScores) else s for s in row] for row in by_reward[name]] for name in process
-    }
-    whole = sums | {name: exact(rows) for name, rows in fixed.items()}
+    whole = sums | {name: exact([[_fixed(score) for score in row] for row in by_reward[name]]) for name in process}
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
@@ -427,6 +424,10 @@ def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
 
 def _total(score: float | StepScores) -> float:
     return sum(score.values) if isinstance(score, StepScores) else score
+
+
+def _fixed(score: float | StepScores) -> float:
+    return 0.0 if isinstance(score, StepScores) else score
 
 
 def merged_steps(scores: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:

@@ -18,30 +18,23 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling, UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.environment.test_conversations import LIMITS as OTHERS
+from tests.environment.test_conversations import TOKENIZER as QWEN
+from tests.environment.test_conversations import Recorder
 
-LIMITS: dict[str, Any] = {
-    "max_turns": 8, "max_tool_calls": None, "turn_tokens": None, "call_timeout": 30.0, "timeout": 30.0,
-    "max_answer": 400, "workers": 2, "syntax": "template", "show_tools": True, "port": 0, "body_bytes": 100_000,
+LIMITS = {
+    **OTHERS,
+    "call_timeout": 30.0,
+    "timeout": 30.0,
+    "workers": 2,
+    "port": 0,
+    "body_bytes": 100_000,
     "command": None,
-}  # fmt: skip
-QWEN = family_tokenizer("qwen2.5")
+}
 SAMPLING = Sampling(max_tokens=200, temperature=1.0)
 ASKED = ({"role": "user", "content": "2 + 3?"},)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 TALK = "endpoint_agents.talks"
-
-
-class Recorder(ScriptedGenerator):
-    """A scripted policy that keeps what it was asked."""
-
-    def __init__(self, answers: Sequence[Any]) -> None:
-        super().__init__({"*": answers}, QWEN)
-        self.asked: list[tuple[list[Prompt], int, list[int], Sampling]] = []
-
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        self.asked.append((list(prompts), n, list(seeds), sampling))
-        return super().sample(prompts, n, seeds, sampling)
 
 
 def prompt(name: str = "p", **metadata: Any) -> Prompt:
@@ -60,7 +53,7 @@ def play() -> Iterator[Callable[..., AgentGenerator]]:
 
     def make(answers: Sequence[Any], traces: Traces | None = None, **keys: Any) -> AgentGenerator:
         environment = Endpoint(**{**LIMITS, "agent": None, **keys})
-        opened.append(AgentGenerator(Recorder(answers), environment, QWEN, longest_row=400, traces=traces))
+        opened.append(AgentGenerator(Recorder({"*": answers}), environment, QWEN, longest_row=400, traces=traces))
         return opened[-1]
 
     yield make
@@ -138,7 +131,7 @@ class Letters(Recorder):
 
 def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., AgentGenerator]) -> None:
     played = play([["user", "assistant"]], agent=TALK)
-    played.generator = Letters([["user", "assistant"]])
+    played.generator = Letters({"*": [["user", "assistant"]]})
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
     [completion] = completions([group])
     letters = [QWEN(letter)["input_ids"][0] for letter in "user"]
