@@ -100,7 +100,6 @@ class Conversation:
     """The state of a conversation.
 
     Attributes:
-        key: identifies it to the workers.
         data_prompt: the prompt as in the data.
         opening: what the policy reads first: the prompt, and what the environment has added to it.
         transcript: the tokens after the opening.
@@ -110,8 +109,7 @@ class Conversation:
         left_s: seconds that the environment may still take.
         opened_with: the text that the environment has added to the prompt.
         history: for each turn its token ids and the answers to it.
-        calls: number of its calls of tools so far.
-        orders: number of orders so far.
+        calls, orders: how many so far.
     """
 
     key: int
@@ -143,8 +141,6 @@ class Conversations(GeneratorOver):
 
     Args:
         generator: the engine's; whoever opened it closes it.
-        environment: the environment of the conversations.
-        tokenizer: the model's.
         at_once: the most completions that the engine computes together, if its results depend on that
             (`Engine.divisible`): whole groups with that many completions are then played one after the other. None: all
             groups are played together.

@@ -46,7 +46,6 @@ class Order:
     """What a conversation needs from its environment.
 
     Attributes:
-        kind: what to do.
         seed: seed of `random` (and of numpy, where it is loaded) meanwhile.
         name: name of the tool that is called.
         values: the tool's arguments, the row of a reset, or what an agent plays with.
@@ -62,14 +61,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply to an order.
+    """The reply to an order, with the reward of a turn or of the conversation, and the seconds that it took.
 
-    Attributes:
-        text: text for the policy; if there is a cause, that of an error.
-        cause: why the order failed; None if it did not.
-        reward: reward of a turn or of the conversation.
-        done: whether the game is over.
-        seconds: how long it took.
+    `text` is for the policy; if there is a cause, it is that of an error. `done` says whether the game is over.
     """
 
     text: str = ""
@@ -81,14 +75,11 @@ class Reply:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """Orders of one conversation, which are carried out one after the other.
+    """Orders of the conversation `key`, which are carried out one after the other, and the replies so far.
 
     Attributes:
-        key: the conversation.
-        orders: its orders.
         left_s: seconds that they may still take together.
         again: earlier orders of the conversation that a new worker has to repeat first.
-        replies: the replies so far.
     """
 
     key: int
@@ -106,15 +97,10 @@ class Job:
 
 
 class EnvironmentWorker(Child):
-    """A worker process.
+    """A worker process; `limit_s` is what its order may take, `knows` are the conversations whose state it has.
 
     Its hash seed is fixed: sets of strings keep their order, so that a resumed run replays. A PYTHONHASHSEED that the
     user has set is kept.
-
-    Attributes:
-        limit_s: seconds that its order may take.
-        job: its job.
-        knows: the conversations whose state it has.
     """
 
     def __init__(self, environment: Environment) -> None:

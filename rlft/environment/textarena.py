@@ -26,14 +26,7 @@ GAME, OPPONENTS = "environment.game", "environment.opponents"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextArena(Environment):
-    """The keys of `environment=textarena`.
-
-    Attributes:
-        game: name of the game, for `textarena.make`.
-        arguments: further arguments of `textarena.make`.
-        opponents: importable players.
-        player: the policy's place.
-    """
+    """The keys of `environment=textarena`: arguments of `textarena.make`, importable players, the policy's place."""
 
     plays_a_game: ClassVar[bool] = True
 

@@ -270,12 +270,7 @@ def shown_by(syntax: Syntax, schemas: Sequence[Schema]) -> Shown:
 
 
 class Dialect:
-    """The chat template and the syntax of calls, for one environment.
-
-    Args:
-        environment: the environment of the conversations.
-        tokenizer: the model's.
-        opening: messages like those that conversations begin with.
+    """The chat template and the syntax of calls, for one environment, with `opening` as in `TurnTemplate`.
 
     Raises:
         UserError: the template cannot show tools or their answers, rewrites earlier turns when a tool answers, or
@@ -289,13 +284,9 @@ class Dialect:
         self.shown = shown_by(environment.syntax, schemas if environment.show_tools else ())
         self._as_messages_of_tools = environment.syntax == "template" and not environment.plays_a_game
         shown_opening = self.shown.messages(opening)
+        roles: set[Role] = {"tool" if self._as_messages_of_tools else "user"}
         try:
-            self.template = TurnTemplate(
-                tokenizer,
-                {"tool" if self._as_messages_of_tools else "user"},
-                tools=self.shown.tools,
-                opening=shown_opening,
-            )
+            self.template = TurnTemplate(tokenizer, roles, tools=self.shown.tools, opening=shown_opening)
         except UserError as error:
             if not self._as_messages_of_tools or not tokenizer.chat_template:
                 raise

@@ -34,13 +34,9 @@ BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a server.
+    """The limits of a server: bytes of a request, requests under way, and seconds until one is answered.
 
-    Attributes:
-        body_bytes: the most bytes of a request.
-        requests: the most requests that are under way at the same time.
-        timeout: the most seconds until a request is answered.
-        section: section of the keys, for refusals: `serve` or `environment`.
+    `section` is that of their keys, for refusals: `serve` or `environment`.
     """
 
     body_bytes: int
@@ -53,7 +49,7 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
     """The app.
 
     Args:
-        inbox: where requests wait for the thread that samples.
+        inbox: where requests wait.
         callers: the keys with which requests may come now; the server's thread reads it.
         limits: the limits of the server.
         model: the name of the only model.

@@ -51,8 +51,6 @@ class AgentGenerator(GeneratorOver):
 
     Args:
         generator: the engine's; whoever opened it closes it.
-        environment: the agents.
-        tokenizer: the model's.
         longest_row: the most tokens of a conversation: its first request and all that follows.
         traces: where conversations are recorded, and from which recorded ones are read; None: nowhere.
     """
@@ -178,12 +176,7 @@ class AgentGenerator(GeneratorOver):
 
 # -- records -----------------------------------------------------------------------------------------------------------
 class Traces:
-    """Records of the conversations of a run.
-
-    Args:
-        folder: the run's folder.
-        kept: number of the newest versions of the policy that a resume may have to repeat; None: all.
-    """
+    """Records in a run's folder; those of the `kept` newest versions of the policy may be needed, None: all."""
 
     def __init__(self, folder: Path, kept: int | None) -> None:
         self.folder, self._kept = folder / FOLDER, kept

@@ -45,7 +45,6 @@ class Request:
 
     Attributes:
         key: the secret with which it came, which says whose request it is.
-        body: its body.
         on_text: called by the thread that samples with pieces of the reply's text, before the reply.
         reply: becomes the body of the reply, or a Refusal. The server cancels it when the client has disconnected.
     """
@@ -137,10 +136,7 @@ def drawn(
 ) -> list[Group]:
     """The completions of each draw, with one call of the engine for all draws that are sampled alike.
 
-    Args:
-        generator: the engine's.
-        draws: what to sample.
-        on_token: {index of a draw of one completion: called with each of its tokens}, if the engine reports tokens.
+    `on_token` is {index of a draw of one completion: called with each of its tokens}, if the engine reports tokens.
     """
     alike: dict[tuple[int, Sampling], list[int]] = {}
     for index, draw in enumerate(draws):
@@ -174,8 +170,6 @@ class Service:
     """Answers requests with an engine. Made and used in the thread that samples.
 
     Args:
-        generator: the engine's.
-        speech: what conversations look like.
         sampling: how answers are sampled where a request does not say so.
         model: the model's name in replies.
         most_tokens: the most tokens of a prompt and its completion together.
@@ -203,9 +197,7 @@ class Service:
     def answer(self, requests: Sequence[Request], failed: Callable[[Exception], None]) -> None:
         """Answers all requests of a tick; those that are sampled alike are sampled together.
 
-        Args:
-            requests: the requests.
-            failed: called with an error of the engine, which also becomes the reply to all requests that needed it.
+        `failed` is called with an error of the engine, which also becomes the reply to all requests that needed it.
         """
         draws: list[tuple[Request, Draw]] = []
         for request in requests:

@@ -24,12 +24,9 @@ Message = dict[str, Any]
 
 
 class Speech:
-    """What conversations look like to one model.
+    """What conversations look like to one model; used by one thread only.
 
-    Args:
-        tokenizer: the model's; used by one thread only.
-        syntax: how the policy writes calls (configs/environment/base/limits.yaml).
-        key: the config's key of the syntax, for refusals.
+    The policy writes calls in this syntax (configs/environment/base/limits.yaml); `key` is its key, for refusals.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, key: str) -> None:

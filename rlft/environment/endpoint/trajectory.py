@@ -24,7 +24,7 @@ from rlft.environment.endpoint.bodies import (
     normal,
 )
 from rlft.environment.endpoint.service import Draw, check_ids
-from rlft.environment.endpoint.speech import Message, Speech, Spoken
+from rlft.environment.endpoint.speech import Message, Speech
 from rlft.environment.pool import Reply
 from rlft.environment.protocol import Cause
 from rlft.system.seeds import derive
@@ -44,9 +44,6 @@ class Trajectory:
 
     Attributes:
         conversation: its state, as for other environments; the opening is that of the first request.
-        environment: the limits.
-        speech: what conversations look like.
-        sampling: the run's.
         longest_row: the most tokens of the opening and all that follows.
         model: the model's name in replies.
         has_begun: whether a request has come.
@@ -132,11 +129,9 @@ class Trajectory:
         return chat_reply(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
 
     def finish(self, reply: Reply, end_token: int) -> None:
-        """Ends the conversation, once the agent is done or has failed.
+        """Ends the conversation, once the agent is done or has failed, as the worker replied.
 
-        Args:
-            reply: the worker's reply to the order to play.
-            end_token: the token, not sampled, of a conversation in which the agent sent no request.
+        One in which the agent has sent no request gets this end token, which is not sampled.
         """
         conversation = self.conversation
         if reply.cause is Cause.time:
@@ -163,9 +158,9 @@ class Trajectory:
         assert messages is not None, "a chat has messages"
         spoken = self.speech.of(body.shown_tools)
         new = self._continued_by(messages, body.shown_tools)
-        if new is None:
-            return spoken.prompt(messages), messages[-1:]
-        return self._continued(spoken, messages, new), new
+        if new is not None and spoken.has_suffix(new):
+            return (*self.conversation.transcript.context, *spoken.suffix(self.last, new)), new
+        return spoken.prompt(messages), messages[-1:] if new is None else new
 
     def _continued_by(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message] | None:
         """The messages after the conversation so far; None if these messages do not continue it."""
@@ -174,12 +169,6 @@ class Trajectory:
             return None
         same = all(_alike(a, b) for a, b in zip(known, messages, strict=False))
         return messages[len(known) :] if same else None
-
-    def _continued(self, spoken: Spoken, messages: list[Message], new: list[Message]) -> Sequence[int]:
-        transcript = self.conversation.transcript
-        if not spoken.has_suffix(new):
-            return spoken.prompt(messages)
-        return (*transcript.context, *spoken.suffix(self.last, new))
 
     def _begin(self, context: Sequence[int], messages: list[Message] | None) -> None:
         conversation = self.conversation

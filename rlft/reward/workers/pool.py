@@ -119,10 +119,7 @@ class RewardWorker(Child):
 class WorkerPool(Pool):
     """Runs tasks in worker processes of this machine, which start in the background.
 
-    Args:
-        specs: the rewards.
-        num_workers: number of processes.
-        timeout_s: seconds that a reward may take for a group.
+    A reward may take `timeout_s` seconds for a group.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], num_workers: int, timeout_s: float) -> None:
@@ -218,8 +215,6 @@ class RewardMembers(Pool):
 
     Args:
         launcher: starts them; whoever opened it closes it.
-        rewards: the rewards.
-        num_workers: number of members.
         timeout_s: seconds that a reward may take for a group; the member itself enforces it.
         answer_s: further seconds that a member may take before it is replaced.
         note: takes a line for the person watching when a member is replaced.

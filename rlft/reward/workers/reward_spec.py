@@ -47,12 +47,10 @@ class RewardSpec:
     """A reward by the dotted path of its class or function; small and picklable, so that each worker builds its own.
 
     Attributes:
-        name: name of the reward.
         target: dotted path of its class or function.
         kwargs: its keys.
         weight: factor in the total reward.
         on_error: what happens if it fails; None for the run's setting.
-        form: how a function in TRL's form gets prompts and completions.
     """
 
     name: str

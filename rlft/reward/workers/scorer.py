@@ -46,7 +46,6 @@ class Scorer:
     says what happened to the last one.
 
     Args:
-        rewards: {name: reward}.
         workers: number of processes, which start in the background; 0 scores in the calling process (no isolation).
         timeout_s: seconds that a reward may take for a group.
         on_error: `stop` raises a RewardError, a number is the score of a completion on which a reward failed; a

@@ -165,10 +165,7 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
     except Unscored as error:
         if not alarm.rang:
             return unscored(error)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever the reward's code raises is reported, never trained on
+    except (Exception, SystemExit) as error:  # whatever the reward's code raises is reported, never trained on
         if not alarm.rang:
             return Failure(
                 cause=Cause.unscorable if isinstance(error, Unscorable) else Cause.raised,
@@ -357,9 +354,8 @@ def _steps(value: Any, num_chars: int) -> StepScores | str:
         if not 1 <= end <= num_chars:
             return f"returned an end of {end} for step {number}, outside 1 .. {num_chars} (the characters of the text),"
         if end <= ends[-1]:
-            return (
-                f"returned an end of {end} for step {number}, not after the step before it, which ends at {ends[-1]},"
-            )
+            where = f"not after the step before it, which ends at {ends[-1]},"
+            return f"returned an end of {end} for step {number}, {where}"
         values.append(score)
         ends.append(end)
     return StepScores(values=tuple(values), ends=tuple(ends[1:]))
