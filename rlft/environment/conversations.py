@@ -18,6 +18,7 @@ from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.turn_template import Dialect
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.system.seeds import derive
+from rlft.tokens.text import decode
 from rlft.types import (
     Branch,
     Completion,
@@ -354,7 +355,7 @@ class Conversations(GeneratorOver):
         for conversation in conversations:
             transcript = conversation.transcript
             single = len(conversation.turns) == 1 and all(transcript.mask)
-            conversation.text = conversation.turns[0].text if single else self._dialect.text(transcript.token_ids)
+            conversation.text = conversation.turns[0].text if single else decode(self._tokenizer, transcript.token_ids)
 
 
 def unbegun(

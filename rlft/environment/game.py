@@ -35,10 +35,6 @@ class Game(Environment):
             is_there = callable(getattr(cls, method, None))
             require(is_there, KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
 
-    @property
-    def rewards_turns(self) -> bool:
-        return True
-
     def start(self) -> None:
         locate(self.factory, KEY)
 

@@ -117,8 +117,8 @@ class Environment(ABC):
 
     @property
     def rewards_turns(self) -> bool:
-        """Whether it gives rewards itself."""
-        return False
+        """Whether it gives rewards itself, as games and agents do."""
+        return self.plays_a_game or self.plays_itself
 
     def start(self) -> None:  # noqa: B027
         """Called once in each worker: the place for slow imports, which no time limit counts."""

@@ -67,10 +67,6 @@ class TextArena(Environment):
         remedy = "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
         require(problem is None, GAME, told, got=self.game, remedy=remedy)
 
-    @property
-    def rewards_turns(self) -> bool:
-        return True
-
     def start(self) -> None:
         import textarena  # noqa: F401 (it takes most of a second)
 

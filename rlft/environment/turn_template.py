@@ -102,14 +102,6 @@ class TurnTemplate:
         ]
         return tuple(self._ids_of_parts(self._rendered(cut, start=True).split(gap)))
 
-    def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-        """(the messages, their tokens) with this text of an environment added to the last message.
-
-        What looks like a special token in that text stays text.
-        """
-        joined, trusted = with_opening(messages, text)
-        return joined, self.prompt(joined, trusted)
-
     def spoken(self, sampled: Sequence[int]) -> str:
         """The text of a turn with the special tokens in it, but without those at its end."""
         return self.stripped(str(self._tokenizer.decode(list(sampled), skip_special_tokens=False)))
@@ -300,12 +292,12 @@ class Dialect:
             self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
 
     def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-        """(messages, tokens) of a prompt to which the environment adds this text."""
-        return self.template.opened(self.shown.messages(messages), text)
+        """(messages, tokens) of a prompt to which the environment adds this text.
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, as a completion's."""
-        return decode(self._tokenizer, ids)
+        What looks like a special token in that text stays text.
+        """
+        joined, trusted = with_opening(self.shown.messages(messages), text)
+        return joined, self.template.prompt(joined, trusted)
 
     def calls(self, sampled: Sequence[int]) -> list[Call]:
         """The calls in a turn of the policy, in order; those that cannot be made have a `problem`."""
@@ -346,7 +338,7 @@ class Dialect:
         """
         conversation, trusted = with_opening(self.shown.messages(messages), opened_with)
         for sampled, answers in history:
-            turn = [{"role": "assistant", "content": self.text(sampled)}, *self._messages(answers)]
+            turn = [{"role": "assistant", "content": decode(self._tokenizer, sampled)}, *self._messages(answers)]
             conversation += turn
             trusted += [0] * len(turn)
         return self.template.prompt(conversation, trusted)

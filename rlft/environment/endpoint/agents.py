@@ -74,10 +74,6 @@ class Endpoint(Environment):
         remedy = "write it as play(base_url, api_key, model, **row)"
         require(not missing, AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
 
-    @property
-    def rewards_turns(self) -> bool:
-        return True
-
     def start(self) -> None:
         if self.agent is not None:
             locate(self.agent, AGENT)

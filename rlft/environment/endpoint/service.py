@@ -20,6 +20,7 @@ from rlft.environment.endpoint.bodies import (
     Chat,
     Generate,
     Refusal,
+    Said,
     Tokenize,
     chat_reply,
     generate_reply,
@@ -30,7 +31,7 @@ from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator, TokenCallback
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
-from rlft.types import Group, NextTurn, Prompt, Sampling
+from rlft.types import Completion, Group, NextTurn, Prompt, Sampling
 
 TICK_S = 0.01
 """How long a request waits for others to be sampled with it: short in comparison with sampling."""
@@ -221,7 +222,8 @@ class Service:
                 request.reply.set_exception(Refusal(500, problem, "engine_failed"))
             return
         for (request, draw), group in zip(draws, groups, strict=True):
-            request.reply.set_result(self._reply(request, draw, group))
+            completions = [rollout.completion for rollout in group.rollouts]
+            request.reply.set_result(reply_of(request.body, self._model, self._speech, draw, completions)[0])
 
     def _draw(self, body: Body) -> Draw:
         """What a request needs from the engine. Raises Refusal if it cannot be answered."""
@@ -264,15 +266,17 @@ class Service:
 
         return add
 
-    def _reply(self, request: Request, draw: Draw, group: Group) -> dict[str, Any]:
-        body, completions = request.body, [rollout.completion for rollout in group.rollouts]
-        if isinstance(body, Generate):
-            return generate_reply(body, self._model, completions)
-        assert isinstance(body, Chat), "others are answered without the engine"
-        spoken = self._speech.of(body.shown_tools)
-        said = [spoken.said(completion.token_ids, completion.text) for completion in completions]
-        tokenizer = self._speech.tokenizer
-        return chat_reply(body, self._model, draw.prompt.token_ids, completions, said, draw.seed, tokenizer)
+
+def reply_of(
+    body: Body, model: str, speech: Speech, draw: Draw, completions: Sequence[Completion]
+) -> tuple[dict[str, Any], list[Said]]:
+    """(the body of the reply, the completions as messages if the request was a chat)."""
+    if isinstance(body, Generate):
+        return generate_reply(body, model, completions), []
+    assert isinstance(body, Chat), "others are answered without the engine"
+    spoken = speech.of(body.shown_tools)
+    said = [spoken.said(completion.token_ids, completion.text) for completion in completions]
+    return chat_reply(body, model, draw.prompt.token_ids, completions, said, draw.seed, speech.tokenizer), said
 
 
 def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any]:

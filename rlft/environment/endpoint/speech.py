@@ -11,7 +11,6 @@ from rlft.environment.calls import Syntax, reader_of, written
 from rlft.environment.endpoint.bodies import Refusal, Said
 from rlft.environment.turn_template import OPENING, TurnTemplate, shown_by
 from rlft.tokens.chat_template import render
-from rlft.tokens.text import decode
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -45,10 +44,6 @@ class Speech:
             if tool.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
                 raise Refusal(400, f"tools.{number}: is no function with a name", "invalid_value")
         return self._cached(json.dumps(tools))
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, as a completion's."""
-        return decode(self.tokenizer, ids)
 
     def _make(self, tools: str) -> Spoken:
         try:

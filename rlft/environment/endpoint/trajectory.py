@@ -12,22 +12,13 @@ from typing import Any
 
 from rlft.environment.conversations import Conversation, Transcript, say
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.bodies import (
-    Chat,
-    Generate,
-    Refusal,
-    Said,
-    arguments_of,
-    as_message,
-    chat_reply,
-    generate_reply,
-    normal,
-)
-from rlft.environment.endpoint.service import Draw, check_ids
+from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, arguments_of, as_message, normal
+from rlft.environment.endpoint.service import Draw, check_ids, reply_of
 from rlft.environment.endpoint.speech import Message, Speech
 from rlft.environment.pool import Reply
 from rlft.environment.protocol import Cause
 from rlft.system.seeds import derive
+from rlft.tokens.text import decode
 from rlft.types import FinishReason, NextTurn, Rollout, Sampling, ToolCall
 
 DOES_NOT_CONTINUE = "does_not_continue"
@@ -119,14 +110,12 @@ class Trajectory:
             finish_reason=FinishReason.length if self.was_cut else FinishReason.stop,
         )
         self.last = completion.token_ids
-        if isinstance(body, Generate):
-            return generate_reply(body, self.model, [completion])
-        said = self.speech.of(body.shown_tools).said(completion.token_ids, completion.text)
-        self._note_calls(said)
-        assert self.known is not None, "a chat has messages"
-        self.known.extend(normal([as_message(said, draw.seed)]))
-        tokenizer = self.speech.tokenizer
-        return chat_reply(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
+        reply, messages = reply_of(body, self.model, self.speech, draw, [completion])
+        for said in messages:
+            self._note_calls(said)
+            assert self.known is not None, "a chat has messages"
+            self.known.extend(normal([as_message(said, draw.seed)]))
+        return reply
 
     def finish(self, reply: Reply, end_token: int) -> None:
         """Ends the conversation, once the agent is done or has failed, as the worker replied.
@@ -148,7 +137,7 @@ class Trajectory:
         if conversation.end is None:
             conversation.end = FinishReason.length if self.was_cut else FinishReason.stop
         single = len(conversation.turns) == 1
-        conversation.text = last.text if single else self.speech.text(conversation.transcript.token_ids)
+        conversation.text = last.text if single else decode(self.speech.tokenizer, conversation.transcript.token_ids)
 
     # -- what the policy reads -----------------------------------------------------------------------------------------
     def _read(self, body: Chat | Generate, messages: list[Message] | None) -> tuple[Sequence[int], Sequence[Message]]:
@@ -179,7 +168,7 @@ class Trajectory:
             raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
         shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())
         prompt = conversation.data_prompt
-        tail = prompt.tail if self.speech.text(context).endswith(prompt.tail) else ""
+        tail = prompt.tail if decode(self.speech.tokenizer, context).endswith(prompt.tail) else ""
         conversation.opening = replace(prompt, messages=shown or prompt.messages, token_ids=tuple(context), tail=tail)
         conversation.transcript = Transcript(context)
         conversation.limit = min(conversation.limit, room)

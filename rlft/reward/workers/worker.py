@@ -163,8 +163,9 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
     except OutOfTime:
         pass
     except Unscored as error:
-        if not alarm.rang:
-            return unscored(error)
+        if not alarm.rang:  # the reward itself says what it could not score, so that nothing need be tried again
+            first_bad, problem = None if error.scores is None else error.scores.index(None), str(error)[:MAX_PROBLEM]
+            return Failure(cause=Cause.invalid, problem=problem, completion=first_bad, scores=error.scores)
     except (Exception, SystemExit) as error:  # whatever the reward's code raises is reported, never trained on
         if not alarm.rang:
             return Failure(
@@ -218,12 +219,6 @@ def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failu
             valid = tuple(None if isinstance(each, str) else each for each in steps)
             return Failure(cause=Cause.invalid, problem=problem, completion=index, scores=valid)
     return [each for each in steps if not isinstance(each, str)]
-
-
-def unscored(error: Unscored) -> Failure:
-    """The failure of a reward that itself reports what it could not score, so that nothing need be tried again."""
-    first_bad = None if error.scores is None else error.scores.index(None)
-    return Failure(cause=Cause.invalid, problem=str(error)[:MAX_PROBLEM], completion=first_bad, scores=error.scores)
 
 
 def out_of_time(timeout_s: float, completion: int | None) -> Failure:

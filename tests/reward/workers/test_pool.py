@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from reward_groups import make_group
+from reward_groups import make_group, start_script
 from run_processes import happens
 from slow_cases import slow
 
@@ -27,8 +25,6 @@ from rlft.reward.workers.worker import Task
 from rlft.system.process.child import Child
 from rlft.system.process.launcher import LocalProcesses, ProcessMember
 from rlft.types import Group, Scores
-
-REPOSITORY = Path(__file__).parents[3]
 
 SCRIPT = """
 import sys
@@ -56,18 +52,7 @@ def parent(tmp_path):
     started = []
 
     def start(body):
-        script = tmp_path / "score.py"
-        script.write_text(textwrap.dedent(SCRIPT).replace("BODY", body))
-        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        process = start_script(tmp_path, SCRIPT.replace("BODY", body))
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -132,19 +117,13 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent):
 
 
 def test_a_script_needs_no_main_guard(tmp_path):
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        textwrap.dedent(SCRIPT).replace('if __name__ == "__main__":', "if True:").replace("BODY", "print(score('abc'))")
-    )
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (0, "up\n[[3.0]]\n", "")
+    unguarded = SCRIPT.replace('if __name__ == "__main__":', "if True:").replace("BODY", "print(score('abc'))")
+    run = start_script(tmp_path, unguarded)
+    try:
+        out, err = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert (run.returncode, out, err) == (0, "up\n[[3.0]]\n", "")
 
 
 def test_workers_that_cannot_start_end_the_run(monkeypatch):

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from reward_groups import REPOSITORY, start_script
 from scripted_server import ScriptedServer, scores
 
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.scorer import Scorer
 from rlft.system.process import signals
 
-REPOSITORY = Path(__file__).parents[3]
 KEYS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
 """scoring.timeout, what a reward takes, and how long the job is stopped: beyond the pool's own second of grace, too."""
@@ -54,17 +52,7 @@ class Job:
     """The script as a process, its workers and whatever they start."""
 
     def __init__(self, folder: Path, order: Mapping[str, Any]) -> None:
-        script = folder / "score.py"
-        script.write_text(SCRIPT)
-        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(order)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_script(folder, SCRIPT, json.dumps(order))
 
     def everybody(self) -> list[psutil.Process]:
         """Whoever works for another one comes first, the script itself last."""
