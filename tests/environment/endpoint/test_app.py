@@ -124,8 +124,11 @@ class Served:
         self.server.close()
 
 
+Serve = Callable[..., Served]
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
+def serve() -> Iterator[Serve]:
     opened: list[Served] = []
 
     def make(generator: Generator, tokenizer: Any = QWEN, syntax: str = "template", **limits: Any) -> Served:
@@ -142,7 +145,7 @@ def ids_of(messages: Any, **more: Any) -> list[int]:
 
 
 # -- what is answered --------------------------------------------------------------------------------------------------
-def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Callable[..., Served]) -> None:
+def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Serve) -> None:
     client = serve(Recorder("five", "six")).client()
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("policy", MOST)]
     assert client.models.retrieve("policy").id == "policy"
@@ -164,7 +167,7 @@ def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Callable[..., S
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids_of(ASKED)), sampled)
 
 
-def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Callable[..., Served]) -> None:
+def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Serve) -> None:
     engine = Recorder(f"Let me see.\n{CALL}")
     client = serve(engine).client()
     reply = client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
@@ -191,7 +194,7 @@ def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Callable[...
     assert CALL in none.choices[0].message.content
 
 
-def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: Callable[..., Served]) -> None:
+def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: Serve) -> None:
     plain = family_tokenizer("smollm2")
     written = 'So: {"name": "add", "arguments": {"a": 2, "b": 3}}'
     refused = serve(Recorder(written, tokenizer=plain), plain).client()
@@ -210,7 +213,7 @@ def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: C
     assert '{"name": "add", "arguments": {"a": 2, "b": 3}}<|im_end|>\n<|im_start|>user\n5<|im_end|>' in text
 
 
-def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -> None:
+def test_a_streamed_chat_says_the_same_in_events(serve: Serve) -> None:
     served = serve(Recorder(f"Well.\n{CALL}"))
     client = served.client()
     options = {"include_usage": True}
@@ -249,7 +252,7 @@ class Slow(Recorder):
         return groups
 
 
-def test_a_stream_has_the_text_as_it_is_sampled(serve: Callable[..., Served]) -> None:
+def test_a_stream_has_the_text_as_it_is_sampled(serve: Serve) -> None:
     text = "one two three. And four"
     num_tokens = len(QWEN(text)["input_ids"]) + 1
     engine = Slow(text)
@@ -266,7 +269,7 @@ def test_a_stream_has_the_text_as_it_is_sampled(serve: Callable[..., Served]) ->
     assert [choice.finish_reason for choice in rest if choice.finish_reason] == ["stop"]
 
 
-def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Callable[..., Served]) -> None:
+def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Serve) -> None:
     engine = Slow("one two three", fails=True)
     served = serve(engine)
     engine.next.release(20)
@@ -275,12 +278,12 @@ def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Callable[..., Serve
     assert [str(failure) for failure in served.failures] == ["no GPU"]
 
 
-def test_a_refusal_before_the_first_token_has_its_status(serve: Callable[..., Served]) -> None:
+def test_a_refusal_before_the_first_token_has_its_status(serve: Serve) -> None:
     body = {"messages": ASKED, "stream": True, "max_tokens": MOST}
     assert serve(Recorder("five")).post(CHAT, body).status_code == 400
 
 
-def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve: Callable[..., Served]) -> None:
+def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve: Serve) -> None:
     engine = Slow("one two three")
     served = serve(engine, requests=1)
     engine.next.release()
@@ -298,7 +301,7 @@ def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve:
     assert served.post("/tokenize", {"prompt": "five"}).status_code == 200
 
 
-def test_tokens_go_in_and_out_as_vllm_has_it(serve: Callable[..., Served]) -> None:
+def test_tokens_go_in_and_out_as_vllm_has_it(serve: Serve) -> None:
     served = serve(Recorder("five"))
     body = {"token_ids": ids_of(ASKED), "sampling_params": {"logprobs": 1, "max_tokens": 9, "n": 1}, "model": "policy"}
     reply = served.post("/inference/v1/generate", {**body, "request_id": "mine", "return_token_ids": True}).json()
@@ -321,9 +324,7 @@ def test_tokens_go_in_and_out_as_vllm_has_it(serve: Callable[..., Served]) -> No
     assert served.post("/tokenize", {"prompt": "five"}).json()["tokens"] == QWEN("five")["input_ids"]
 
 
-def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(
-    serve: Callable[..., Served],
-) -> None:
+def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(serve: Serve) -> None:
     """Ten clients at once, eight of which differ in their seeds and lengths only; the engine is busy when they come."""
     engine = Recorder("one", "two")
     served = serve(engine)
@@ -348,7 +349,7 @@ def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_oth
 
 
 def test_the_tiny_model_answers_as_the_engine_does(
-    serve: Callable[..., Served], backbone: Backbone, make_roles: Callable[..., Roles]
+    serve: Serve, backbone: Backbone, make_roles: Callable[..., Roles]
 ) -> None:
     """The same seed gives the tokens and log-probs that the engine gives by itself; a stop and top_p count."""
     roles = make_roles()
@@ -397,7 +398,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Callable[..., Served]) -> None:
+def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine)
     for path, body, status, message in REFUSED:
@@ -414,7 +415,7 @@ def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Callable[..., 
     assert httpx2.get(f"{served.url}/health").status_code == 200
 
 
-def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Callable[..., Served]) -> None:
+def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Serve) -> None:
     served = serve(Broken("five"))
     for _ in range(2):
         reply = served.post(CHAT, {"messages": ASKED})
@@ -423,7 +424,7 @@ def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Callable[...
     assert [str(failure) for failure in served.failures] == ["no GPU", "no GPU"]
 
 
-def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Callable[..., Served]) -> None:
+def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine, requests=1)
     with served.busy(engine):
@@ -434,7 +435,7 @@ def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Cal
     assert served.post(CHAT, {"messages": ASKED}).status_code == 200
 
 
-def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Callable[..., Served]) -> None:
+def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine, timeout=0.2)
     engine.may.clear()
@@ -448,7 +449,7 @@ def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Callab
         assert b" 408 " in slow.recv(100)
 
 
-def test_a_client_that_goes_away_costs_nothing(serve: Callable[..., Served]) -> None:
+def test_a_client_that_goes_away_costs_nothing(serve: Serve) -> None:
     """Two go while the engine is busy with somebody else's request: theirs are never sampled."""
     engine = Recorder("five")
     served = serve(engine)
@@ -477,7 +478,7 @@ def test_a_port_in_use_and_an_address_of_others_are_refused_by_key() -> None:
     bound("127.0.0.1", port, "serve").close()  # free again at once
 
 
-def test_a_server_that_ends_refuses_what_waits(serve: Callable[..., Served]) -> None:
+def test_a_server_that_ends_refuses_what_waits(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine)
     served.ends = True

@@ -137,6 +137,7 @@ def test_workers_that_cannot_start_end_the_run(monkeypatch):
 
 # -- members of the cluster --------------------------------------------------------------------------------------------
 TIMEOUT_S = 0.4
+Make = Callable[..., Scorer]
 GroupOf = Callable[..., Group]
 
 
@@ -169,7 +170,7 @@ def notes() -> list[str]:
 
 
 @pytest.fixture
-def make(launcher: Recorded, notes: list[str]) -> Iterator[Callable[..., Scorer]]:
+def make(launcher: Recorded, notes: list[str]) -> Iterator[Make]:
     """Makes a scorer whose workers are members."""
     made: list[Scorer] = []
 
@@ -194,9 +195,7 @@ def told(scorer: Scorer, scores: Scores) -> Any:
     return by_reward, scores.total.tolist(), scorer.num_failures, scorer.last_failure
 
 
-def test_scores_failures_and_their_limits_are_those_of_workers_here(
-    make: Callable[..., Scorer], group: GroupOf
-) -> None:
+def test_scores_failures_and_their_limits_are_those_of_workers_here(make: Make, group: GroupOf) -> None:
     orders = ("raise", "sleep", "hang", "die", "nan", "fine")
     groups = [group(["ab", order, "abcd"], id=f"p{i}") for i, order in enumerate(orders)]
     used = rewards("length", "naughty")
@@ -211,7 +210,7 @@ def test_scores_failures_and_their_limits_are_those_of_workers_here(
         here.close()
 
 
-def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Callable[..., Scorer], group: GroupOf) -> None:
+def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Make, group: GroupOf) -> None:
     scorer = make(rewards("naughty"), on_error="stop")
     with pytest.raises(
         RewardError, match=r"^reward\.naughty: raised ValueError.* on prompt 'p0', completion 2 of 2: 'rai"
@@ -232,7 +231,7 @@ def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Callabl
 def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     number: signal.Signals,
     told: str,
-    make: Callable[..., Scorer],
+    make: Make,
     launcher: Recorded,
     group: GroupOf,
     notes: list[str],
@@ -263,7 +262,7 @@ def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
 
 
 def test_members_that_are_lost_again_and_again_stop_the_run(
-    make: Callable[..., Scorer], launcher: Recorded, group: GroupOf, monkeypatch: pytest.MonkeyPatch
+    make: Make, launcher: Recorded, group: GroupOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = make(rewards("length"))
     original = launcher.start
@@ -280,7 +279,7 @@ def killed(member: ProcessMember) -> ProcessMember:
     return member
 
 
-def test_a_scorer_that_is_stopped_raises_soon(make: Callable[..., Scorer], group: GroupOf) -> None:
+def test_a_scorer_that_is_stopped_raises_soon(make: Make, group: GroupOf) -> None:
     scorer = make(rewards("naughty"), timeout_s=60.0)
     begun = time.monotonic()
     Timer(1.0, scorer.stop).start()
