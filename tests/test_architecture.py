@@ -68,7 +68,7 @@ LIGHT_COMMANDS = (
 SEEN_IN_USE = {
     "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
     "data": {"lines"},
-    "environment": {"dialect", "endpoint/replies", "endpoint/trajectory"},
+    "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip
 

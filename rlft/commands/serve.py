@@ -21,7 +21,7 @@ from rlft.config import catalog
 from rlft.config import compose as configs
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
-from rlft.environment.endpoint.server import bound, check_installed
+from rlft.environment.endpoint.app import bound, check_installed
 from rlft.runs.find import NamedRun, find_checkpoint, with_named_runs
 from rlft.system.terminal import say
 from rlft.types import UserError
@@ -29,8 +29,7 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     import socket
 
-    from rlft.environment.endpoint.inbox import Inbox
-    from rlft.environment.endpoint.service import Service
+    from rlft.environment.endpoint.service import Inbox, Service
 
 SECTION = "serve"
 USAGE = """\
@@ -130,10 +129,8 @@ def opened(
     say: Callable[[str], None],
 ) -> Iterator[tuple[Service, Inbox]]:
     """Opens the engine with the policy of the run, or the config's model if `source` is None, and the server."""
-    from rlft.environment.endpoint.app import Limits, make_app
-    from rlft.environment.endpoint.inbox import Inbox
-    from rlft.environment.endpoint.server import Server
-    from rlft.environment.endpoint.service import Service
+    from rlft.environment.endpoint.app import Limits, Server, make_app
+    from rlft.environment.endpoint.service import Inbox, Service
     from rlft.environment.endpoint.speech import Speech
     from rlft.generation.stops import check_stops
     from rlft.loop.engines import Engines, engine_args

@@ -18,7 +18,6 @@ from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.plan.sft_plan import SftPlan
 from rlft.plan.sizes import of_evaluation, rehearse_decoding
-from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.scorer import Scorer
 from rlft.system.terminal import Say
 from rlft.types import Batch, Evaluation
@@ -39,7 +38,7 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         plan: SftPlan,
         learner: Roles | WholeModel,
         generator: Generator | None,
-        scorer: Scorer | AheadScorer | None,
+        scorer: Scorer | None,
     ) -> None:
         super().__init__(plan, learner)
         self.generator, self.scorer = generator, scorer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlft.environment.protocol import Call
 from rlft.tokens.chat_template import render
@@ -36,20 +37,22 @@ End your turn after it; the answer is the next message. Tools:
 NOT_JSON = "this call is not valid JSON ({}); write it as {}"
 
 
-class CallReader(Protocol):
-    """Reads the calls in a turn of the policy."""
+class CallReader(ABC):
+    """Reads the calls in a turn of the policy, which begin where `START` matches."""
 
+    START: ClassVar[re.Pattern[str]]
+
+    @abstractmethod
     def calls(self, text: str) -> list[Call]:
         """The calls in order; those that cannot be made have a `problem`.
 
         Args:
             text: the turn with its special tokens, but without the one that ends it.
         """
-        ...
 
     def before(self, text: str) -> str:
         """The text of such a turn before its first call."""
-        ...
+        return text[: match.start()] if (match := self.START.search(text)) else text
 
 
 def preamble(syntax: Syntax, schemas: Sequence[Schema]) -> str:
@@ -90,7 +93,7 @@ def reader_of(
 
 # -- forms -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateCalls:
+class TemplateCalls(CallReader):
     """Calls as a chat template writes them: JSON objects after a marker.
 
     Attributes:
@@ -127,7 +130,7 @@ class TemplateCalls:
             yield call_of(value, self.name, self.arguments, example)
 
 
-class JsonCalls:
+class JsonCalls(CallReader):
     """Calls as JSON objects with a name and arguments, anywhere in the text."""
 
     START = re.compile(r'\{\s*"name"\s*:')
@@ -145,14 +148,11 @@ class JsonCalls:
             position = match.start() + length
         return calls
 
-    def before(self, text: str) -> str:
-        return text[: match.start()] if (match := self.START.search(text)) else text
 
-
-class XmlCalls:
+class XmlCalls(CallReader):
     """Calls as `<call tool="name"><argument>value</argument></call>`; values other than strings are JSON."""
 
-    CALL = re.compile(r'<call(?:\s+tool="(?P<name>[^"]*)")?[^>]*>(?P<body>.*?)(?P<end></call>|$)', re.DOTALL)
+    START = re.compile(r'<call(?:\s+tool="(?P<name>[^"]*)")?[^>]*>(?P<body>.*?)(?P<end></call>|$)', re.DOTALL)
     EXAMPLE = '<call tool="<tool>"><argument>value</argument></call>'
 
     def __init__(self, schemas: Sequence[Schema]) -> None:
@@ -161,10 +161,7 @@ class XmlCalls:
         }
 
     def calls(self, text: str) -> list[Call]:
-        return [self._call(match) for match in self.CALL.finditer(text)]
-
-    def before(self, text: str) -> str:
-        return text[: match.start()] if (match := self.CALL.search(text)) else text
+        return [self._call(match) for match in self.START.finditer(text)]
 
     def _call(self, match: re.Match[str]) -> Call:
         name, body = match["name"], match["body"]
@@ -181,7 +178,7 @@ class XmlCalls:
         return Call(name=well_formed(name), arguments=arguments, written=well_formed(body))
 
 
-class DescribedCalls:
+class DescribedCalls(CallReader):
     """Calls that transformers reads, for a tokenizer whose `response_template` says how its model answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema]) -> None:
@@ -286,13 +283,7 @@ def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call
 
 
 def unreadable(written: str, problem: str, name: str = "") -> Call:
-    """A call that cannot be made.
-
-    Args:
-        written: the call as the policy wrote it.
-        problem: why it cannot be made, as a sentence for the policy.
-        name: name of the tool, if it can be read.
-    """
+    """A call that cannot be made, as the policy wrote it; `problem` says why, as a sentence for the policy."""
     return Call(name=well_formed(name), arguments={}, written=well_formed(written), problem=well_formed(problem))
 
 
@@ -327,8 +318,8 @@ def _written_turns(
         call = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": form}}
         turn = {"role": "assistant", "content": SAID, "tool_calls": [call]}
         try:
-            prompt_text = _rendered(tokenizer, schemas, opening, start=True)
-            text = _rendered(tokenizer, schemas, [*opening, turn], start=False)
+            prompt_text = render(tokenizer, opening, tools=schemas, start=True)
+            text = render(tokenizer, [*opening, turn], tools=schemas)
         except Exception:  # a template may raise anything; both forms of arguments are tried
             continue
         yield text[len(prompt_text) :] if text.startswith(prompt_text) else text[num_common(prompt_text, text) :]
@@ -341,13 +332,3 @@ def _keys(value: Any, tool: str) -> tuple[str, str] | None:
     names = [key for key, each in value.items() if each == tool]
     arguments = [k for k, each in value.items() if each == {ARGUMENT: MARK} or each == json.dumps({ARGUMENT: MARK})]
     return (names[0], arguments[0]) if names and arguments else None
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    schemas: Sequence[Schema],
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    start: bool,
-) -> str:
-    return render(tokenizer, messages, tools=schemas, start=start)

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rlft.environment.dialect import Dialect
-from rlft.environment.pool import EnvironmentPool, Job
+from rlft.environment.pool import EnvironmentPool, Job, Kind, Order, Reply
 from rlft.environment.protocol import Call, Cause, Environment
-from rlft.environment.transcript import Transcript
-from rlft.environment.worker import Kind, Order, Reply
+from rlft.environment.turn_template import Dialect
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.system.seeds import derive
+from rlft.tokens.text import decode
 from rlft.types import (
     Branch,
     Completion,
@@ -38,12 +37,70 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class Transcript:
+    """The tokens of a conversation so far: what the policy has read, and what it has said.
+
+    Token ids are concatenated. Where the next context does not continue what the policy has read and said so far,
+    because an agent or the chat template has rewritten the history, a branch begins: only what differs is added.
+
+    Args:
+        prompt: token ids that the policy reads first, at least one.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.context: list[int] = list(prompt)
+        """What the policy has read and said, in this order: its next turn is sampled after this context."""
+        self._places = list(range(-len(self.context), 0))  # each token's index in the completion
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.mask: list[bool] = []
+        self.branches: list[Branch] = []
+
+    def say(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Adds what was sampled."""
+        self._add(token_ids, logprobs, sampled=True)
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """Adds what the policy reads next."""
+        self._add(token_ids, [0.0] * len(token_ids), sampled=False)
+
+    def added_by(self, context: Sequence[int]) -> int:
+        """The number of tokens that `turn_to` would add."""
+        return len(context) - self._shared(context)
+
+    def turn_to(self, context: Sequence[int]) -> None:
+        """Makes this the context of the policy's next turn; only what differs from the current context is added.
+
+        Raises:
+            ValueError: not even the first token is the same.
+        """
+        shared = self._shared(context)
+        if not shared:
+            raise ValueError("a conversation goes on from none of its tokens")
+        if shared < len(self.context):
+            self.context, self._places = self.context[:shared], self._places[:shared]
+            if self.branches and self.branches[-1].start == len(self.token_ids):  # the branch is empty
+                self.branches.pop()
+            self.branches.append(Branch(start=len(self.token_ids), after=self._places[-1]))
+        self.hear(context[shared:])
+
+    def _shared(self, context: Sequence[int]) -> int:
+        pairs = zip(self.context, context, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+        self._places += range(len(self.token_ids), len(self.token_ids) + len(token_ids))
+        self.context += token_ids
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.mask += [sampled] * len(token_ids)
+
+
 @dataclass(slots=True, kw_only=True)
 class Conversation:
     """The state of a conversation.
 
     Attributes:
-        key: identifies it to the workers.
         data_prompt: the prompt as in the data.
         opening: what the policy reads first: the prompt, and what the environment has added to it.
         transcript: the tokens after the opening.
@@ -53,7 +110,7 @@ class Conversation:
         left_s: seconds that the environment may still take.
         opened_with: the text that the environment has added to the prompt.
         history: for each turn its token ids and the answers to it.
-        orders: number of orders so far.
+        calls, orders: how many so far.
     """
 
     key: int
@@ -85,8 +142,6 @@ class Conversations(GeneratorOver):
 
     Args:
         generator: the engine's; whoever opened it closes it.
-        environment: the environment of the conversations.
-        tokenizer: the model's.
         at_once: the most completions that the engine computes together, if its results depend on that
             (`Engine.divisible`): whole groups with that many completions are then played one after the other. None: all
             groups are played together.
@@ -132,33 +187,19 @@ class Conversations(GeneratorOver):
 
     # -- rounds --------------------------------------------------------------------------------------------------------
     def _played(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        groups = [
-            [self._new(prompt, seed, i, sampling) for i in range(n)]
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        groups = unbegun(self.environment, self._keys, prompts, n, seeds, sampling)
         conversations = [conversation for group in groups for conversation in group]
         try:
             self._open(conversations)
             self._first_round(groups, sampling)
             while unfinished := [conversation for conversation in conversations if conversation.end is None]:
-                self._round(unfinished, sampling)
+                self._sample([[conversation] for conversation in unfinished], sampling)
+                self._answer(unfinished)
             self._add_rewards(conversations)
             self._write_texts(conversations)
         finally:
             self._pool.forget(conversation.key for conversation in conversations)
         return [group_of(group) for group in groups]
-
-    def _new(self, prompt: Prompt, seed: int, index: int, sampling: Sampling) -> Conversation:
-        return Conversation(
-            key=next(self._keys),
-            data_prompt=prompt,
-            opening=prompt,
-            transcript=Transcript(prompt.token_ids),
-            limit=sampling.max_tokens,
-            seed=seed + index,
-            group_seed=seed,
-            left_s=self.environment.timeout,
-        )
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
         """Begins each conversation in its environment, and adds what the environment says to the prompt."""
@@ -169,13 +210,11 @@ class Conversations(GeneratorOver):
             for c in conversations
         ]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
+            prompt = conversation.data_prompt
             if reply.cause is not None:
-                problem = (
-                    f"environment: cannot begin a conversation of prompt {conversation.data_prompt.id!r} ({reply.text})"
-                )
+                problem = f"environment: cannot begin a conversation of prompt {prompt.id!r} ({reply.text})"
                 raise EnvironmentFailure(f"{problem}; repair its reset")
             if reply.text:
-                prompt = conversation.data_prompt
                 messages, ids = self._dialect.opened(prompt.messages, reply.text)
                 conversation.opening = replace(prompt, messages=tuple(messages), token_ids=ids)
                 conversation.opened_with, conversation.transcript = reply.text, Transcript(ids)
@@ -195,11 +234,6 @@ class Conversations(GeneratorOver):
         if others:
             self._sample([[conversation] for group in others for conversation in group], sampling)
         self._answer([conversation for group in groups for conversation in group])
-
-    def _round(self, conversations: Sequence[Conversation], sampling: Sampling) -> None:
-        """Samples the next turn of each conversation, and has it answered."""
-        self._sample([[conversation] for conversation in conversations], sampling)
-        self._answer(conversations)
 
     def _sample(self, groups: Sequence[Sequence[Conversation]], sampling: Sampling) -> None:
         """Samples a turn of each conversation; those in one group read the same."""
@@ -321,7 +355,34 @@ class Conversations(GeneratorOver):
         for conversation in conversations:
             transcript = conversation.transcript
             single = len(conversation.turns) == 1 and all(transcript.mask)
-            conversation.text = conversation.turns[0].text if single else self._dialect.text(transcript.token_ids)
+            conversation.text = conversation.turns[0].text if single else decode(self._tokenizer, transcript.token_ids)
+
+
+def unbegun(
+    environment: Environment,
+    keys: Iterator[int],
+    prompts: Sequence[Prompt],
+    n: int,
+    seeds: Sequence[int],
+    sampling: Sampling,
+) -> list[list[Conversation]]:
+    """For each prompt n conversations in which nothing has been said."""
+    return [
+        [
+            Conversation(
+                key=next(keys),
+                data_prompt=prompt,
+                opening=prompt,
+                transcript=Transcript(prompt.token_ids),
+                limit=sampling.max_tokens,
+                seed=seed + index,
+                group_seed=seed,
+                left_s=environment.timeout,
+            )
+            for index in range(n)
+        ]
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
 
 
 def row_of(prompt: Prompt) -> dict[str, object]:

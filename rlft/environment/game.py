@@ -10,21 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment, Step
-from rlft.environment.tool_class import accepted
-from rlft.types import UserError
+from rlft.environment.protocol import Environment, Play, Step
+from rlft.reward.workers.reward_spec import accepted
+from rlft.types import require
 
 KEY = "environment.factory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game(Environment):
-    """The keys of `environment=game`.
-
-    Attributes:
-        factory: the class, as `module.Class`.
-        arguments: keyword arguments with which an object of it is made.
-    """
+    """The keys of `environment=game`: the class as `module.Class`, and keyword arguments of which objects are made."""
 
     plays_a_game: ClassVar[bool] = True
 
@@ -37,12 +32,8 @@ class Game(Environment):
             ("reset", "give it a method reset(self, **row), which begins a game"),
             ("step", "give it a method step(self, text) that returns (observation, reward, done)"),
         ):
-            if not callable(getattr(cls, method, None)):
-                raise UserError(KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
-
-    @property
-    def rewards_turns(self) -> bool:
-        return True
+            is_there = callable(getattr(cls, method, None))
+            require(is_there, KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
 
     def start(self) -> None:
         locate(self.factory, KEY)
@@ -51,7 +42,7 @@ class Game(Environment):
         return ObjectSteps(locate(self.factory, KEY)(**(self.arguments or {})))
 
 
-class ObjectSteps:
+class ObjectSteps(Play):
     """The answers of an object of such a class."""
 
     def __init__(self, held: Any) -> None:

@@ -2,55 +2,88 @@
 
 A conversation whose environment keeps state stays with one worker. Where that worker has to be replaced, the
 conversation's earlier orders are repeated in the new one: an environment is a function of its orders and their seeds.
-Make and use a pool in the thread that samples.
+Make and use a pool in the thread that samples. A worker does not import torch, and sets a time limit for each order. It
+dies with its parent, whatever ends the parent, and so does what tools have started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import pickle
+import random
+import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import Any
 
-from rlft.environment.protocol import Cause, Environment
-from rlft.environment.worker import Order, Reply, out_of_time
-from rlft.system.process.child import GRACE_S, Beside, Child, Children, Ended
+from rlft.environment.protocol import Cause, Environment, Malformed, Play
+from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
+from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended
 from rlft.types import EnvironmentFailure
 
 SPENT = "Error: the time for all calls is used up"
+MAX_ERROR = 500
+"""The most characters of an error that the policy reads."""
+
+
+class Kind(StrEnum):
+    reset = "reset"
+    call = "call"
+    step = "step"
+    reward = "reward"
+    play = "play"  # a whole conversation, which an agent holds by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Orders of one conversation, which are carried out one after the other.
+class Order:
+    """What a conversation needs from its environment.
 
     Attributes:
-        key: the conversation.
-        orders: its orders.
-        left_s: seconds that they may take together.
+        seed: seed of `random` (and of numpy, where it is loaded) meanwhile.
+        name: name of the tool that is called.
+        values: the tool's arguments, the row of a reset, or what an agent plays with.
+        text: text of the turn that a game answers.
+    """
+
+    kind: Kind
+    seed: int
+    name: str = ""
+    values: Mapping[str, Any] | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The reply to an order, with the reward of a turn or of the conversation, and the seconds that it took.
+
+    `text` is for the policy; if there is a cause, it is that of an error. `done` says whether the game is over.
+    """
+
+    text: str = ""
+    cause: Cause | None = None
+    reward: float | None = None
+    done: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """Orders of the conversation `key`, which are carried out one after the other, and the replies so far.
+
+    Attributes:
+        left_s: seconds that they may still take together.
+        again: earlier orders of the conversation that a new worker has to repeat first.
     """
 
     key: int
     orders: Sequence[Order]
-    left_s: float
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Running:
-    """The progress of a job.
-
-    Attributes:
-        index: number of the job in its run.
-        job: the job.
-        left_s: seconds that its orders may still take.
-        again: earlier orders of the conversation that a new worker has to repeat first.
-        replies: the replies so far.
-    """
-
-    index: int
-    job: Job
     left_s: float
     again: deque[Order] = field(default_factory=deque)
     replies: list[Reply] = field(default_factory=list)
@@ -60,26 +93,21 @@ class Running:
         """The next order; None at the end."""
         if self.again:
             return self.again[0]
-        return self.job.orders[len(self.replies)] if len(self.replies) < len(self.job.orders) else None
+        return self.orders[len(self.replies)] if len(self.replies) < len(self.orders) else None
 
 
 class EnvironmentWorker(Child):
-    """A worker process.
+    """A worker process; `limit_s` is what its order may take, `knows` are the conversations whose state it has.
 
     Its hash seed is fixed: sets of strings keep their order, so that a resumed run replays. A PYTHONHASHSEED that the
     user has set is kept.
-
-    Attributes:
-        limit_s: seconds that its order may take.
-        running: its job.
-        knows: the conversations whose state it has.
     """
 
     def __init__(self, environment: Environment) -> None:
         seed = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-        super().__init__("rlft-environment-worker", "rlft.environment.worker:serve", (environment,), environment=seed)
+        super().__init__("rlft-environment-worker", f"{__name__}:serve", (environment,), environment=seed)
         self.limit_s = 0.0
-        self.running: Running | None = None
+        self.job: Job | None = None
         self.knows: set[int] = set()
 
 
@@ -103,18 +131,17 @@ class EnvironmentPool:
             EnvironmentFailure: workers cannot start.
         """
         for worker in list(self._workers.all):  # left by a run that was interrupted
-            if worker.running is not None:
+            if worker.job is not None:
                 self._workers.replace(worker)
         self._workers.begin()
-        waiting = deque(Running(index=index, job=job, left_s=job.left_s) for index, job in enumerate(jobs))
-        finished: dict[int, list[Reply]] = {}
-        while len(finished) < len(jobs):
+        waiting = deque(jobs)
+        while waiting or any(worker.job is not None for worker in self._workers.all):
             for number in range(len(self._workers.all)):
                 while self._has_begun(number, waiting):
-                    self._send_next(self._workers.all[number], finished)
+                    self._send_next(self._workers.all[number])
             for worker, answer in self._workers.answers(beside):
                 self._receive(worker, answer)
-        return [finished[index] for index in range(len(jobs))]
+        return [job.replies for job in jobs]
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drops the state of these conversations, which are over."""
@@ -124,7 +151,7 @@ class EnvironmentPool:
         for worker in self._workers.all:
             known = [key for key in keys if key in worker.knows]
             worker.knows.difference_update(known)
-            if known and worker.running is None:
+            if known and worker.job is None:
                 with contextlib.suppress(OSError):  # one that has died is replaced when it is next used
                     worker.connection.send(known)
 
@@ -133,75 +160,180 @@ class EnvironmentPool:
         self._workers.close()
 
     # -- one worker ----------------------------------------------------------------------------------------------------
-    def _has_begun(self, number: int, waiting: deque[Running]) -> bool:
+    def _has_begun(self, number: int, waiting: deque[Job]) -> bool:
         """Whether the worker waits for an order of its job; one without a job gets the first that it may take."""
         worker, size, keeps_state = self._workers.all[number], len(self._workers.all), self._environment.keeps_state
         if not worker.is_ready or worker.is_busy:
             return False
-        if worker.running is not None:
+        if worker.job is not None:
             return True
-        job = next((job for job in waiting if not keeps_state or job.job.key % size == number), None)
+        job = next((job for job in waiting if not keeps_state or job.key % size == number), None)
         if job is None:
             return False
         waiting.remove(job)
         self._begin(worker, job)
         return True
 
-    def _begin(self, worker: EnvironmentWorker, job: Running) -> None:
+    def _begin(self, worker: EnvironmentWorker, job: Job) -> None:
         """Gives a worker a job, and the earlier orders of the conversation if it does not know it."""
-        worker.running = job
-        key = job.job.key
-        if self._environment.keeps_state and key not in worker.knows:
-            job.again = deque(self._past_orders.get(key, ()))
-            worker.knows.add(key)
+        worker.job = job
+        if self._environment.keeps_state and job.key not in worker.knows:
+            job.again = deque(self._past_orders.get(job.key, ()))
+            worker.knows.add(job.key)
 
-    def _send_next(self, worker: EnvironmentWorker, finished: dict[int, list[Reply]]) -> None:
-        """Sends the next order of the worker's job, or finishes the job if there is none."""
-        running = worker.running
-        assert running is not None, "a worker without a job gets no order"
-        while not running.again and running.order is not None and running.left_s <= 0:
-            running.replies.append(Reply(text=SPENT, cause=Cause.time))
-        order = running.order
+    def _send_next(self, worker: EnvironmentWorker) -> None:
+        """Sends the next order of the worker's job, or ends the job if there is none."""
+        job = worker.job
+        assert job is not None, "a worker without a job gets no order"
+        while not job.again and job.order is not None and job.left_s <= 0:
+            job.replies.append(Reply(text=SPENT, cause=Cause.time))
+        order = job.order
         if order is None:
-            finished[running.index] = running.replies
-            worker.running = None
+            worker.job = None
             return
         worker.limit_s = self._environment.call_timeout
-        if not running.again:
-            worker.limit_s = min(worker.limit_s, running.left_s)
-        if not worker.send(pickle.dumps((running.job.key, order, worker.limit_s)), worker.limit_s + GRACE_S):
+        if not job.again:
+            worker.limit_s = min(worker.limit_s, job.left_s)
+        if not worker.send(pickle.dumps((job.key, order, worker.limit_s)), worker.limit_s + GRACE_S):
             # It died while idle, not because of the order: another worker gets the order.
-            self._begin(self._workers.replace(worker), running)
+            self._begin(self._workers.replace(worker), job)
 
     def _receive(self, worker: EnvironmentWorker, reply: Reply | Ended) -> None:
         """Adds a reply to the worker's job; a reply to a repeated order is dropped.
 
         A worker that has died or is out of time is replaced, and the reply to its order says what happened.
         """
-        running = worker.running
-        assert running is not None, "a busy worker has a job"
+        job = worker.job
+        assert job is not None, "a busy worker has a job"
         if isinstance(reply, Ended):
-            self._replace(worker, running, reply)
+            self._replace(worker, job, reply)
             return
-        order = running.order
+        order = job.order
         assert order is not None, "a reply is to an order"
-        if running.again:
-            running.again.popleft()
+        if job.again:
+            job.again.popleft()
             return
         if self._environment.keeps_state and reply.cause is not Cause.time:
-            self._past_orders.setdefault(running.job.key, []).append(order)
-        running.replies.append(reply)
-        running.left_s -= reply.seconds
+            self._past_orders.setdefault(job.key, []).append(order)
+        job.replies.append(reply)
+        job.left_s -= reply.seconds
 
-    def _replace(self, worker: EnvironmentWorker, running: Running, ended: Ended) -> None:
-        was_repeating = bool(running.again)
-        self._begin(self._workers.replace(worker), running)
+    def _replace(self, worker: EnvironmentWorker, job: Job, ended: Ended) -> None:
+        was_repeating = bool(job.again)
+        self._begin(self._workers.replace(worker), job)
         if ended.was_stopped:  # somebody has stopped it, so that no tool is to blame
             return
         if was_repeating:  # an order that succeeded before fails now: the state of the environment is lost
-            running.again.clear()
-            self._past_orders.pop(running.job.key, None)
+            job.again.clear()
+            self._past_orders.pop(job.key, None)
         text = out_of_time(worker.limit_s) if ended.is_late else f"Error: the tool's process {ended.how}"
         cause = Cause.time if ended.is_late else Cause.died
-        running.replies.append(Reply(text=text, cause=cause, seconds=worker.limit_s if ended.is_late else 0.0))
-        running.left_s -= running.replies[-1].seconds
+        job.replies.append(Reply(text=text, cause=cause, seconds=worker.limit_s if ended.is_late else 0.0))
+        job.left_s -= job.replies[-1].seconds
+
+
+# -- in a worker -------------------------------------------------------------------------------------------------------
+def serve(connection: Connection, environment: Environment) -> None:
+    """Runs in a worker process: obeys orders until the parent closes its end of the connection or dies.
+
+    A message is (conversation, order, seconds), or a list of conversations that are over, which gets no reply.
+    """
+    own_pid = os.getpid()
+    plays: dict[int, Play] = {}
+    try:
+        environment.start()
+        connection.send(READY)
+    except Exception as error:  # raised by the user's modules: the pool reports it, so the worker must not die of it
+        connection.send(f"{type(error).__name__}: {error}{place_of(error)}")
+    while True:
+        message = connection.recv()
+        if isinstance(message, list):
+            for key in message:
+                plays.pop(key, None)
+            continue
+        key, order, limit_s = message
+        reply = obeyed(plays, key, order, environment, limit_s)
+        if os.getpid() != own_pid:  # a tool has forked, and this is its child
+            os._exit(0)
+        connection.send(reply)
+
+
+def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environment, limit_s: float) -> Reply:
+    """The reply to an order; whatever the environment's code does, the reply has a text for the policy."""
+    start, alarm = time.monotonic(), Alarm()
+    reply: Reply | None = None
+    try:
+        with alarm.set(limit_s):
+            seeded(order.seed)
+            if order.kind is Kind.reset or key not in plays:
+                plays[key] = environment.make()
+            reply = _done(plays[key], order, environment.max_answer)
+    except OutOfTime:
+        pass
+    except Malformed as error:
+        reply = Reply(text=f"Error: {error}"[:MAX_ERROR], cause=Cause.malformed)
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
+        reply = Reply(text=_error_text(error), cause=Cause.raised)
+    if alarm.rang or reply is None:
+        reply = Reply(text=out_of_time(limit_s), cause=Cause.time)
+    return replace(reply, seconds=time.monotonic() - start)
+
+
+def _done(play: Play, order: Order, max_answer: int) -> Reply:
+    values = order.values or {}
+    match order.kind:
+        case Kind.reset:
+            return Reply(text=answered(play.reset(values, order.seed), max_answer))
+        case Kind.call:
+            return Reply(text=answered(play.call(order.name, values), max_answer))
+        case Kind.step:
+            step = play.step(order.text)
+            text = answered(step.observation, max_answer)
+            return Reply(text=text, reward=finite(step.reward), done=step.done)
+        case Kind.play:
+            return Reply(reward=finite(play.play(**values)))
+        case Kind.reward:
+            return Reply(reward=finite(play.reward()))
+
+
+def answered(value: Any, max_answer: int) -> str:
+    """What a tool returned, as text of at most `max_answer` characters, with a note if it was cut.
+
+    >>> answered({"sum": 5}, 100), answered("abcdef", 4), answered(None, 4)
+    ('{"sum": 5}', 'abcd [cut: 2 more characters]', '')
+    """
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    more = len(text) - max_answer
+    text = text if more <= 0 else f"{text[:max_answer]} [cut: {more} more characters]"
+    return text.encode("utf-8", "replace").decode()
+
+
+def finite(reward: Any) -> float | None:
+    """The reward as a float. Raises ValueError unless it is a finite number."""
+    if reward is None:
+        return None
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {value}, and no finite number")
+    return value
+
+
+def seeded(seed: int) -> None:
+    """Seeds the global generators of random numbers, those of numpy only if it is loaded."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def out_of_time(limit_s: float) -> str:
+    return f"Error: no answer within {limit_s:.3g} s"
+
+
+def _error_text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # an exception whose text cannot be made
+        text = ""
+    return f"Error: {type(error).__name__}: {text}"[:MAX_ERROR].encode("utf-8", "replace").decode()

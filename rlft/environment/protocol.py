@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from rlft.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -48,21 +48,18 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A game's answer to a turn of the policy.
-
-    Attributes:
-        observation: what the policy reads next.
-        reward: reward of the turn; None for none.
-        done: whether the game is over.
-    """
+    """A game's answer to a turn: what the policy reads next, the reward, and whether the game is over."""
 
     observation: Any
     reward: float | None = None
     done: bool = False
 
 
-class Play(Protocol):
-    """The environment's side of one conversation. It lives in a worker process, and may raise anything."""
+class Play:
+    """The environment's side of one conversation, which has those of these methods that its kind needs.
+
+    It lives in a worker process, and may raise anything.
+    """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Begins the conversation; returns text to add to the prompt's last message, None for nothing.
@@ -71,27 +68,23 @@ class Play(Protocol):
             row: the prompt as a row of data: prompt (its messages), id, answer and its metadata.
             seed: the same for all completions of a prompt.
         """
-        ...
-
-
-class Calls(Play, Protocol):
-    """The environment's side of a conversation with calls of tools."""
+        return None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """A tool's answer. Raises Malformed if there is no tool of that name, or it has other arguments."""
-        ...
+        raise Malformed(f"there is no tool {name!r:.80}")
+
+    def step(self, text: str) -> Step:
+        """A game's answer to the text of a turn."""
+        raise NotImplementedError("this is no game")
+
+    def play(self, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
+        """Has an agent hold the whole conversation by itself, through an endpoint; returns the reward."""
+        raise NotImplementedError("this is no agent")
 
     def reward(self) -> float | None:
         """The reward of the whole conversation, at its end; None for none."""
-        ...
-
-
-class Moves(Play, Protocol):
-    """The environment's side of a game, which answers turns as a whole."""
-
-    def step(self, text: str) -> Step:
-        """The answer to the text of a turn."""
-        ...
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +92,7 @@ class Environment(ABC):
     """An environment. Subclasses are frozen dataclasses; meanings and defaults are in configs/environment/."""
 
     plays_a_game: ClassVar[bool] = False
-    """Whether it answers each turn as a whole (`make` gives `Moves`), or the calls of tools in it (`Calls`)."""
+    """Whether it answers each turn as a whole (`Play.step`), or the calls of tools in it (`Play.call`)."""
     plays_itself: ClassVar[bool] = False
     """Whether it holds whole conversations by itself, through an endpoint (`rlft.environment.endpoint`)."""
     keeps_state: ClassVar[bool] = True
@@ -124,8 +117,8 @@ class Environment(ABC):
 
     @property
     def rewards_turns(self) -> bool:
-        """Whether it gives rewards itself."""
-        return False
+        """Whether it gives rewards itself, as games and agents do."""
+        return self.plays_a_game or self.plays_itself
 
     def start(self) -> None:  # noqa: B027
         """Called once in each worker: the place for slow imports, which no time limit counts."""

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, cast
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment, Step
-from rlft.types import UserError
+from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
+from rlft.environment.protocol import Environment, Play, Step
+from rlft.types import EnvironmentFailure, UserError, require
 
 Player = Callable[[str], str]
 """(all that the game has told this player, also in earlier turns) -> its move, like an agent of TextArena."""
@@ -25,14 +26,7 @@ GAME, OPPONENTS = "environment.game", "environment.opponents"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextArena(Environment):
-    """The keys of `environment=textarena`.
-
-    Attributes:
-        game: name of the game, for `textarena.make`.
-        arguments: further arguments of `textarena.make`.
-        opponents: importable players.
-        player: the policy's place.
-    """
+    """The keys of `environment=textarena`: arguments of `textarena.make`, importable players, the policy's place."""
 
     plays_a_game: ClassVar[bool] = True
 
@@ -42,14 +36,13 @@ class TextArena(Environment):
     player: NonNegativeInt
 
     def check(self) -> None:
-        if importlib.util.find_spec("textarena") is None:
-            remedy = "pip install 'rlft[textarena]'"
-            raise UserError("environment", "the textarena library is not installed", got="textarena", remedy=remedy)
+        is_installed, problem = importlib.util.find_spec("textarena"), "the textarena library is not installed"
+        require(is_installed, "environment", problem, got="textarena", remedy="pip install 'rlft[textarena]'")
         for path in self.opponents:
             locate(path, OPPONENTS)
-        if self.player > len(self.opponents):
-            problem = f"is beyond the game's last player ({len(self.opponents)}): there is one more than opponents"
-            raise UserError("environment.player", problem, got=self.player, remedy="lower it, or name more opponents")
+        problem = f"is beyond the game's last player ({len(self.opponents)}): there is one more than opponents"
+        is_one = self.player <= len(self.opponents)
+        require(is_one, "environment.player", problem, got=self.player, remedy="lower it, or name more opponents")
         from textarena.envs.registration import ENV_REGISTRY
 
         known = list(ENV_REGISTRY)
@@ -61,10 +54,6 @@ class TextArena(Environment):
 
     def _try_to_begin(self) -> None:
         """Begins the game once, in a worker and under its time limit: a game may want other players, or a download."""
-        from rlft.environment.pool import EnvironmentPool, Job
-        from rlft.environment.worker import Kind, Order
-        from rlft.types import EnvironmentFailure
-
         pool = EnvironmentPool(replace(self, workers=1))
         try:
             order = Order(kind=Kind.reset, seed=0, values={})
@@ -74,16 +63,9 @@ class TextArena(Environment):
             problem = str(failure)
         finally:
             pool.close()
-        if problem is not None:
-            players = 1 + len(self.opponents)
-            remedy = (
-                "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
-            )
-            raise UserError(GAME, f"does not begin with {players} players ({problem})", got=self.game, remedy=remedy)
-
-    @property
-    def rewards_turns(self) -> bool:
-        return True
+        told = f"does not begin with {1 + len(self.opponents)} players ({problem})"
+        remedy = "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
+        require(problem is None, GAME, told, got=self.game, remedy=remedy)
 
     def start(self) -> None:
         import textarena  # noqa: F401 (it takes most of a second)
@@ -101,15 +83,8 @@ def _player(path: str) -> Player:
     return cast(Player, imported() if inspect.isclass(imported) else imported)
 
 
-class Match:
-    """One game with its other players.
-
-    Args:
-        game: name of the game, for `textarena.make`.
-        arguments: further arguments of `textarena.make`.
-        opponents: the other players, in the order of their places.
-        player: the policy's place.
-    """
+class Match(Play):
+    """One game (see `TextArena`) with its other players, in the order of their places."""
 
     def __init__(self, game: str, arguments: Mapping[str, Any], opponents: Sequence[Player], player: int) -> None:
         import textarena

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment
-from rlft.environment.tools import awaited, called, schema_of
-from rlft.types import UserError
+from rlft.environment.protocol import Environment, Play
+from rlft.environment.tools import called, schema_of
+from rlft.reward.workers.reward_spec import accepted, awaited, named_parameters
+from rlft.types import require
 
 KEY = "environment.factory"
 GET_REWARD = "get_reward"
@@ -23,28 +24,20 @@ GET_REWARD = "get_reward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass(Environment):
-    """The keys of `environment=class`.
-
-    Attributes:
-        factory: the class, as `module.Class`.
-        reward: name of the method or attribute that gives the reward of a conversation at its end.
-    """
+    """The keys of `environment=class`: the class as `module.Class`, and the method or attribute that gives rewards."""
 
     factory: str
     reward: str
 
     def check(self) -> None:
         cls = self._class()
-        if not callable(getattr(cls, "reset", None)):
-            remedy = "give it a method reset(self, **row), which begins a conversation"
-            raise UserError(KEY, "is a class without reset", got=self.factory, remedy=remedy)
-        if not self._tools(cls):
-            remedy = "give it a public method with types and a docstring, or use environment=game"
-            raise UserError(KEY, "is a class without a tool", got=self.factory, remedy=remedy)
-        needed = [p.name for p in parameters_of(cls) if p.default is p.empty]
-        if needed:
-            problem = f"needs the arguments {', '.join(needed)}, and it is made without any"
-            raise UserError(KEY, problem, got=self.factory, remedy="give them defaults")
+        remedy = "give it a method reset(self, **row), which begins a conversation"
+        require(callable(getattr(cls, "reset", None)), KEY, "is a class without reset", got=self.factory, remedy=remedy)
+        remedy = "give it a public method with types and a docstring, or use environment=game"
+        require(self._tools(cls), KEY, "is a class without a tool", got=self.factory, remedy=remedy)
+        needed = [p.name for p in named_parameters(cls) if p.default is p.empty]
+        problem = f"needs the arguments {', '.join(needed)}, and it is made without any"
+        require(not needed, KEY, problem, got=self.factory, remedy="give them defaults")
 
     def schemas(self) -> list[dict[str, Any]]:
         cls = self._class()
@@ -67,14 +60,8 @@ class ToolClass(Environment):
         return locate(self.factory, KEY)
 
 
-class ObjectCalls:
-    """The tools and the reward of an object of such a class.
-
-    Args:
-        held: the object.
-        tools: names of the methods that are tools.
-        reward: name of the method or attribute that gives the reward; None: nothing does.
-    """
+class ObjectCalls(Play):
+    """The tools and the reward of an object of such a class, by their names; None: nothing gives a reward."""
 
     def __init__(self, held: Any, tools: Sequence[str], reward: str | None) -> None:
         self.held, self._tools, self._reward = held, tools, reward
@@ -101,20 +88,3 @@ def public_methods(cls: Any) -> list[str]:
 
 def _is_wrapped(cls: Any, name: str) -> bool:
     return isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-
-
-def accepted(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of the row that the function takes: all of them if it has `**kwargs`."""
-    parameters = parameters_of(function)
-    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-        return dict(row)
-    return {p.name: row[p.name] for p in parameters if p.name in row}
-
-
-def parameters_of(function: Any) -> list[inspect.Parameter]:
-    """The named parameters of a function, or of making an object of a class."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return []
-    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -8,28 +8,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment, Malformed
-from rlft.types import UserError
+from rlft.environment.protocol import Environment, Malformed, Play
+from rlft.reward.workers.reward_spec import awaited
+from rlft.types import UserError, require
 
 KEY = "environment.tools"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools(Environment):
-    """The keys of `environment=tools`.
-
-    Attributes:
-        tools: `module.function` of each tool.
-    """
+    """The keys of `environment=tools`: the tools, each as `module.function`."""
 
     keeps_state: ClassVar[bool] = False
 
     tools: Sequence[str]
 
     def check(self) -> None:
-        if not self.tools:
-            remedy = "name importable functions, as environment.tools=[mine.search]"
-            raise UserError(KEY, "is empty, so there is nothing to call", got="[]", remedy=remedy)
+        remedy = "name importable functions, as environment.tools=[mine.search]"
+        require(self.tools, KEY, "is empty, so there is nothing to call", got="[]", remedy=remedy)
         path_by_name: dict[str, str] = {}
         for path in self.tools:
             name = getattr(locate(path, KEY), "__name__", path.rpartition(".")[2])
@@ -49,20 +45,14 @@ class Tools(Environment):
         return FunctionCalls({f.__name__: f for f in (locate(path, KEY) for path in self.tools)})
 
 
-class FunctionCalls:
+class FunctionCalls(Play):
     """Calls functions by their names."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = functions
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        return None
-
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         return called(self.functions, name, arguments)
-
-    def reward(self) -> float | None:
-        return None
 
 
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
@@ -80,15 +70,6 @@ def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Ma
     except TypeError as error:
         raise Malformed(f"{name}: {error}") from None
     return awaited(function(**arguments))
-
-
-def awaited(value: Any) -> Any:
-    """The value, or the result of a coroutine, which is run to its end in a loop of its own."""
-    if not inspect.iscoroutine(value):
-        return value
-    import asyncio  # workers start faster without it
-
-    return asyncio.run(value)
 
 
 def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:

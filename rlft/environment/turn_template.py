@@ -1,4 +1,4 @@
-"""What a chat template puts between the turns of a conversation, as tokens.
+"""What conversations look like to one model: what its chat template puts between turns, and how it writes calls.
 
 A conversation's tokens are concatenated and never made from text again: the prompt's, what was sampled, then a suffix
 with the environment's answer and the start of the policy's next turn. Where a template rewrites earlier turns when
@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from rlft.environment.calls import Syntax, preamble, reader_of, written
+from rlft.environment.protocol import Call, Environment
 from rlft.tokens.chat_template import render
 from rlft.tokens.ends import closing_of, special_pattern, special_tokens
-from rlft.types import UserError
+from rlft.tokens.text import decode
+from rlft.types import NOTHING, Schema, Shown, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,19 +100,7 @@ class TurnTemplate:
             {**message, "content": content[:num_trusted] + gap.join(self._cut(content[num_trusted:]))}
             for message, content, num_trusted in zip(messages, contents, trusted, strict=True)
         ]
-        parts = self._rendered(cut, start=True).split(gap)
-        ids = self._ids(parts[0])
-        for part in parts[1:]:  # after a special token, where no tokenizer takes it for the beginning of a text
-            ids += self._ids(self._some_special + part)[1:]
-        return tuple(ids)
-
-    def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-        """(the messages, their tokens) with this text of an environment added to the last message.
-
-        What looks like a special token in that text stays text.
-        """
-        joined, trusted = with_opening(messages, text)
-        return joined, self.prompt(joined, trusted)
+        return tuple(self._ids_of_parts(self._rendered(cut, start=True).split(gap)))
 
     def spoken(self, sampled: Sequence[int]) -> str:
         """The text of a turn with the special tokens in it, but without those at its end."""
@@ -137,10 +128,7 @@ class TurnTemplate:
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
         run, rest, gap = self._between(roles.pop(), answers)
         first, *others = rest.split(gap) if gap else [rest]
-        ids, closing = self._ids(run + first), self._ids(run)
-        # Each part is tokenised after a special token, where no tokenizer takes it for the beginning of a text.
-        ids += [token for part in others for token in self._ids(self._some_special + part)[1:]]
-        return tuple(ids[num_said(sampled, closing) :])
+        return tuple(self._ids_of_parts([run + first, *others])[num_said(sampled, self._ids(run)) :])
 
     # -- text ----------------------------------------------------------------------------------------------------------
     def _between(self, role: Role, answers: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
@@ -198,6 +186,14 @@ class TurnTemplate:
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
+        """The tokens of a text that is cut inside what looks like special tokens.
+
+        Later parts are tokenised after a special token, where no tokenizer takes them for the beginning of a text.
+        """
+        first, *others = parts
+        return [*self._ids(first), *(token for part in others for token in self._ids(self._some_special + part)[1:])]
 
     # -- what is refused -----------------------------------------------------------------------------------------------
     def _check_shows_tools(self) -> None:
@@ -258,6 +254,102 @@ class TurnTemplate:
         return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
 
 
+def shown_by(syntax: Syntax, schemas: Sequence[Schema]) -> Shown:
+    """What prompts show of these tools."""
+    if not schemas:
+        return NOTHING
+    return Shown(tools=tuple(schemas)) if syntax == "template" else Shown(preamble=preamble(syntax, schemas))
+
+
+class Dialect:
+    """The chat template and the syntax of calls, for one environment, with `opening` as in `TurnTemplate`.
+
+    Raises:
+        UserError: the template cannot show tools or their answers, rewrites earlier turns when a tool answers, or
+            writes calls in a form that is not known here; or a tool has no types or docstring.
+    """
+
+    def __init__(
+        self, environment: Environment, tokenizer: PreTrainedTokenizerBase, opening: Sequence[Mapping[str, Any]]
+    ) -> None:
+        schemas = environment.schemas()
+        self.shown = shown_by(environment.syntax, schemas if environment.show_tools else ())
+        self._as_messages_of_tools = environment.syntax == "template" and not environment.plays_a_game
+        shown_opening = self.shown.messages(opening)
+        roles: set[Role] = {"tool" if self._as_messages_of_tools else "user"}
+        try:
+            self.template = TurnTemplate(tokenizer, roles, tools=self.shown.tools, opening=shown_opening)
+        except UserError as error:
+            if not self._as_messages_of_tools or not tokenizer.chat_template:
+                raise
+            remedy = f"set environment.syntax=json or xml, or {error.remedy}"
+            raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
+        self._tokenizer = tokenizer
+        self._syntax: Syntax = environment.syntax
+        self._schemas, self._opening = schemas, shown_opening
+        self._reader = None
+        if not environment.plays_a_game:
+            self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
+
+    def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+        """(messages, tokens) of a prompt to which the environment adds this text.
+
+        What looks like a special token in that text stays text.
+        """
+        joined, trusted = with_opening(self.shown.messages(messages), text)
+        return joined, self.template.prompt(joined, trusted)
+
+    def calls(self, sampled: Sequence[int]) -> list[Call]:
+        """The calls in a turn of the policy, in order; those that cannot be made have a `problem`."""
+        return [] if self._reader is None else self._reader.calls(self.template.spoken(sampled))
+
+    def written(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call as the policy has to write it."""
+        return self.template.stripped(
+            written(self._syntax, self._tokenizer, self._schemas, self._opening, name, arguments)
+        )
+
+    def suffix(self, sampled: Sequence[int], answers: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """The tokens between this turn and the next: the answers, and the start of the policy's next turn.
+
+        Args:
+            sampled: token ids of the turn.
+            answers: (name of the tool, its answer) in the order of the calls, or ("", observation) of a game.
+        """
+        return self.template.suffix(sampled, self._messages(answers))
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the template rewrites earlier turns at each answer; then `rewritten` takes the place of `suffix`."""
+        return bool(self.template.rewriting)
+
+    def rewritten(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        opened_with: str,
+        history: Sequence[tuple[Sequence[int], Sequence[tuple[str, str]]]],
+    ) -> tuple[int, ...]:
+        """The tokens of the whole conversation up to the start of the policy's next turn, as the template has it now.
+
+        Args:
+            messages: messages of the prompt.
+            opened_with: what the environment has added to the prompt.
+            history: for each turn its token ids and its answers, as in `suffix`.
+        """
+        conversation, trusted = with_opening(self.shown.messages(messages), opened_with)
+        for sampled, answers in history:
+            turn = [{"role": "assistant", "content": decode(self._tokenizer, sampled)}, *self._messages(answers)]
+            conversation += turn
+            trusted += [0] * len(turn)
+        return self.template.prompt(conversation, trusted)
+
+    def _messages(self, answers: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+        if self._as_messages_of_tools:
+            return [{"role": "tool", "name": name or "tool", "content": text} for name, text in answers]
+        return [{"role": "user", "content": "\n".join(text for _, text in answers)}]
+
+
+# -- details -----------------------------------------------------------------------------------------------------------
 def num_said(sampled: Sequence[int], closing: Sequence[int]) -> int:
     """How many tokens of what ends a turn have been sampled at its end; all if the last one has.
 

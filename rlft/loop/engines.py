@@ -11,8 +11,7 @@ from rlft.config.generation import section_of
 from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
 from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.played import AgentGenerator
-from rlft.environment.endpoint.traces import Traces
+from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import BaseLender, Engine, EngineArgs, Generator
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher

@@ -18,8 +18,7 @@ from rlft.environment.protocol import Environment
 from rlft.generation.pool import EnginePool, units_of
 from rlft.model.backbone import resolve_device
 from rlft.plan.train_plan import TrainPlan
-from rlft.reward.workers.pool import Pool
-from rlft.reward.workers.reward_members import RewardMembers, reward_specs
+from rlft.reward.workers.pool import RewardMembers
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.member import Launcher, Member, MemberSpec
@@ -60,7 +59,7 @@ class Members:
 
     pool: EnginePool | None = None
     ranks: Ranks | None = None
-    open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None
+    open_rewards: Callable[[Sequence[RewardSpec]], RewardMembers] | None = None
 
 
 @contextmanager
@@ -190,9 +189,8 @@ def open_reward_members(
     config: RunConfig, launcher: Launcher, note: Callable[[str], None], rewards: Sequence[RewardSpec]
 ) -> RewardMembers:
     """The reward workers of a run on the cluster, which score with these rewards."""
-    scoring = config.scoring
-    specs = reward_specs(rewards, scoring.workers, scoring.timeout)
-    return RewardMembers(launcher, specs, timeout_s=scoring.timeout, answer_s=config.cluster.timeout, note=note)
+    scoring, answer_s = config.scoring, config.cluster.timeout
+    return RewardMembers(launcher, rewards, scoring.workers, timeout_s=scoring.timeout, answer_s=answer_s, note=note)
 
 
 # -- each member -------------------------------------------------------------------------------------------------------

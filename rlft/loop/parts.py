@@ -21,10 +21,9 @@ from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
 from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.plan.train_plan import TrainPlan
-from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.pool import Pool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
-from rlft.reward.workers.scorer import Scorer
+from rlft.reward.workers.scorer import AheadScorer, Scorer
 from rlft.system.memory import free_memory
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
@@ -173,7 +172,7 @@ def open_scorer(
     learns: bool = False,
     pool: EnginePool | None = None,
     open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None,
-) -> Iterator[Scorer | AheadScorer]:
+) -> Iterator[Scorer]:
     """Opens the rewards of a config.
 
     Args:
@@ -184,7 +183,8 @@ def open_scorer(
         open_rewards: opens the reward workers if they are not processes of this machine.
     """
     rewards, scoring = specs(config.reward), config.scoring
-    scorer: Scorer | AheadScorer = Scorer(
+    engines = pool if scoring.workers else None
+    scorer = (Scorer if engines is None else AheadScorer)(
         rewards,
         scoring.workers,
         scoring.timeout,
@@ -193,9 +193,8 @@ def open_scorer(
         open_rewards,
         allow_unscorable=config.allows_unscorable,
     )
-    if pool is not None and scoring.workers:
-        scorer = AheadScorer(scorer)
-        pool.finished = scorer.begin
+    if engines is not None and isinstance(scorer, AheadScorer):
+        engines.finished = scorer.begin
     try:
         yield scorer
     finally:

@@ -16,7 +16,7 @@ from rlft.batch import collate, select
 from rlft.config.schema import RunConfig
 from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
-from rlft.environment.endpoint.traces import Traces
+from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms
@@ -36,7 +36,6 @@ from rlft.plan.memory_parts import longest_rows
 from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
-from rlft.reward.workers.ahead import AheadScorer
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
@@ -60,9 +59,7 @@ class Session(RunDriver):
     plan: TrainPlan
     config: RunConfig
 
-    def __init__(
-        self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer | AheadScorer, trainer: Trainer
-    ) -> None:
+    def __init__(self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer, trainer: Trainer) -> None:
         super().__init__(run, generator)
         self.backbone, self.roles, self.generator = roles.backbone, roles, generator
         self.scorer, self.trainer = scorer, trainer

@@ -128,8 +128,7 @@ def prompt_additions(
     """
     if environment is None or not len(prompts):
         return NOTHING
-    from rlft.environment.dialect import Dialect
-    from rlft.environment.turn_template import TurnTemplate
+    from rlft.environment.turn_template import Dialect, TurnTemplate
 
     if environment.plays_itself:
         TurnTemplate(tokenizer, {"user"}, opening=prompts[0].messages)

@@ -87,8 +87,8 @@ def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase
     The policy calls the first tool and then answers with text.
     """
     from rlft.environment.conversations import Conversations
-    from rlft.environment.dialect import Dialect
     from rlft.environment.endpoint.played import AgentGenerator
+    from rlft.environment.turn_template import Dialect
     from rlft.generation.scripted import ScriptedGenerator
 
     script, ends = [LAST_WORDS], turn_ends(tokenizer, "chat")

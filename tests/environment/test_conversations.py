@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rlft.batch import fault
-from rlft.environment.conversations import Conversations
+from rlft.environment.conversations import Conversations, Transcript
 from rlft.environment.game import Game
 from rlft.environment.protocol import Environment
 from rlft.environment.tool_class import ToolClass
 from rlft.environment.tools import Tools
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Sampling
+from rlft.types import Branch, Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling
 from tests.helpers.family_tokenizers import family_tokenizer
 
+Converse = Callable[..., Conversations]
 LIMITS: dict[str, Any] = {
     "max_turns": 8,
     "max_tool_calls": None,
@@ -38,8 +42,6 @@ TOKENIZER = family_tokenizer("qwen2.5")
 
 def call(name: str, **arguments: Any) -> str:
     """A call as Qwen2.5's template writes it."""
-    import json
-
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
@@ -62,7 +64,7 @@ class Recorder(ScriptedGenerator):
 
 
 @pytest.fixture
-def converse() -> Iterator[Callable[..., Conversations]]:
+def converse() -> Iterator[Converse]:
     """Opens conversations of a scripted policy: `converse({"*": [["call", "answer"]]}, environment)`."""
     opened: list[Conversations] = []
 
@@ -96,9 +98,7 @@ def sampled_text(completion: Completion) -> str:
     return TOKENIZER.decode([t for t, own in zip(completion.token_ids, mask, strict=True) if own])
 
 
-def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
-    converse: Callable[..., Conversations],
-) -> None:
+def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(converse: Converse) -> None:
     said = [call("add", a=2, b=3), "It is 5."]
     conversations = converse({"*": [said]}, tools("conversation_tools.add"))
     asked = prompt()
@@ -129,9 +129,7 @@ def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
     assert not completion.mask[first.end]
 
 
-def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(
-    converse: Callable[..., Conversations],
-) -> None:
+def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(converse: Converse) -> None:
     """Also the seeds and limits that the engine gets are those of a run without an environment."""
     texts = {"*": ["one", "two", "three"]}
     conversations = converse(texts, tools())
@@ -148,9 +146,7 @@ def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(
             assert len(rollout.completion.turns) == 1
 
 
-def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_own(
-    converse: Callable[..., Conversations],
-) -> None:
+def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_own(converse: Converse) -> None:
     texts = {"*": [[call("say", text="a"), "done"], "nothing to call"]}
     conversations = converse(texts, tools())
     sampling = replace(SAMPLING, max_tokens=200)
@@ -170,7 +166,7 @@ def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_
     assert again == [group], "it replays"
 
 
-def test_conversations_do_not_depend_on_those_beside_them(converse: Callable[..., Conversations]) -> None:
+def test_conversations_do_not_depend_on_those_beside_them(converse: Converse) -> None:
     texts = {"*": [[call("increase", by=1), call("draw"), "done"], [call("draw"), "done"], "no"]}
     prompts, seeds = [prompt(str(i)) for i in range(6)], [100 * i for i in range(6)]
     together = converse(texts, duck("Counter", workers=2)).sample(prompts, 3, seeds, SAMPLING)
@@ -196,7 +192,7 @@ def test_conversations_do_not_depend_on_those_beside_them(converse: Callable[...
     ],
 )
 def test_each_limit_ends_a_conversation_with_its_own_reason(
-    converse: Callable[..., Conversations], limits: dict[str, Any], reason: FinishReason, turns: int | None
+    converse: Converse, limits: dict[str, Any], reason: FinishReason, turns: int | None
 ) -> None:
     said = call("misbehave", how="hang" if reason is FinishReason.time else "well")
     conversations = converse({"*": [said]}, tools(**limits))
@@ -230,7 +226,7 @@ def test_each_limit_ends_a_conversation_with_its_own_reason(
     ],
 )
 def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(
-    converse: Callable[..., Conversations], how: str, cause: str, said: str
+    converse: Converse, how: str, cause: str, said: str
 ) -> None:
     texts = {"*": [[call("misbehave", how=how), call("add", a=1, b=1), "done"]]}
     conversations = converse(texts, tools(call_timeout=0.5))
@@ -245,14 +241,14 @@ def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(
     assert foreign.count(end) == 2, "that of each answer's message"
 
 
-def test_a_tool_that_ignores_the_alarm_is_killed(converse: Callable[..., Conversations]) -> None:
+def test_a_tool_that_ignores_the_alarm_is_killed(converse: Converse) -> None:
     texts = {"*": [[call("misbehave", how="hang for good"), "done"]]}
     completion = one(converse(texts, tools(call_timeout=0.3)).sample([prompt()], 1, [0], SAMPLING))
     assert [c.cause for c in completion.turns[0].calls] == ["time"]
     assert completion.turns[1].text == "done"
 
 
-def test_a_malformed_call_is_answered_with_the_error(converse: Callable[..., Conversations]) -> None:
+def test_a_malformed_call_is_answered_with_the_error(converse: Converse) -> None:
     wrong = [
         "<tool_call>\n{'name': 'add'}\n</tool_call>",
         call("subtract", a=1, b=2),
@@ -273,7 +269,7 @@ def test_a_malformed_call_is_answered_with_the_error(converse: Callable[..., Con
     assert "names no tool" in answers[5].answer
 
 
-def test_parallel_calls_are_made_and_answered_in_their_order(converse: Callable[..., Conversations]) -> None:
+def test_parallel_calls_are_made_and_answered_in_their_order(converse: Converse) -> None:
     both = f"{call('increase', by=2)}\n{call('increase', by=3)}"
     completion = one(converse({"*": [[both, "done"]]}, duck("Counter")).sample([prompt()], 1, [0], SAMPLING))
     assert [c.answer for c in completion.turns[0].calls] == ["2", "5"]
@@ -281,7 +277,7 @@ def test_parallel_calls_are_made_and_answered_in_their_order(converse: Callable[
     assert "<tool_response>\n2\n</tool_response>\n<tool_response>\n5\n</tool_response>" in text
 
 
-def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse: Callable[..., Conversations]) -> None:
+def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse: Converse) -> None:
     conversations = converse({"*": [[call("increase", by=2), "done"]]}, duck("Counter"))
     [plain, opened] = conversations.sample([prompt("p"), prompt("q", start=40)], 2, [0, 2], SAMPLING)
     assert [r.completion.turns[-1].reward for r in plain.rollouts] == [2.0, 2.0]
@@ -292,7 +288,7 @@ def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse: Cal
     assert all(r.prompt is opened.prompt for r in opened.rollouts)
 
 
-def test_openings_that_differ_are_masked_parts_of_completions(converse: Callable[..., Conversations]) -> None:
+def test_openings_that_differ_are_masked_parts_of_completions(converse: Converse) -> None:
     conversations = converse({"*": ["done"]}, duck("DiceAtReset"))
     [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
     rows = [TOKENIZER.decode([*group.prompt.token_ids, *r.completion.token_ids]) for r in group.rollouts]
@@ -306,7 +302,7 @@ def test_openings_that_differ_are_masked_parts_of_completions(converse: Callable
         assert rollout.completion.turns[0].end == len(rollout.completion.token_ids)
 
 
-def test_a_worker_that_dies_takes_no_conversations_state_along(converse: Callable[..., Conversations]) -> None:
+def test_a_worker_that_dies_takes_no_conversations_state_along(converse: Converse) -> None:
     """Sibling 0 kills the worker that both live in, after both have counted; they go on from where they were."""
     scripts = [[*(call("increase", by=by) for by in steps), "done"] for steps in ((3, 99, 4), (10, -1, 20))]
     texts = {"*": scripts}
@@ -317,7 +313,7 @@ def test_a_worker_that_dies_takes_no_conversations_state_along(converse: Callabl
     assert [r.completion.turns[-1].reward for r in group.rollouts] == [107.0, 130.0]
 
 
-def test_a_game_answers_whole_turns_and_rewards_each(converse: Callable[..., Conversations]) -> None:
+def test_a_game_answers_whole_turns_and_rewards_each(converse: Converse) -> None:
     environment = Game(**LIMITS, factory="conversation_tools.Guessing", arguments={})
     conversations = converse({"*": [["low or high?", "{answer}"], ["?", "9"]]}, environment)
     [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
@@ -383,9 +379,7 @@ def test_branches_are_counted_behind_openings_that_differ() -> None:
 
 
 @pytest.mark.parametrize("syntax", ["json", "xml"])
-def test_other_syntaxes_explain_themselves_and_answer_as_users(
-    converse: Callable[..., Conversations], syntax: str
-) -> None:
+def test_other_syntaxes_explain_themselves_and_answer_as_users(converse: Converse, syntax: str) -> None:
     written = {
         "json": 'So {"name": "add", "arguments": {"a": 2, "b": 3}}',
         "xml": 'So <call tool="add"><a>2</a><b>3</b></call>',
@@ -396,16 +390,14 @@ def test_other_syntaxes_explain_themselves_and_answer_as_users(
     assert "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n" in TOKENIZER.decode(list(completion.token_ids))
 
 
-def test_an_environment_that_cannot_begin_stops_the_run(converse: Callable[..., Conversations]) -> None:
+def test_an_environment_that_cannot_begin_stops_the_run(converse: Converse) -> None:
     conversations = converse({"*": ["x"]}, duck("Counter"))
     with pytest.raises(EnvironmentFailure, match=r"prompt 'p' \(Error: ValueError: invalid literal.*repair its reset"):
         conversations.sample([prompt(start="no number")], 1, [0], SAMPLING)
     assert conversations.sample([prompt()], 1, [0], SAMPLING), "and the next call is none the worse"
 
 
-def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_planned(
-    converse: Callable[..., Conversations],
-) -> None:
+def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_planned(converse: Converse) -> None:
     """Rows have at most 1200 tokens: the prompt, three hundred digits behind it, and what is left for the policy."""
     conversations = converse({"*": ["x" * 2000]}, duck("Counter", max_answer=3000))
     [group] = conversations.sample([prompt(start=10**300)], 1, [0], replace(SAMPLING, max_tokens=1190))
@@ -414,3 +406,109 @@ def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_pla
     assert rollout.completion.finish_reason is FinishReason.length
     with pytest.raises(EnvironmentFailure, match=r"prompt 'p' leaves no token .* raise prompts.max_tokens by"):
         conversations.sample([prompt(start=10**1300)], 1, [0], SAMPLING)
+
+
+# -- the tokens of a conversation --------------------------------------------------------------------------------------
+def rollout_of(transcript: Transcript, prompt: Sequence[int]) -> Rollout:
+    completion = Completion(
+        text="",
+        token_ids=tuple(transcript.token_ids),
+        logprobs=tuple(transcript.logprobs),
+        finish_reason=FinishReason.stop,
+        mask=tuple(transcript.mask),
+        branches=tuple(transcript.branches),
+    )
+    asked = Prompt(id="p", messages=(), answer="", token_ids=tuple(prompt))
+    return Rollout(prompt=asked, completion=completion, policy_version=0)
+
+
+def test_what_goes_on_is_put_behind_what_was_said() -> None:
+    transcript = Transcript([1, 2])
+    transcript.say([10, 11], [-1.0, -2.0])
+    transcript.turn_to([1, 2, 10, 11, 3, 4])
+    transcript.say([12], [-3.0])
+    assert transcript.token_ids == [10, 11, 3, 4, 12]
+    assert transcript.mask == [True, True, False, False, True]
+    assert transcript.logprobs == [-1.0, -2.0, 0.0, 0.0, -3.0]
+    assert transcript.branches == []
+    assert transcript.context == [1, 2, 10, 11, 3, 4, 12]
+
+
+def test_history_that_is_written_anew_makes_a_branch_of_what_differs() -> None:
+    transcript = Transcript([1, 2])
+    transcript.say([10, 11, 12], [-1.0] * 3)
+    transcript.turn_to([1, 2, 10, 12, 3])  # 11 is dropped: shared are 1, 2 and 10, the completion's token 0
+    transcript.say([13], [-1.0])
+    assert transcript.token_ids == [10, 11, 12, 12, 3, 13]
+    assert transcript.mask == [True, True, True, False, False, True]
+    assert transcript.branches == [Branch(start=3, after=0)]
+    assert transcript.context == [1, 2, 10, 12, 3, 13]
+
+
+def test_a_branch_may_begin_inside_the_prompt() -> None:
+    transcript = Transcript([1, 2, 3])
+    transcript.say([10], [-1.0])
+    transcript.turn_to([1, 5])  # shared is the prompt's first token, which is -3
+    assert transcript.branches == [Branch(start=1, after=-3)]
+    assert transcript.context == [1, 5]
+
+
+def test_a_branch_goes_on_from_a_branch() -> None:
+    transcript = Transcript([1])
+    transcript.say([10, 11], [-1.0] * 2)
+    transcript.turn_to([1, 20, 21])
+    transcript.say([12], [-1.0])
+    transcript.turn_to([1, 20, 30])  # 20 is the completion's token 2
+    assert transcript.token_ids == [10, 11, 20, 21, 12, 30]
+    assert transcript.branches == [Branch(start=2, after=-1), Branch(start=5, after=2)]
+
+
+def test_the_same_request_again_begins_with_what_is_sampled() -> None:
+    transcript = Transcript([1, 2])
+    transcript.say([10], [-1.0])
+    transcript.turn_to([1, 2])
+    transcript.say([11], [-2.0])
+    assert (transcript.token_ids, transcript.mask) == ([10, 11], [True, True])
+    assert transcript.branches == [Branch(start=1, after=-1)]
+
+
+def test_a_branch_in_which_nothing_stands_is_none() -> None:
+    transcript = Transcript([1, 2])
+    transcript.say([10], [-1.0])
+    transcript.turn_to([1, 2])
+    transcript.turn_to([1])
+    assert transcript.branches == [Branch(start=1, after=-2)]
+
+
+def test_a_conversation_that_shares_no_token_is_another_one() -> None:
+    with pytest.raises(ValueError, match="none of its tokens"):
+        Transcript([1]).turn_to([2, 3])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 12),
+            st.lists(st.integers(0, 2), max_size=4),
+            st.lists(st.integers(0, 2), min_size=1, max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
+    steps: list[tuple[int, list[int], list[int]]],
+) -> None:
+    """Each step keeps the first so many tokens of the context, reads others behind them, and says something."""
+    transcript = Transcript([7, 8, 9])
+    transcript.say([0], [-1.0])
+    for kept, heard, said in steps:
+        context = [*transcript.context[:kept], *heard]
+        added = transcript.added_by(context)
+        before = len(transcript.token_ids)
+        transcript.turn_to(context)
+        assert transcript.context == context
+        assert len(transcript.token_ids) - before == added <= len(heard)
+        transcript.say(said, [-1.0] * len(said))
+        assert list(rollout_of(transcript, [7, 8, 9]).last_path()) == transcript.context

@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job
+from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Kind, Order, Reply
 from rlft.environment.protocol import Cause, Environment
 from rlft.environment.tools import FunctionCalls, Tools
-from rlft.environment.worker import Kind, Order, Reply
 from rlft.types import EnvironmentFailure
 from tests.environment.test_conversations import LIMITS
 

@@ -28,24 +28,7 @@ WITH_TOOLS = ("qwen2.5", "qwen3", "llama-3", "mistral", "smollm3")
 WITH_USERS = ("qwen2.5", "llama-3", "mistral", "gemma", "smollm2", "smollm3")
 FAMILIES_AND_ROLES = [*((family, "tool") for family in WITH_TOOLS), *((family, "user") for family in WITH_USERS)]
 
-ODD = [
-    "\n",
-    "\n\n",
-    " ",
-    "{",
-    '"',
-    "}\n",
-    "</",
-    "▁",
-    "é",
-    "漢",
-    "\U0001f600",
-    "\x00",
-    "\t",
-    "mark0mark",
-    "\ue000",
-    "<|",
-]
+ODD = [*'\n {"▁é漢\U0001f600\x00\t\ue000', "\n\n", "}\n", "</", "mark0mark", "<|"]
 PARTS = st.lists(st.one_of(st.sampled_from([*ODD, *TAGS]), st.text(max_size=5)), max_size=5).map("".join)
 """What tools and users answer: any text that has no special token in it."""
 ANSWERS = PARTS.filter(lambda text: not any(token in text for tokens in SPECIAL.values() for token in tokens)).map(

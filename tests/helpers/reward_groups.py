@@ -1,8 +1,30 @@
-"""Groups to score, without pytest, so that worker processes may import them."""
+"""Groups to score, without pytest, so that worker processes may import them; and processes of scripts that score."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def start_script(folder: Path, source: str, *words: str) -> subprocess.Popen[str]:
+    """Starts a script that imports rlft and the helpers of tests, in a session of its own."""
+    script = folder / "score.py"
+    script.write_text(source)
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
+    return subprocess.Popen(
+        [sys.executable, str(script), *words],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def make_group(texts: Sequence[str], answer: str = "18", id: str = "p0") -> Group:

@@ -16,9 +16,9 @@ from rlft.commands import chat, serve
 from rlft.commands.export.command import export, prepare
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
+from rlft.environment.endpoint.app import bound
 from rlft.environment.endpoint.bodies import Chat
-from rlft.environment.endpoint.inbox import Request
-from rlft.environment.endpoint.server import bound
+from rlft.environment.endpoint.service import Request
 from rlft.loop.engines import engine_args
 from rlft.runs.find import NamedRun
 from rlft.types import UserError

@@ -7,8 +7,6 @@ started once for each conversation, with URL and key as environment variables, a
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 import shutil
@@ -20,10 +18,9 @@ from typing import IO, Any, ClassVar
 
 from rlft.config.bounds import Port, PositiveInt
 from rlft.config.instantiate import locate
-from rlft.environment.endpoint.server import bound, check_installed
-from rlft.environment.protocol import Environment, Step
-from rlft.environment.tool_class import accepted, parameters_of
-from rlft.types import UserError
+from rlft.environment.protocol import Environment, Play
+from rlft.reward.workers.reward_spec import accepted, awaited, named_parameters, takes_any_keyword
+from rlft.types import UserError, require
 
 SECTION = "environment"
 AGENT, COMMAND = f"{SECTION}.agent", f"{SECTION}.command"
@@ -54,33 +51,28 @@ class Endpoint(Environment):
     body_bytes: PositiveInt
 
     def check(self) -> None:
+        from rlft.environment.endpoint.app import bound, check_installed  # workers start faster without it
+
         check_installed(SECTION)
-        if (self.agent is None) == (self.command is None):
-            problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
-            remedy = f"give {AGENT}=mine.play, a function, or {COMMAND}=[program,word], a program; one of both"
-            raise UserError(AGENT, problem, got=self.agent, remedy=remedy)
+        problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
+        remedy = f"give {AGENT}=mine.play, a function, or {COMMAND}=[program,word], a program; one of both"
+        require((self.agent is None) != (self.command is None), AGENT, problem, got=self.agent, remedy=remedy)
         if self.agent is not None:
             self._check_function(self.agent)
         elif not self.command:
             raise UserError(COMMAND, "is empty", got="[]", remedy="give a program and its words")
-        elif shutil.which(self.command[0]) is None:
-            remedy = "name an executable of PATH, or its path"
-            raise UserError(COMMAND, "there is no such program", got=self.command[0], remedy=remedy)
+        else:
+            is_there, remedy = shutil.which(self.command[0]), "name an executable of PATH, or its path"
+            require(is_there, COMMAND, "there is no such program", got=self.command[0], remedy=remedy)
         if self.port:
             bound(HOST, self.port, SECTION).close()
 
     def _check_function(self, agent: str) -> None:
         function = locate(agent, AGENT)
-        parameters = {parameter.name for parameter in parameters_of(function)}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-        missing = [] if takes_all else [name for name in NEEDED if name not in parameters]
-        if missing:
-            remedy = "write it as play(base_url, api_key, model, **row)"
-            raise UserError(AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
-
-    @property
-    def rewards_turns(self) -> bool:
-        return True
+        parameters = NEEDED if takes_any_keyword(function) else {p.name for p in named_parameters(function)}
+        missing = [name for name in NEEDED if name not in parameters]
+        remedy = "write it as play(base_url, api_key, model, **row)"
+        require(not missing, AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
 
     def start(self) -> None:
         if self.agent is not None:
@@ -92,8 +84,8 @@ class Endpoint(Environment):
         return Agent(command=self.command)
 
 
-class Agent:
-    """A `Play` that leaves the whole conversation to the agent."""
+class Agent(Play):
+    """A conversation's side that leaves the whole conversation to the agent."""
 
     def __init__(self, *, function: Any = None, command: Sequence[str] | None = None) -> None:
         self.function, self.command = function, command
@@ -103,30 +95,13 @@ class Agent:
         endpoint = {"base_url": base_url, "api_key": api_key, "model": model}
         if self.command is not None:
             return _run(self.command, row, endpoint)
-        result = self.function(**accepted(self.function, {**row, **endpoint}))
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        raise NotImplementedError("an agent begins by itself")
-
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        raise NotImplementedError("an agent calls its tools itself")
-
-    def step(self, text: str) -> Step:
-        raise NotImplementedError("an agent is no game")
-
-    def reward(self) -> float | None:
-        raise NotImplementedError("an agent says its reward at its end")
+        return awaited(self.function(**accepted(self.function, {**row, **endpoint})))
 
 
 def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, str]) -> float | None:
     """Runs a program with the row as JSON on standard input; its last line is the reward as JSON.
 
-    It stays in the worker's process group, with which it ends.
-
-    Raises:
-        RuntimeError: it ends with another exit code than 0.
-        ValueError: its last line is not a reward.
+    It stays in the worker's process group, with which it ends. What is wrong with it is raised.
     """
     variables = {
         "OPENAI_BASE_URL": endpoint["base_url"],

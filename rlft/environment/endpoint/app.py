@@ -1,19 +1,25 @@
-"""The ASGI app: it checks keys, limits how much is requested and how long, and passes requests on to an `Inbox`.
+"""The ASGI app and its server: it checks keys, limits what is requested and for how long, and fills an `Inbox`.
 
-starlette is imported when an app is made: nothing else of rlft needs it (`pip install 'rlft[serve]'`).
+The server has a socket that is bound before anything else happens. starlette and uvicorn are imported when an app is
+made and served: nothing else of rlft needs them (`pip install 'rlft[serve]'`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import importlib.util
+import socket
+import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.endpoint import replies
-from rlft.environment.endpoint.bodies import Body, Chat, Generate, Refusal, Tokenize, read
-from rlft.environment.endpoint.inbox import Inbox, Request
+from rlft.environment.endpoint.bodies import Body, Chat, Generate, Refusal, Stream, Tokenize, list_of_models, read
+from rlft.environment.endpoint.service import Inbox, Request
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -21,17 +27,16 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 RETRY_AFTER_S = 1
+START_S, END_S = 30.0, 5.0
+"""Time limits of starting and ending the server."""
+BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a server.
+    """The limits of a server: bytes of a request, requests under way, and seconds until one is answered.
 
-    Attributes:
-        body_bytes: the most bytes of a request.
-        requests: the most requests that are under way at the same time.
-        timeout: the most seconds until a request is answered.
-        section: section of the keys, for refusals: `serve` or `environment`.
+    `section` is that of their keys, for refusals: `serve` or `environment`.
     """
 
     body_bytes: int
@@ -44,7 +49,7 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
     """The app.
 
     Args:
-        inbox: where requests wait for the thread that samples.
+        inbox: where requests wait.
         callers: the keys with which requests may come now; the server's thread reads it.
         limits: the limits of the server.
         model: the name of the only model.
@@ -92,48 +97,39 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
         nonlocal under_way
         under_way -= 1
 
-    async def received(http: HttpRequest, kind: type[Body]) -> tuple[str, Body]:
-        key = key_of(http)
-        body = read(kind, await _body(http, limits))
-        if body.model not in (None, model):
-            problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
-            raise Refusal(404, problem, "model_not_found")
-        return key, body
+    def answering(kind: type[Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def answer(http: HttpRequest) -> Response:
+            key = key_of(http)
+            body = read(kind, await _body(http, limits))
+            if body.model not in (None, model):
+                problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
+                raise Refusal(404, problem, "model_not_found")
+            if isinstance(body, Chat) and body.stream:
+                return await streamed(http, key, body)
+            request = Request(key=key, body=body)
+            inbox.put(request)
+            return JSONResponse(await _reply(http, request, limits))
 
-    async def answered(http: HttpRequest, request: Request) -> Response:
-        inbox.put(request)
-        return JSONResponse(await _reply(http, request, limits))
+        return serving(answer)
 
-    async def chat(http: HttpRequest) -> Response:
-        key, body = await received(http, Chat)
-        assert isinstance(body, Chat)
-        if not body.stream:
-            return await answered(http, Request(key=key, body=body))
+    async def streamed(http: HttpRequest, key: str, body: Chat) -> Response:
         nonlocal under_way
         at_end = contextlib.ExitStack()
-        events = _events(http, key, body, inbox, limits, replies.Stream(model), at_end)
+        events = _events(http, key, body, inbox, limits, Stream(model), at_end)
         first = await anext(events)  # a refusal before the first token is no stream, and has its status
         under_way += 1  # for the stream; what `serving` counts ends with this function
         at_end.callback(leave)
         return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
 
-    async def generate(http: HttpRequest) -> Response:
-        key, body = await received(http, Generate)
-        return await answered(http, Request(key=key, body=body))
-
-    async def tokenize(http: HttpRequest) -> Response:
-        key, body = await received(http, Tokenize)
-        return await answered(http, Request(key=key, body=body))
-
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)
-        return JSONResponse(replies.models(model, most_tokens))
+        return JSONResponse(list_of_models(model, most_tokens))
 
     async def one_model(http: HttpRequest) -> Response:
         key_of(http)
         if http.path_params["name"] != model:
             raise Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
-        return JSONResponse(replies.models(model, most_tokens)["data"][0])
+        return JSONResponse(list_of_models(model, most_tokens)["data"][0])
 
     async def healthy(http: HttpRequest) -> Response:
         return JSONResponse({})
@@ -152,9 +148,9 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
             Route("/health", healthy),
             Route("/v1/models", serving(list_models)),
             Route("/v1/models/{name:path}", serving(one_model)),
-            Route("/v1/chat/completions", serving(chat), methods=["POST"]),
-            Route("/inference/v1/generate", serving(generate), methods=["POST"]),
-            Route("/tokenize", serving(tokenize), methods=["POST"]),
+            Route("/v1/chat/completions", answering(Chat), methods=["POST"]),
+            Route("/inference/v1/generate", answering(Generate), methods=["POST"]),
+            Route("/tokenize", answering(Tokenize), methods=["POST"]),
         ],
         exception_handlers=handlers,
     )
@@ -214,19 +210,10 @@ async def _events(
     body: Chat,
     inbox: Inbox,
     limits: Limits,
-    stream: replies.Stream,
+    stream: Stream,
     at_end: contextlib.ExitStack,
 ) -> AsyncGenerator[bytes]:
-    """The reply as events, of which the first is sent with the first token.
-
-    Args:
-        http: the request as the client sent it.
-        key: the key with which it came.
-        body: its body.
-        inbox: where it waits for the thread that samples.
-        limits: the limits of the server.
-        stream: makes the events.
-        at_end: closed after the last event, or when the client has disconnected.
+    """The reply as events, of which the first is sent with the first token; `at_end` is closed after the last one.
 
     Raises:
         Refusal: as in `_reply`; once the stream has begun, a refusal becomes an event of it instead.
@@ -278,3 +265,92 @@ async def _gone(http: HttpRequest) -> None:
     """Returns when the client has closed the connection."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+def check_installed(key: str) -> None:
+    """Refuses, by this key, to serve without the libraries that serving needs."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+    require(not missing, key, problem, remedy="pip install 'rlft[serve]'")
+
+
+def bound(host: str, port: int, section: str) -> socket.socket:
+    """A socket that listens at this address; port 0: at a free port.
+
+    Raises:
+        UserError: by <section>.port or .host: another process uses the port, or this machine has no such address.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        key, got, problem, remedy = _why_not(error, host, port, section)
+        raise UserError(key, problem, got=got, remedy=remedy) from None
+    return listening
+
+
+def _why_not(error: OSError, host: str, port: int, section: str) -> tuple[str, object, str, str]:
+    if error.errno == errno.EADDRINUSE:
+        remedy = f"end that, or choose another one ({section}.port=0: one that is free)"
+        return f"{section}.port", port, "is in use by another process", remedy
+    if error.errno == errno.EACCES:
+        return f"{section}.port", port, "may not be used by this user", "choose one above 1023"
+    remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all of its addresses"
+    return f"{section}.host", host, f"is no address of this machine ({error.strerror or error})", remedy
+
+
+class Server:
+    """Serves an app by uvicorn, in a thread of its own, until it is closed.
+
+    Args:
+        app: the app that handles requests.
+        listening: a socket from `bound`; it is closed with the server.
+
+    Raises:
+        RuntimeError: the server has not started in time.
+    """
+
+    def __init__(self, app: Starlette, listening: socket.socket) -> None:
+        import uvicorn
+
+        host, self.port = listening.getsockname()[:2]
+        url_host = f"[{host}]" if ":" in host else host
+        self.address = f"http://{url_host}:{self.port}"
+        self._listening = listening
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="rlft-endpoint", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + START_S
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise RuntimeError(f"the server of the endpoint has not started within {START_S:g} s")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Ends the server; requests under way get a second. Safe to call twice."""
+        self._server.should_exit = True
+        self._thread.join(END_S)
+        self._listening.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listening]))

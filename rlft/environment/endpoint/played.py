@@ -2,38 +2,46 @@
 
 Workers run the agents, a thread takes their requests, and the thread that samples answers them: all of a tick in one
 call of the engine, each as the next turn of its own conversation.
+
+An agent may depend on the clock or on the world, and is not a function of seeds. So the conversations of each call of
+`sample` are recorded in the run's folder (`Traces`) before anything is learned from them. A resume reads them when it
+repeats steps after its checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import re
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rlft.environment.conversations import Conversation, group_of, row_of
-from rlft.environment.endpoint import replies
+from rlft.environment.conversations import Conversation, group_of, row_of, unbegun
 from rlft.environment.endpoint.agents import HOST, SECTION, Endpoint
+from rlft.environment.endpoint.app import Limits, Server, bound, make_app
 from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Tokenize
-from rlft.environment.endpoint.inbox import Draw, Inbox, Request, drawn
-from rlft.environment.endpoint.server import Server, bound
-from rlft.environment.endpoint.service import tokens_of
+from rlft.environment.endpoint.service import Draw, Inbox, Request, drawn, tokenized
 from rlft.environment.endpoint.speech import Speech
 from rlft.environment.endpoint.trajectory import Trajectory
-from rlft.environment.pool import EnvironmentPool, Job
-from rlft.environment.transcript import Transcript
-from rlft.environment.worker import Kind
+from rlft.environment.pool import EnvironmentPool, Job, Kind
 from rlft.generation.engine import Generator, GeneratorOver
+from rlft.logger.rollouts import completion_of, conversation_fields
+from rlft.system.files import write_atomically
 from rlft.tokens.ends import turn_ends
-from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Sampling
+from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlft.environment.endpoint.traces import Traces
-
 MODEL = "policy"
 """The model's name in requests."""
+FOLDER = "traces"
+FORMAT = 1
+_NAME = re.compile(r"version_(\d+)-[0-9a-f]{16}\.json")
 AT_ONCE = 4
 """The most requests that an agent may have under way; only one of them is served at a time."""
 
@@ -43,8 +51,6 @@ class AgentGenerator(GeneratorOver):
 
     Args:
         generator: the engine's; whoever opened it closes it.
-        environment: the agents.
-        tokenizer: the model's.
         longest_row: the most tokens of a conversation: its first request and all that follows.
         traces: where conversations are recorded, and from which recorded ones are read; None: nowhere.
     """
@@ -88,20 +94,15 @@ class AgentGenerator(GeneratorOver):
             EnvironmentFailure: the workers of the agents cannot start, or no agent has sent a request.
             UserError: the record of these conversations is damaged.
         """
-        if self._traces is not None:
-            recorded = self._traces.read(self._version, prompts, n, seeds, sampling)
-            if recorded is not None:
-                return recorded
-        groups = [
-            [self._new(prompt, seed, index, sampling) for index in range(n)]
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        trajectories = [trajectory for group in groups for trajectory in group]
-        self._play(trajectories)
-        played = [group_of([trajectory.conversation for trajectory in group]) for group in groups]
-        if self._traces is not None:
-            self._traces.write(self._version, prompts, n, seeds, sampling, played)
-        return played
+
+        def play() -> list[Group]:
+            groups = unbegun(self.environment, self._keys, prompts, n, seeds, sampling)
+            self._play([conversation for group in groups for conversation in group], sampling)
+            return [group_of(group) for group in groups]
+
+        if self._traces is None:
+            return play()
+        return self._traces.recorded(self._version, prompts, n, seeds, sampling, play)
 
     # -- while agents play ---------------------------------------------------------------------------------------------
     def fileno(self) -> int:
@@ -125,46 +126,43 @@ class AgentGenerator(GeneratorOver):
         if trajectory is None:
             raise Refusal(401, "this conversation is over", "invalid_api_key")
         if isinstance(body, Tokenize):
-            ids = tokens_of(body, self._speech)
-            with_strings = bool(body.return_token_strs)
-            tokenizer = self._speech.tokenizer
-            request.reply.set_result(replies.tokenized(ids, self._longest_row, tokenizer, with_strings=with_strings))
+            request.reply.set_result(tokenized(body, self._speech, self._longest_row))
             return
         assert isinstance(body, Chat | Generate), "there are three kinds of requests"
         yield request, trajectory, trajectory.ask(body)
 
-    def _play(self, trajectories: Sequence[Trajectory]) -> None:
-        address = self._address()
-        keys = [secrets.token_urlsafe(24) for _ in trajectories]
-        jobs = []
-        for key, trajectory in zip(keys, trajectories, strict=True):
-            conversation = trajectory.conversation
-            values = {
-                "row": row_of(conversation.data_prompt),
-                "base_url": f"{address}/v1",
-                "api_key": key,
-                "model": MODEL,
-            }
+    def _play(self, conversations: Sequence[Conversation], sampling: Sampling) -> None:
+        """Has agents hold these conversations."""
+        url, jobs, trajectories = f"{self._address()}/v1", [], dict[str, Trajectory]()
+        for conversation in conversations:
+            key = secrets.token_urlsafe(24)
+            trajectories[key] = Trajectory(
+                conversation=conversation,
+                environment=self.environment,
+                speech=self._speech,
+                sampling=sampling,
+                longest_row=self._longest_row,
+                model=MODEL,
+            )
+            values = {"row": row_of(conversation.data_prompt), "base_url": url, "api_key": key, "model": MODEL}
             order = conversation.order(Kind.play, values=values)
             jobs.append(Job(key=conversation.key, orders=[order], left_s=conversation.left_s))
-        self._open.update(zip(keys, trajectories, strict=True))
+        self._open.update(trajectories)
         try:
             replies_of_agents = self._pool.run(jobs, beside=self)
         finally:
             self._open.clear()
-            self._pool.forget(trajectory.conversation.key for trajectory in trajectories)
-        if not any(trajectory.has_begun for trajectory in trajectories):
+            self._pool.forget(conversation.key for conversation in conversations)
+        if not any(trajectory.has_begun for trajectory in trajectories.values()):
             first = replies_of_agents[0][0].text or "they said nothing of an error"
             problem = f"environment: none of {len(trajectories)} agents has asked the policy anything ({first})"
             raise EnvironmentFailure(f"{problem}; repair the agent, which has to ask at OPENAI_BASE_URL")
         [end, *_] = (*turn_ends(self._speech.tokenizer, "chat").ids, 0)
-        for trajectory, [reply] in zip(trajectories, replies_of_agents, strict=True):
+        for trajectory, [reply] in zip(trajectories.values(), replies_of_agents, strict=True):
             trajectory.finish(reply, end)
 
     def _address(self) -> str:
         if self._server is None:
-            from rlft.environment.endpoint.app import Limits, make_app
-
             limits = Limits(
                 body_bytes=self.environment.body_bytes,
                 requests=AT_ONCE * self.environment.workers,
@@ -175,23 +173,88 @@ class AgentGenerator(GeneratorOver):
             self._server = Server(app, bound(HOST, self.environment.port, SECTION))
         return self._server.address
 
-    def _new(self, prompt: Prompt, seed: int, index: int, sampling: Sampling) -> Trajectory:
-        conversation = Conversation(
-            key=next(self._keys),
-            data_prompt=prompt,
-            opening=prompt,
-            transcript=Transcript(prompt.token_ids),
-            limit=sampling.max_tokens,
-            seed=seed + index,
-            group_seed=seed,
-            left_s=self.environment.timeout,
-        )
-        return Trajectory(
-            conversation=conversation,
-            environment=self.environment,
-            speech=self._speech,
-            sampling=sampling,
-            longest_row=self._longest_row,
-            vocabulary=len(self._speech.tokenizer),
-            model=MODEL,
-        )
+
+# -- records -----------------------------------------------------------------------------------------------------------
+class Traces:
+    """Records in a run's folder; those of the `kept` newest versions of the policy may be needed, None: all."""
+
+    def __init__(self, folder: Path, kept: int | None) -> None:
+        self.folder, self._kept = folder / FOLDER, kept
+
+    def recorded(
+        self,
+        version: int | None,
+        prompts: Sequence[Prompt],
+        n: int,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        play: Callable[[], list[Group]],
+    ) -> list[Group]:
+        """The groups that are recorded for these arguments of `sample`; else what `play` returns, which is recorded.
+
+        Records that no resume can need are then removed.
+
+        Raises:
+            UserError: the record is damaged.
+            DiskError: it cannot be written.
+        """
+        asked = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
+        inputs = json.dumps([version, asked, n, list(seeds), asdict(sampling)]).encode()
+        file = self.folder / f"version_{version or 0:06d}-{hashlib.sha256(inputs).hexdigest()[:16]}.json"
+        if file.is_file():
+            return [_group_of(values, prompt) for values, prompt in zip(_read(file), prompts, strict=True)]
+        groups = play()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        payload = json.dumps([_values_of(group) for group in groups]).encode()
+        head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(payload).hexdigest()}).encode()
+        write_atomically(file, head + b"\n" + payload)
+        if self._kept is not None and version is not None:
+            for old in self.folder.iterdir():
+                match = _NAME.fullmatch(old.name)
+                if match and int(match[1]) < version - self._kept:
+                    old.unlink()
+        return groups
+
+
+def _read(file: Path) -> Any:
+    """The groups in a record, as JSON. Raises UserError if it is damaged."""
+    head, _, payload = file.read_bytes().partition(b"\n")
+    try:
+        header = json.loads(head)
+        if header["format"] != FORMAT:
+            raise ValueError(f"its format is {header['format']}, and not {FORMAT}")
+        if header["sha256"] != hashlib.sha256(payload).hexdigest():
+            raise ValueError("its content is not what was written")
+        return json.loads(payload)
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "restore it from a copy; or delete it: agents then play these conversations again, and differently"
+        raise UserError("environment", f"a recorded trace is damaged ({error})", got=file, remedy=remedy) from None
+
+
+def _values_of(group: Group) -> dict[str, Any]:
+    return {
+        "messages": [dict(message) for message in group.prompt.messages],
+        "token_ids": list(group.prompt.token_ids),
+        "rollouts": [
+            {
+                "completion": rollout.completion.text,
+                "token_ids": list(rollout.completion.token_ids),
+                "logprobs": list(rollout.completion.logprobs),
+                "finish_reason": str(rollout.completion.finish_reason),
+                "policy_version": rollout.policy_version,
+                **conversation_fields(rollout.completion),
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def _group_of(values: Mapping[str, Any], data_prompt: Prompt) -> Group:
+    prompt = replace(data_prompt, messages=tuple(values["messages"]), token_ids=tuple(values["token_ids"]))
+    return Group(
+        prompt=prompt,
+        rollouts=tuple(
+            Rollout(prompt=prompt, completion=completion_of(line), policy_version=line["policy_version"])
+            for line in values["rollouts"]
+        ),
+    )

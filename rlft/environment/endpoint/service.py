@@ -1,32 +1,176 @@
-"""Answers to the requests of `rlft serve`, which are independent: each holds its whole conversation."""
+"""From requests to the engine: the `Inbox` in which they wait for the thread that samples, and what answers them there.
+
+Everything that uses the tokenizer or the engine happens in the thread that samples: neither may be used by two threads.
+`Service` answers the requests of `rlft serve`, which are independent: each holds its whole conversation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from rlft.environment.endpoint import replies
-from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Tokenize, normal
-from rlft.environment.endpoint.inbox import Draw, Request, drawn
+from rlft.environment.endpoint.bodies import (
+    Body,
+    Chat,
+    Generate,
+    Refusal,
+    Said,
+    Tokenize,
+    chat_reply,
+    generate_reply,
+    normal,
+    tokenize_reply,
+)
 from rlft.environment.endpoint.speech import Speech
-from rlft.generation.engine import Generator
+from rlft.generation.engine import Generator, TokenCallback
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
-from rlft.types import Group, Prompt, Sampling
+from rlft.types import Completion, Group, NextTurn, Prompt, Sampling
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+TICK_S = 0.01
+"""How long a request waits for others to be sampled with it: short in comparison with sampling."""
 ID = "endpoint"
 """The id of prompts that come with requests."""
 
 
+# -- waiting -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """A waiting request.
+
+    Attributes:
+        key: the secret with which it came, which says whose request it is.
+        on_text: called by the thread that samples with pieces of the reply's text, before the reply.
+        reply: becomes the body of the reply, or a Refusal. The server cancels it when the client has disconnected.
+    """
+
+    key: str
+    body: Body
+    on_text: Callable[[str], None] | None = None
+    reply: Future[dict[str, Any]] = field(default_factory=Future)
+
+
+class Inbox:
+    """Requests that wait for the thread that samples. `fileno` can be read as long as requests wait."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._bell, self._button = os.pipe()  # the bell can be read once the button was written to
+        os.set_blocking(self._bell, False)
+        os.set_blocking(self._button, False)
+        self._closed = False
+        self._lock = threading.Lock()  # else a late request could write to another file of the same number
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def put(self, request: Request) -> None:
+        """Adds a request; any thread may call it."""
+        with self._lock:
+            if self._closed:
+                request.reply.set_exception(_ending())
+                return
+            self._waiting.put(request)
+            self._ring()
+
+    def take(self, *, wait_s: float = 0.0, most: int | None = None) -> list[Request]:
+        """The requests of a tick whose clients still wait; empty if none came within `wait_s` seconds.
+
+        Args:
+            wait_s: seconds to wait for the first request.
+            most: the number of requests that can come at all: after that many it does not wait for more.
+        """
+        taken: list[Request] = []
+        patience = wait_s
+        while most is None or len(taken) < most:
+            try:
+                taken.append(self._waiting.get(timeout=patience) if patience > 0 else self._waiting.get_nowait())
+            except queue.Empty:
+                break
+            patience = TICK_S
+        with contextlib.suppress(BlockingIOError):  # once it is empty
+            while os.read(self._bell, 4096):
+                pass
+        if not self._waiting.empty():
+            self._ring()
+        return [request for request in taken if request.reply.set_running_or_notify_cancel()]
+
+    def close(self) -> None:
+        """Refuses all waiting and later requests: nobody samples any more. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for request in self.take():
+                request.reply.set_exception(_ending())
+            os.close(self._button)
+            os.close(self._bell)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the bell can be read
+            os.write(self._button, b".")
+
+
+def _ending() -> Refusal:
+    return Refusal(503, "the server is ending; ask another one", "ending")
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What a request needs from the engine: n completions of a prompt with its `next_turn`; the first has this seed."""
+
+    prompt: Prompt
+    n: int
+    seed: int
+    sampling: Sampling
+
+
+def drawn(
+    generator: Generator, draws: Sequence[Draw], on_token: Mapping[int, Callable[[int], None]] | None = None
+) -> list[Group]:
+    """The completions of each draw, with one call of the engine for all draws that are sampled alike.
+
+    `on_token` is {index of a draw of one completion: called with each of its tokens}, if the engine reports tokens.
+    """
+    alike: dict[tuple[int, Sampling], list[int]] = {}
+    for index, draw in enumerate(draws):
+        alike.setdefault((draw.n, replace(draw.sampling, max_tokens=0)), []).append(index)
+    groups: dict[int, Group] = {}
+    for (n, sampling), indices in alike.items():
+        if n == 1 and on_token:
+            generator.token_callback = _teller([on_token.get(i) for i in indices])
+        try:
+            prompts, seeds = [draws[i].prompt for i in indices], [draws[i].seed for i in indices]
+            longest = max(draws[i].sampling.max_tokens for i in indices)
+            answers = generator.sample(prompts, n, seeds, replace(sampling, max_tokens=longest))
+        finally:
+            generator.token_callback = None
+        groups |= dict(zip(indices, answers, strict=True))
+    return [groups[index] for index in range(len(draws))]
+
+
+def _teller(listeners: Sequence[Callable[[int], None] | None]) -> TokenCallback:
+    """Calls the listener of the row, if it has one."""
+
+    def tell(row: int, token: int) -> None:
+        if (listener := listeners[row]) is not None:
+            listener(token)
+
+    return tell
+
+
+# -- answering ---------------------------------------------------------------------------------------------------------
 class Service:
     """Answers requests with an engine. Made and used in the thread that samples.
 
     Args:
-        generator: the engine's.
-        speech: what conversations look like.
         sampling: how answers are sampled where a request does not say so.
         model: the model's name in replies.
         most_tokens: the most tokens of a prompt and its completion together.
@@ -54,26 +198,22 @@ class Service:
     def answer(self, requests: Sequence[Request], failed: Callable[[Exception], None]) -> None:
         """Answers all requests of a tick; those that are sampled alike are sampled together.
 
-        Args:
-            requests: the requests.
-            failed: called with an error of the engine, which also becomes the reply to all requests that needed it.
+        `failed` is called with an error of the engine, which also becomes the reply to all requests that needed it.
         """
         draws: list[tuple[Request, Draw]] = []
         for request in requests:
             try:
-                draw = self._draw(request)
+                if isinstance(request.body, Tokenize):
+                    request.reply.set_result(tokenized(request.body, self._speech, self._most_tokens))
+                else:
+                    draws.append((request, self._draw(request.body)))
             except Refusal as refusal:
                 request.reply.set_exception(refusal)
-            else:
-                draws += [(request, draw)] if draw is not None else []
         if not draws:
             return
         try:
-            on_token = {
-                i: pieces
-                for i, request_and_draw in enumerate(draws)
-                if (pieces := self._pieces(*request_and_draw)) is not None
-            }
+            pieces = ((i, self._pieces(*each)) for i, each in enumerate(draws))
+            on_token = {i: add for i, add in pieces if add is not None}
             groups = drawn(self._generator, [draw for _, draw in draws], on_token)
         except Exception as error:  # whatever the engine raises is reported to the clients and to the caller
             failed(error)
@@ -82,18 +222,11 @@ class Service:
                 request.reply.set_exception(Refusal(500, problem, "engine_failed"))
             return
         for (request, draw), group in zip(draws, groups, strict=True):
-            request.reply.set_result(self._reply(request, draw, group))
+            completions = [rollout.completion for rollout in group.rollouts]
+            request.reply.set_result(reply_of(request.body, self._model, self._speech, draw, completions)[0])
 
-    def _draw(self, request: Request) -> Draw | None:
-        """What a request needs from the engine; None if it is answered without the engine.
-
-        Raises:
-            Refusal: it cannot be answered.
-        """
-        body = request.body
-        if isinstance(body, Tokenize):
-            request.reply.set_result(self._tokenized(body))
-            return None
+    def _draw(self, body: Body) -> Draw:
+        """What a request needs from the engine. Raises Refusal if it cannot be answered."""
         assert isinstance(body, Chat | Generate), "there are three kinds of requests"
         if isinstance(body, Chat):
             messages = normal(body.messages)
@@ -112,13 +245,10 @@ class Service:
         self._num_requests += 1
         seed = body.drawn.seed
         seed = derive(self._seed, self._num_requests, "endpoint") if seed is None else seed % 2**63
-        return Draw(
-            prompt=Prompt(id=ID, messages=tuple(messages), answer="", token_ids=ids),
-            n=body.drawn.n,
-            seed=seed,
-            sampling=body.drawn.sampling(self._sampling, limit or min(room, self._sampling.max_tokens)),
-            first_seed=seed,
-        )
+        sampling = body.drawn.sampling(self._sampling, limit or min(room, self._sampling.max_tokens))
+        turn = NextTurn(turn=0, seed=seed, max_tokens=sampling.max_tokens)
+        prompt = Prompt(id=ID, messages=tuple(messages), answer="", token_ids=ids, next_turn=turn)
+        return Draw(prompt=prompt, n=body.drawn.n, seed=seed, sampling=sampling)
 
     def _pieces(self, request: Request, draw: Draw) -> Callable[[int], None] | None:
         """Passes the tokens of a reply on as text; None if nobody listens, or the reply can only be sent as a whole.
@@ -136,31 +266,30 @@ class Service:
 
         return add
 
-    def _reply(self, request: Request, draw: Draw, group: Group) -> dict[str, Any]:
-        body, completions = request.body, [rollout.completion for rollout in group.rollouts]
-        if isinstance(body, Generate):
-            return replies.generated(body, self._model, completions)
-        assert isinstance(body, Chat), "others are answered without the engine"
-        spoken = self._speech.of(body.shown_tools)
-        said = [spoken.said(completion.token_ids, completion.text) for completion in completions]
-        tokenizer = self._speech.tokenizer
-        return replies.chat(body, self._model, draw.prompt.token_ids, completions, said, draw.seed, tokenizer)
 
-    def _tokenized(self, body: Tokenize) -> dict[str, Any]:
-        ids = tokens_of(body, self._speech)
-        with_strings = bool(body.return_token_strs)
-        return replies.tokenized(ids, self._most_tokens, self._speech.tokenizer, with_strings=with_strings)
+def reply_of(
+    body: Body, model: str, speech: Speech, draw: Draw, completions: Sequence[Completion]
+) -> tuple[dict[str, Any], list[Said]]:
+    """(the body of the reply, the completions as messages if the request was a chat)."""
+    if isinstance(body, Generate):
+        return generate_reply(body, model, completions), []
+    assert isinstance(body, Chat), "others are answered without the engine"
+    spoken = speech.of(body.shown_tools)
+    said = [spoken.said(completion.token_ids, completion.text) for completion in completions]
+    return chat_reply(body, model, draw.prompt.token_ids, completions, said, draw.seed, speech.tokenizer), said
 
 
-def tokens_of(body: Tokenize, speech: Speech) -> Sequence[int]:
-    """The tokens of a text or of messages. Raises Refusal if the request has neither."""
+def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any]:
+    """The reply to a request for tokens. Raises Refusal if it has neither a text nor messages."""
     if body.messages is not None:
-        return speech.of(body.tools or []).prompt(normal(body.messages), start=body.add_generation_prompt)
-    if body.prompt is None:
+        ids = speech.of(body.tools or []).prompt(normal(body.messages), start=body.add_generation_prompt)
+    elif body.prompt is not None:
+        with_special = True if body.add_special_tokens is None else body.add_special_tokens
+        text = body.prompt.encode("utf-8", "replace").decode()
+        ids = speech.tokenizer(text, add_special_tokens=with_special)["input_ids"]
+    else:
         raise Refusal(400, "prompt: is missing; send a text, or messages", "invalid_value")
-    with_special = True if body.add_special_tokens is None else body.add_special_tokens
-    text = body.prompt.encode("utf-8", "replace").decode()
-    return speech.tokenizer(text, add_special_tokens=with_special)["input_ids"]  # type: ignore[return-value]
+    return tokenize_reply(body, ids, most_tokens, speech.tokenizer)  # type: ignore[arg-type]
 
 
 def check_ids(ids: Sequence[int], vocabulary: int) -> tuple[int, ...]:

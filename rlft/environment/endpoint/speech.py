@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlft.environment.calls import Syntax, preamble, reader_of, written
-from rlft.environment.endpoint.bodies import Refusal
-from rlft.environment.protocol import Call
-from rlft.environment.turn_template import OPENING, TurnTemplate
+from rlft.environment.calls import Syntax, reader_of, written
+from rlft.environment.endpoint.bodies import Refusal, Said
+from rlft.environment.turn_template import OPENING, TurnTemplate, shown_by
 from rlft.tokens.chat_template import render
-from rlft.tokens.text import decode
-from rlft.types import NOTHING, Shown, UserError
+from rlft.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,21 +22,10 @@ REMEMBERED = 64
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """A turn of the policy as a message: text before the first call, and the calls that have a name."""
-
-    content: str
-    calls: tuple[Call, ...]
-
-
 class Speech:
-    """What conversations look like to one model.
+    """What conversations look like to one model; used by one thread only.
 
-    Args:
-        tokenizer: the model's; used by one thread only.
-        syntax: how the policy writes calls (configs/environment/base/limits.yaml).
-        key: the config's key of the syntax, for refusals.
+    The policy writes calls in this syntax (configs/environment/base/limits.yaml); `key` is its key, for refusals.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, key: str) -> None:
@@ -58,10 +44,6 @@ class Speech:
             if tool.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
                 raise Refusal(400, f"tools.{number}: is no function with a name", "invalid_value")
         return self._cached(json.dumps(tools))
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, as a completion's."""
-        return decode(self.tokenizer, ids)
 
     def _make(self, tools: str) -> Spoken:
         try:
@@ -84,9 +66,7 @@ class Spoken:
         self._tokenizer, self._tools = tokenizer, list(tools)
         self._syntax: Syntax = syntax
         self._by_template = syntax == "template"
-        self._shown = NOTHING
-        if tools:
-            self._shown = Shown(tools=tuple(tools)) if self._by_template else Shown(preamble=preamble(syntax, tools))
+        self._shown = shown_by(syntax, tools)
         roles: set[Literal["tool", "user"]] = {"user", "tool"} if tools and self._by_template else {"user"}
         self._template = TurnTemplate(tokenizer, roles, tools=self._shown.tools, may_rewrite=roles)
         self._reader = reader_of(syntax, tokenizer, tools, OPENING) if tools else None

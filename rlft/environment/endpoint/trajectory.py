@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlft.environment.conversations import Conversation, say
-from rlft.environment.endpoint import replies
+from rlft.environment.conversations import Conversation, Transcript, say
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, normal
-from rlft.environment.endpoint.inbox import Draw
-from rlft.environment.endpoint.service import check_ids
-from rlft.environment.endpoint.speech import Message, Said, Speech, Spoken
+from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, arguments_of, as_message, normal
+from rlft.environment.endpoint.service import Draw, check_ids, reply_of
+from rlft.environment.endpoint.speech import Message, Speech
+from rlft.environment.pool import Reply
 from rlft.environment.protocol import Cause
-from rlft.environment.transcript import Transcript
-from rlft.environment.worker import Reply
 from rlft.system.seeds import derive
-from rlft.types import FinishReason, Rollout, Sampling, ToolCall
+from rlft.tokens.text import decode
+from rlft.types import FinishReason, NextTurn, Rollout, Sampling, ToolCall
 
 DOES_NOT_CONTINUE = "does_not_continue"
 """The code for a request that cannot be the next turn of its conversation."""
@@ -37,11 +35,7 @@ class Trajectory:
 
     Attributes:
         conversation: its state, as for other environments; the opening is that of the first request.
-        environment: the limits.
-        speech: what conversations look like.
-        sampling: the run's.
         longest_row: the most tokens of the opening and all that follows.
-        vocabulary: token ids are below this.
         model: the model's name in replies.
         has_begun: whether a request has come.
         known: messages so far, the policy's included; None after a request of tokens.
@@ -56,7 +50,6 @@ class Trajectory:
     speech: Speech
     sampling: Sampling
     longest_row: int
-    vocabulary: int
     model: str
     has_begun: bool = False
     known: list[Message] | None = None
@@ -93,13 +86,13 @@ class Trajectory:
         turn, seed = len(conversation.turns), conversation.seed
         stops = tuple(dict.fromkeys((*self.sampling.stop, *body.drawn.stops)))
         stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(body.drawn.stop_token_ids or ()))))
+        next_turn = NextTurn(turn=turn, seed=seed, max_tokens=limit)
+        read = tuple(conversation.transcript.context)
         return Draw(
-            prompt=replace(conversation.opening, token_ids=tuple(conversation.transcript.context)),
+            prompt=replace(conversation.opening, token_ids=read, next_turn=next_turn),
             n=1,
             seed=derive(seed, turn, "turn") if turn else seed,
             sampling=replace(self.sampling, max_tokens=limit, stop=stops, stop_token_ids=stop_ids),
-            turn=turn,
-            first_seed=seed,
         )
 
     def hear(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
@@ -117,21 +110,17 @@ class Trajectory:
             finish_reason=FinishReason.length if self.was_cut else FinishReason.stop,
         )
         self.last = completion.token_ids
-        if isinstance(body, Generate):
-            return replies.generated(body, self.model, [completion])
-        said = self.speech.of(body.shown_tools).said(completion.token_ids, completion.text)
-        self._note_calls(said)
-        assert self.known is not None, "a chat has messages"
-        self.known.extend(normal([replies.as_message(said, draw.seed)]))
-        tokenizer = self.speech.tokenizer
-        return replies.chat(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
+        reply, messages = reply_of(body, self.model, self.speech, draw, [completion])
+        for said in messages:
+            self._note_calls(said)
+            assert self.known is not None, "a chat has messages"
+            self.known.extend(normal([as_message(said, draw.seed)]))
+        return reply
 
     def finish(self, reply: Reply, end_token: int) -> None:
-        """Ends the conversation, once the agent is done or has failed.
+        """Ends the conversation, once the agent is done or has failed, as the worker replied.
 
-        Args:
-            reply: the worker's reply to the order to play.
-            end_token: the token, not sampled, of a conversation in which the agent sent no request.
+        One in which the agent has sent no request gets this end token, which is not sampled.
         """
         conversation = self.conversation
         if reply.cause is Cause.time:
@@ -148,19 +137,19 @@ class Trajectory:
         if conversation.end is None:
             conversation.end = FinishReason.length if self.was_cut else FinishReason.stop
         single = len(conversation.turns) == 1
-        conversation.text = last.text if single else self.speech.text(conversation.transcript.token_ids)
+        conversation.text = last.text if single else decode(self.speech.tokenizer, conversation.transcript.token_ids)
 
     # -- what the policy reads -----------------------------------------------------------------------------------------
     def _read(self, body: Chat | Generate, messages: list[Message] | None) -> tuple[Sequence[int], Sequence[Message]]:
         """(all tokens that the policy reads before its turn, the messages of them that are new)."""
         if isinstance(body, Generate):
-            return check_ids(body.token_ids, self.vocabulary), []
+            return check_ids(body.token_ids, len(self.speech.tokenizer)), []
         assert messages is not None, "a chat has messages"
         spoken = self.speech.of(body.shown_tools)
         new = self._continued_by(messages, body.shown_tools)
-        if new is None:
-            return spoken.prompt(messages), messages[-1:]
-        return self._continued(spoken, messages, new), new
+        if new is not None and spoken.has_suffix(new):
+            return (*self.conversation.transcript.context, *spoken.suffix(self.last, new)), new
+        return spoken.prompt(messages), messages[-1:] if new is None else new
 
     def _continued_by(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message] | None:
         """The messages after the conversation so far; None if these messages do not continue it."""
@@ -169,12 +158,6 @@ class Trajectory:
             return None
         same = all(_alike(a, b) for a, b in zip(known, messages, strict=False))
         return messages[len(known) :] if same else None
-
-    def _continued(self, spoken: Spoken, messages: list[Message], new: list[Message]) -> Sequence[int]:
-        transcript = self.conversation.transcript
-        if not spoken.has_suffix(new):
-            return spoken.prompt(messages)
-        return (*transcript.context, *spoken.suffix(self.last, new))
 
     def _begin(self, context: Sequence[int], messages: list[Message] | None) -> None:
         conversation = self.conversation
@@ -185,7 +168,7 @@ class Trajectory:
             raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
         shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())
         prompt = conversation.data_prompt
-        tail = prompt.tail if self.speech.text(context).endswith(prompt.tail) else ""
+        tail = prompt.tail if decode(self.speech.tokenizer, context).endswith(prompt.tail) else ""
         conversation.opening = replace(prompt, messages=shown or prompt.messages, token_ids=tuple(context), tail=tail)
         conversation.transcript = Transcript(context)
         conversation.limit = min(conversation.limit, room)
@@ -210,7 +193,7 @@ class Trajectory:
         calls = tuple(
             ToolCall(
                 name=call.name,
-                arguments=replies.arguments_of(call),
+                arguments=arguments_of(call),
                 answer=f"Error: {call.problem}" if call.problem else "",
                 failed=bool(call.problem),
                 cause=str(Cause.malformed) if call.problem else "",

@@ -1,6 +1,8 @@
 """Where rewards run: worker processes that may hang, crash or be killed, without the run hanging or crashing with them.
 
-The workers end with the thread that made the pool: make it where the loop runs.
+The workers of this machine end with the thread that made their pool: make it where the loop runs. As members of the
+cluster (`cluster.scoring`), each is alone on its machine with a pool of one worker, so that the limits of time and
+memory, and how failures are attributed, are the same there.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import os
 import pickle
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any
 
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.worker import (
@@ -28,24 +33,73 @@ from rlft.reward.workers.worker import (
     pack,
     programs_ended,
     progress_in,
+    unpack,
 )
-from rlft.system.process.child import GRACE_S, Child, Children, Ended
+from rlft.system.process.child import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, Child, Children, Ended
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
+from rlft.system.process.running_time import TICK_S, RunningTime
 
 StopWhen = Callable[[Reply], bool]
+Answer = tuple[Reply, bool]
+"""(the reply to a task, whether its rewards have run programs meanwhile)."""
 
 
 class RewardError(RuntimeError):
     """A reward failed and the run must not go on without it; the message says which one, where, and what to do."""
 
 
-class Pool(Protocol):
-    """Runs tasks; `ran_programs` says whether the rewards of the last reply have run programs."""
+class Pool(ABC):
+    """Runs tasks in workers; `ran_programs` says whether the rewards of the last reply have run programs."""
 
-    ran_programs: bool
+    ran_programs = False
+    _is_stopped = False
 
-    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]: ...
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+        """Each task with its reply, in order of completion; no task is begun after a reply for which `stop_when` holds.
+
+        A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed.
+
+        Raises:
+            RewardError: workers cannot start, or are lost again and again.
+        """
+        waiting = deque(tasks)
+        self._begin()
+        while waiting or self._is_busy():
+            if self._is_stopped:
+                raise RewardError("scoring was stopped: the run is ending")
+            self._dispatch(waiting)
+            for task, answered in self._answers():
+                if answered is None:
+                    waiting.append(task)
+                    continue
+                reply, self.ran_programs = answered
+                if stop_when(reply):
+                    waiting.clear()
+                yield task, reply
+
+    def stop(self) -> None:
+        """Makes a `run` in another thread raise when it next checks the workers. Only `close` may follow."""
+        self._is_stopped = True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing. Safe to call twice."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Replaces workers that an interrupted call has left busy; the time before is not counted."""
+
+    @abstractmethod
+    def _is_busy(self) -> bool:
+        """Whether a worker has a task."""
+
+    @abstractmethod
+    def _dispatch(self, waiting: deque[Task]) -> None:
+        """Gives tasks to workers that have none."""
+
+    @abstractmethod
+    def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
+        """Waits a moment for answers; None where the worker was lost and no reward is to blame."""
 
 
 class RewardWorker(Child):
@@ -62,59 +116,24 @@ class RewardWorker(Child):
         self.task: Task | None = None
 
 
-class WorkerPool:
-    """Runs tasks in worker processes, which start in the background.
+class WorkerPool(Pool):
+    """Runs tasks in worker processes of this machine, which start in the background.
 
-    `ran_programs` says whether the rewards of the last reply have run programs.
-
-    Args:
-        specs: the rewards.
-        num_workers: number of processes.
-        timeout_s: seconds that a reward may take for a group.
+    A reward may take `timeout_s` seconds for a group.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], num_workers: int, timeout_s: float) -> None:
         specs, self._timeout_s = tuple(specs), timeout_s
         self._workers = Children(lambda: RewardWorker(specs, timeout_s), num_workers, "reward workers", RewardError)
-        self._is_stopped = False
-        self.ran_programs = False
-
-    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
-        """Each task with its reply, in order of completion; no task is begun after a reply for which `stop_when` holds.
-
-        A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed.
-
-        Raises:
-            RewardError: workers cannot start.
-        """
-        waiting = deque(tasks)
-        self._workers.begin()
-        while waiting or any(worker.is_busy for worker in self._workers.all):
-            if self._is_stopped:
-                raise RewardError("scoring was stopped: the run is ending")
-            self._dispatch(waiting)
-            for worker, message in self._workers.answers():
-                task = worker.task
-                assert task is not None, "a worker without a task says nothing"
-                if isinstance(message, Ended):
-                    self._workers.replace(worker)
-                    if message.was_stopped:  # no reward is to blame
-                        waiting.append(task)
-                        continue
-                    reply, self.ran_programs = self._failed(worker, task, message), False
-                else:
-                    reply, self.ran_programs = message
-                if stop_when(reply):
-                    waiting.clear()
-                yield task, reply
-
-    def stop(self) -> None:
-        """Makes a `run` in another thread raise when it next checks the workers. Only `close` may follow."""
-        self._is_stopped = True
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing. Safe to call twice."""
         self._workers.close()
+
+    def _begin(self) -> None:
+        self._workers.begin()
+
+    def _is_busy(self) -> bool:
+        return any(worker.is_busy for worker in self._workers.all)
 
     def _dispatch(self, waiting: deque[Task]) -> None:
         for worker in [worker for worker in self._workers.all if worker.is_ready and not worker.is_busy]:
@@ -126,6 +145,16 @@ class WorkerPool:
             else:  # it died while idle, not because of the task: the next worker gets the task
                 self._workers.replace(worker)
 
+    def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
+        for worker, message in self._workers.answers():
+            task = worker.task
+            assert task is not None, "a worker without a task says nothing"
+            if isinstance(message, Ended):
+                self._workers.replace(worker)
+                yield task, None if message.was_stopped else (self._failed(worker, task, message), False)
+            else:
+                yield task, message
+
     def _failed(self, worker: RewardWorker, task: Task, ended: Ended) -> Reply:
         """The reply for a worker that has died or is out of time: the failure of the reward that it was computing."""
         reward, completion = worker.progress[0], worker.progress[1]
@@ -134,6 +163,7 @@ class WorkerPool:
         return {task.rewards[max(0, reward)]: out_of_time(self._timeout_s, at) if ended.is_late else died}
 
 
+# -- without workers ---------------------------------------------------------------------------------------------------
 class InProcess:
     """A pool without workers, for debugging a reward and for tiny tests. Nothing is isolated."""
 
@@ -157,6 +187,121 @@ class InProcess:
         """Does nothing: there is nothing to end."""
 
 
+# -- in members --------------------------------------------------------------------------------------------------------
+class RewardHost:
+    """The object of a member: a reward worker on its machine. Its methods are called in the thread that made it."""
+
+    def __init__(self, *, specs: Sequence[RewardSpec], timeout_s: float) -> None:
+        self._pool = WorkerPool(specs, 1, timeout_s)
+
+    def answer(self, packed: bytes) -> Answer:
+        [(_, reply)] = self._pool.run([unpack(packed)], lambda reply: False)
+        return reply, self._pool.ran_programs
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Scoring:
+    """The work of a member, by its number, on a task: it may take `limit_s` seconds, of which `left_s` are left."""
+
+    number: int
+    task: Task
+    future: Future[Any]
+    limit_s: float
+    left_s: float
+
+
+class RewardMembers(Pool):
+    """Runs tasks in reward workers that are members, and replaces members that are lost with their machine.
+
+    Args:
+        launcher: starts them; whoever opened it closes it.
+        timeout_s: seconds that a reward may take for a group; the member itself enforces it.
+        answer_s: further seconds that a member may take before it is replaced.
+        note: takes a line for the person watching when a member is replaced.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        rewards: Sequence[RewardSpec],
+        num_workers: int,
+        *,
+        timeout_s: float,
+        answer_s: float,
+        note: Callable[[str], None],
+    ) -> None:
+        factory, arguments = f"{__name__}:{RewardHost.__name__}", {"specs": tuple(rewards), "timeout_s": timeout_s}
+        self._specs = [MemberSpec(name=f"scorer-{i}", factory=factory, arguments=arguments) for i in range(num_workers)]
+        self._launcher, self._timeout_s, self._answer_s, self._note = launcher, timeout_s, answer_s, note
+        self._members: list[Member] = [launcher.start(spec) for spec in self._specs]
+        self._answered: set[Member] = set()
+        self._busy: list[Scoring] = []
+        self._failures_in_a_row = 0
+        self._clock = RunningTime()
+
+    def close(self) -> None:
+        for member in self._members:
+            member.kill()
+
+    def _begin(self) -> None:
+        for unfinished in self._busy:
+            self._replace(unfinished.number)
+        self._busy = []
+        self._clock.since_last()
+
+    def _is_busy(self) -> bool:
+        return bool(self._busy)
+
+    def _dispatch(self, waiting: deque[Task]) -> None:
+        busy_members = {scoring.number for scoring in self._busy}
+        for number in [number for number in range(len(self._members)) if number not in busy_members]:
+            if not waiting:
+                return
+            task, member = waiting.popleft(), self._members[number]
+            limit_s = self._answer_s + self._timeout_s * len(task.rewards) + GRACE_S
+            if member not in self._answered:
+                limit_s += MAX_FAILED_STARTS * START_LIMIT_S
+            future = member.call("answer", packed_task(task))
+            self._busy.append(Scoring(number=number, task=task, future=future, limit_s=limit_s, left_s=limit_s))
+
+    def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
+        wait([scoring.future for scoring in self._busy], timeout=TICK_S, return_when=FIRST_COMPLETED)
+        passed = self._clock.since_last()
+        for scoring in self._busy:
+            scoring.left_s -= passed
+        for scoring in [scoring for scoring in self._busy if scoring.future.done() or scoring.left_s <= 0]:
+            self._busy.remove(scoring)
+            yield scoring.task, self._answer(scoring)
+
+    def _answer(self, scoring: Scoring) -> Answer | None:
+        """The member's answer; None if the member is lost, and another one has taken its place."""
+        member = self._members[scoring.number]
+        if scoring.future.done():
+            try:
+                answered: Answer = scoring.future.result()
+            except MemberError as error:
+                problem = str(error)
+            else:
+                self._answered.add(member)
+                self._failures_in_a_row = 0
+                return answered
+        else:
+            late = f"has not answered for {scoring.limit_s:g} s (cluster.timeout)"
+            problem = f"{member.name} {late}; {where_it_wrote(member.log)}"
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILED_STARTS:
+            raise RewardError(f"reward workers were lost {MAX_FAILED_STARTS} times in a row; the last time {problem}")
+        self._replace(scoring.number)
+        self._note(f"{member.name} is replaced: {problem.splitlines()[0]}")
+        return None
+
+    def _replace(self, number: int) -> None:
+        self._answered.discard(self._members[number])
+        self._members[number].kill()
+        self._members[number] = self._launcher.start(self._specs[number])
+
+
+# -- details -----------------------------------------------------------------------------------------------------------
 def shared_memory(size: int) -> int:
     """The descriptor of memory that a process can share with one that inherits it."""
     if sys.platform == "linux":

@@ -5,8 +5,10 @@ This file runs in the trainer only; workers import worker.py, which does not imp
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -31,8 +33,8 @@ Resident = Callable[[Sequence[Group]], list[list[float]]]
 Rows = list[Sequence[float | StepScores]]
 """Scores of one reward, `[P][G]`."""
 
-Table = Mapping[str, Sequence[Sequence[float | StepScores]]]
-"""{reward: its scores `[P][G]`}; each is a number for the completion as a whole, or scores of its steps."""
+Outcomes = dict[tuple[int, str], Outcome]
+"""{(key of a task, reward): the outcome in the workers}; the key is the index of a group, where groups are scored."""
 
 
 class Scorer:
@@ -44,7 +46,6 @@ class Scorer:
     says what happened to the last one.
 
     Args:
-        rewards: {name: reward}.
         workers: number of processes, which start in the background; 0 scores in the calling process (no isolation).
         timeout_s: seconds that a reward may take for a group.
         on_error: `stop` raises a RewardError, a number is the score of a completion on which a reward failed; a
@@ -81,7 +82,7 @@ class Scorer:
         pooled = [spec for name, spec in rewards.items() if name not in resident]
         self._pooled = tuple(spec.name for spec in pooled)
         self._process = tuple(spec.name for spec in pooled if spec.scores_steps)
-        self._pool: Pool
+        self._pool: Pool | InProcess
         if workers and pooled:
             self._pool = WorkerPool(pooled, workers, timeout_s) if open_pool is None else open_pool(pooled)
         else:
@@ -96,23 +97,10 @@ class Scorer:
             RewardError: a reward failed and its on_error is `stop`, workers could not start, or a resident reward did
                 not give a finite number for each completion.
         """
-        return self.finished(groups, self.pooled(groups, {}))
+        return self._finished(groups, self._by_workers(groups, {}))
 
-    def outcomes(self, groups: Sequence[Group]) -> dict[tuple[int, str], Outcome]:
-        """{(index of the group, reward): the workers' outcome}; not all of them after a failure that stops the run."""
-        tasks = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
-        return self.run(tasks, self._stops) if self._pooled else {}
-
-    def pooled(self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]) -> dict[str, Rows]:
-        """The scores `[P][G]` of each reward that workers compute.
-
-        Args:
-            groups: the groups.
-            known: outcomes that exist already.
-
-        Raises:
-            RewardError: as in `__call__`.
-        """
+    def _by_workers(self, groups: Sequence[Group], known: Outcomes) -> dict[str, Rows]:
+        """The scores `[P][G]` of each reward that workers compute, given the outcomes that exist already."""
         outcomes = self._outcomes(groups, known)
         by_reward: dict[str, Rows] = {name: [] for name in self._pooled}
         for index, group in enumerate(groups):
@@ -122,7 +110,7 @@ class Scorer:
                 by_reward[name].append(settled)
         return by_reward
 
-    def finished(self, groups: Sequence[Group], pooled: Mapping[str, Rows]) -> Scores:
+    def _finished(self, groups: Sequence[Group], pooled: Mapping[str, Rows]) -> Scores:
         """The scores, given those of the workers: computes the resident rewards, and adds up all with their weights."""
         by_reward: dict[str, Rows] = {name: list(pooled.get(name, [])) for name in self._rewards}
         for name, compute in self._resident.items():
@@ -140,21 +128,18 @@ class Scorer:
         """Ends the workers. Safe to call twice."""
         self._pool.close()
 
-    def _outcomes(
-        self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]
-    ) -> dict[tuple[int, str], Outcome]:
+    def _tasks(self, groups: Sequence[Group]) -> list[Task]:
+        return [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
+
+    def _outcomes(self, groups: Sequence[Group], known: Outcomes) -> Outcomes:
         """The outcomes of every reward on every group; if a failure stops the run, at least all that come before it."""
         outcomes = dict(known)
-        todo = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
-        if known:
-            todo = _remaining(todo, outcomes)
-            self._raise_first_stop(groups, outcomes)
-        while todo:
+        self._raise_first_stop(groups, outcomes)
+        # The reply of a killed worker is about one reward only, and a signal may have disturbed some: then the other
+        # rewards of the task are still to do.
+        while todo := _remaining(self._tasks(groups), outcomes):
             outcomes |= self.run(todo, self._stops)
             self._raise_first_stop(groups, outcomes)
-            # The reply of a killed worker is about one reward only, and a signal may have disturbed some: the other
-            # rewards of the task are still to do.
-            todo = _remaining(todo, outcomes)
         return outcomes
 
     def _policy(self, name: str, failure: Failure) -> OnError:
@@ -166,11 +151,9 @@ class Scorer:
         return self._on_error if own_policy is None else own_policy
 
     def _stops(self, reply: Reply) -> bool:
-        return any(
-            isinstance(outcome, Failure) and self._policy(name, outcome) == "stop" for name, outcome in reply.items()
-        )
+        return any(isinstance(o, Failure) and self._policy(name, o) == "stop" for name, o in reply.items())
 
-    def _raise_first_stop(self, groups: Sequence[Group], outcomes: Mapping[tuple[int, str], Outcome]) -> None:
+    def _raise_first_stop(self, groups: Sequence[Group], outcomes: Outcomes) -> None:
         order = {name: rank for rank, name in enumerate(self._rewards)}
         for index, name in sorted(outcomes, key=lambda key: (key[0], order[key[1]])):
             outcome = outcomes[index, name]
@@ -233,13 +216,13 @@ class Scorer:
             tasks = unsure if hangs < MAX_TIME_LIMITS_ALONE else []
         return scores
 
-    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> dict[tuple[int, str], Outcome]:
-        """{(task, reward): the pool's outcome}, without outcomes that a signal to the job may have disturbed.
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Outcomes:
+        """The outcomes of these tasks, without those that a signal to the job may have disturbed.
 
         A signal reaches a job's processes one after the other: perhaps a program that a reward runs before this
         process.
         """
-        outcomes: dict[tuple[int, str], Outcome] = {}
+        outcomes: Outcomes = {}
         sensitive: dict[tuple[int, str], float] = {}
         for task, reply in self._pool.run([with_tail(task) for task in tasks], stop_when):
             outcomes |= {(task.key, name): without_tail(outcome, task.group) for name, outcome in reply.items()}
@@ -251,6 +234,44 @@ class Scorer:
             time.sleep(max(0.0, max(sensitive.values()) + SKEW_S - time.monotonic()))
         disturbed = {key for key, done_at in sensitive.items() if may_have_disturbed(done_at)}
         return {key: outcome for key, outcome in outcomes.items() if key not in disturbed}
+
+
+class AheadScorer(Scorer):
+    """Gives the same scores, but its workers begin before it is called: while other groups are still sampled (`begin`).
+
+    One thread uses the workers, so that two threads never use them at a time. Rewards that the trainer computes wait
+    for the whole call, in the calling thread.
+    """
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring ahead")
+        self._lock = threading.Lock()
+        self._begun: list[tuple[Sequence[Group], Future[Outcomes]]] = []
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Begins to score these groups; a later call with them uses the scores."""
+        with self._lock:
+            self._begun.append((groups, self._thread.submit(self.run, self._tasks(groups), self._stops)))
+
+    def _by_workers(self, groups: Sequence[Group], known: Outcomes) -> dict[str, Rows]:
+        positions = {id(group): position for position, group in enumerate(groups)}
+        with self._lock:
+            relevant = [begun for begun in self._begun if any(id(group) in positions for group in begun[0])]
+            self._begun = [begun for begun in self._begun if begun not in relevant]
+        begun_before = {
+            (positions[id(begun[index])], name): outcome
+            for begun, future in relevant
+            for (index, name), outcome in future.result().items()
+            if id(begun[index]) in positions
+        }
+        return self._thread.submit(super()._by_workers, groups, known | begun_before).result()
+
+    def close(self) -> None:
+        """Ends the thread and the workers. Safe to call twice."""
+        self.stop()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        super().close()
 
 
 def with_tail(task: Task) -> Task:
@@ -285,7 +306,7 @@ def without_tail(outcome: Outcome, group: Group) -> Outcome:
     return moved
 
 
-def _remaining(tasks: Sequence[Task], outcomes: Mapping[tuple[int, str], Outcome]) -> list[Task]:
+def _remaining(tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
     """The tasks with those rewards that have no outcome yet."""
     missing = [tuple(name for name in task.rewards if (task.key, name) not in outcomes) for task in tasks]
     return [replace(task, rewards=names) for task, names in zip(tasks, missing, strict=True) if names]
@@ -344,7 +365,7 @@ def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Gro
     return scores
 
 
-def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]) -> Scores:
+def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: Sequence[str]) -> Scores:
     """The scores of all rewards, `[P, G]` float32, summed in float64; the rewards in `process` give steps.
 
     total[p, g] = sum over rewards of weight x score; the score of a process reward is the sum of its steps.
@@ -357,12 +378,12 @@ def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]
     def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0).float()
 
-    sums = {name: exact(totals(rows)) for name, rows in by_reward.items()}
+    sums = {name: exact([[_total(score) for score in row] for row in rows]) for name, rows in by_reward.items()}
     total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
     if not process:
         return Scores(total=total, by_reward=single, weights=weights)
     # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
-    whole = sums | {name: exact(fixed_scores(by_reward[name])) for name in process}
+    whole = sums | {name: exact([[_fixed(score) for score in row] for row in by_reward[name]]) for name in process}
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
@@ -400,14 +421,12 @@ def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
     )
 
 
-def totals(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
-    """Each completion's score by one reward: the reward's number, or the sum of its steps."""
-    return [[sum(score.values) if isinstance(score, StepScores) else score for score in row] for row in rows]
+def _total(score: float | StepScores) -> float:
+    return sum(score.values) if isinstance(score, StepScores) else score
 
 
-def fixed_scores(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
-    """The fixed scores of a process reward, and 0 for completions with steps."""
-    return [[0.0 if isinstance(score, StepScores) else score for score in row] for row in rows]
+def _fixed(score: float | StepScores) -> float:
+    return 0.0 if isinstance(score, StepScores) else score
 
 
 def merged_steps(scores: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:

@@ -163,12 +163,10 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
     except OutOfTime:
         pass
     except Unscored as error:
-        if not alarm.rang:
-            return unscored(error)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever the reward's code raises is reported, never trained on
+        if not alarm.rang:  # the reward itself says what it could not score, so that nothing need be tried again
+            first_bad, problem = None if error.scores is None else error.scores.index(None), str(error)[:MAX_PROBLEM]
+            return Failure(cause=Cause.invalid, problem=problem, completion=first_bad, scores=error.scores)
+    except (Exception, SystemExit) as error:  # whatever the reward's code raises is reported, never trained on
         if not alarm.rang:
             return Failure(
                 cause=Cause.unscorable if isinstance(error, Unscorable) else Cause.raised,
@@ -221,12 +219,6 @@ def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failu
             valid = tuple(None if isinstance(each, str) else each for each in steps)
             return Failure(cause=Cause.invalid, problem=problem, completion=index, scores=valid)
     return [each for each in steps if not isinstance(each, str)]
-
-
-def unscored(error: Unscored) -> Failure:
-    """The failure of a reward that itself reports what it could not score, so that nothing need be tried again."""
-    first_bad = None if error.scores is None else error.scores.index(None)
-    return Failure(cause=Cause.invalid, problem=str(error)[:MAX_PROBLEM], completion=first_bad, scores=error.scores)
 
 
 def out_of_time(timeout_s: float, completion: int | None) -> Failure:
@@ -357,9 +349,8 @@ def _steps(value: Any, num_chars: int) -> StepScores | str:
         if not 1 <= end <= num_chars:
             return f"returned an end of {end} for step {number}, outside 1 .. {num_chars} (the characters of the text),"
         if end <= ends[-1]:
-            return (
-                f"returned an end of {end} for step {number}, not after the step before it, which ends at {ends[-1]},"
-            )
+            where = f"not after the step before it, which ends at {ends[-1]},"
+            return f"returned an end of {end} for step {number}, {where}"
         values.append(score)
         ends.append(end)
     return StepScores(values=tuple(values), ends=tuple(ends[1:]))

@@ -8,17 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 import torch
+from run_processes import happens
 
-from rlft.environment.endpoint.app import Limits, make_app
-from rlft.environment.endpoint.inbox import Inbox
-from rlft.environment.endpoint.server import Server, bound
-from rlft.environment.endpoint.service import Service
+from rlft.environment.endpoint.app import Limits, Server, bound, make_app
+from rlft.environment.endpoint.service import Inbox, Service
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
@@ -45,6 +45,7 @@ ADD = {
         },
     },
 }
+CHAT = "/v1/chat/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
@@ -99,6 +100,23 @@ class Served:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx2.post(f"{self.url}{path}", content=content, headers=headers, timeout=30)
 
+    @contextmanager
+    def busy(self, engine: Recorder) -> Iterator[None]:
+        """In the meantime the engine is at work on somebody else's request."""
+        engine.may.clear()
+        first = threading.Thread(target=self.post, args=(CHAT, {"messages": ASKED}))
+        first.start()
+        try:
+            assert engine.begun.wait(120)
+            yield
+        finally:
+            engine.may.set()
+            first.join(120)
+
+    def have_come(self, number: int) -> bool:
+        """Waits until so many requests wait."""
+        return happens(lambda: self.inbox._waiting.qsize() == number, within_s=20)
+
     def close(self) -> None:
         self.ends = True
         self.thread.join(120)
@@ -106,8 +124,11 @@ class Served:
         self.server.close()
 
 
+Serve = Callable[..., Served]
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
+def serve() -> Iterator[Serve]:
     opened: list[Served] = []
 
     def make(generator: Generator, tokenizer: Any = QWEN, syntax: str = "template", **limits: Any) -> Served:
@@ -124,7 +145,7 @@ def ids_of(messages: Any, **more: Any) -> list[int]:
 
 
 # -- what is answered --------------------------------------------------------------------------------------------------
-def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Callable[..., Served]) -> None:
+def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Serve) -> None:
     client = serve(Recorder("five", "six")).client()
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("policy", MOST)]
     assert client.models.retrieve("policy").id == "policy"
@@ -146,7 +167,7 @@ def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Callable[..., S
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids_of(ASKED)), sampled)
 
 
-def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Callable[..., Served]) -> None:
+def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Serve) -> None:
     engine = Recorder(f"Let me see.\n{CALL}")
     client = serve(engine).client()
     reply = client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
@@ -173,7 +194,7 @@ def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Callable[...
     assert CALL in none.choices[0].message.content
 
 
-def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: Callable[..., Served]) -> None:
+def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: Serve) -> None:
     plain = family_tokenizer("smollm2")
     written = 'So: {"name": "add", "arguments": {"a": 2, "b": 3}}'
     refused = serve(Recorder(written, tokenizer=plain), plain).client()
@@ -192,7 +213,7 @@ def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: C
     assert '{"name": "add", "arguments": {"a": 2, "b": 3}}<|im_end|>\n<|im_start|>user\n5<|im_end|>' in text
 
 
-def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -> None:
+def test_a_streamed_chat_says_the_same_in_events(serve: Serve) -> None:
     served = serve(Recorder(f"Well.\n{CALL}"))
     client = served.client()
     options = {"include_usage": True}
@@ -206,7 +227,7 @@ def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -
     [call] = [call for delta in deltas for call in delta.tool_calls or ()]
     assert (call.index, call.function.name) == (0, "add")
     assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "tool_calls"
-    raw = served.post("/v1/chat/completions", {"messages": ASKED, "stream": True})
+    raw = served.post(CHAT, {"messages": ASKED, "stream": True})
     assert raw.headers["content-type"].startswith("text/event-stream")
     assert raw.text.endswith("data: [DONE]\n\n")
     assert events[-1].usage.completion_tokens == len(QWEN(f"Well.\n{CALL}")["input_ids"]) + 1
@@ -231,7 +252,7 @@ class Slow(Recorder):
         return groups
 
 
-def test_a_stream_has_the_text_as_it_is_sampled(serve: Callable[..., Served]) -> None:
+def test_a_stream_has_the_text_as_it_is_sampled(serve: Serve) -> None:
     text = "one two three. And four"
     num_tokens = len(QWEN(text)["input_ids"]) + 1
     engine = Slow(text)
@@ -248,7 +269,7 @@ def test_a_stream_has_the_text_as_it_is_sampled(serve: Callable[..., Served]) ->
     assert [choice.finish_reason for choice in rest if choice.finish_reason] == ["stop"]
 
 
-def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Callable[..., Served]) -> None:
+def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Serve) -> None:
     engine = Slow("one two three", fails=True)
     served = serve(engine)
     engine.next.release(20)
@@ -257,12 +278,12 @@ def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Callable[..., Serve
     assert [str(failure) for failure in served.failures] == ["no GPU"]
 
 
-def test_a_refusal_before_the_first_token_has_its_status(serve: Callable[..., Served]) -> None:
+def test_a_refusal_before_the_first_token_has_its_status(serve: Serve) -> None:
     body = {"messages": ASKED, "stream": True, "max_tokens": MOST}
-    assert serve(Recorder("five")).post("/v1/chat/completions", body).status_code == 400
+    assert serve(Recorder("five")).post(CHAT, body).status_code == 400
 
 
-def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve: Callable[..., Served]) -> None:
+def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve: Serve) -> None:
     engine = Slow("one two three")
     served = serve(engine, requests=1)
     engine.next.release()
@@ -280,7 +301,7 @@ def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve:
     assert served.post("/tokenize", {"prompt": "five"}).status_code == 200
 
 
-def test_tokens_go_in_and_out_as_vllm_has_it(serve: Callable[..., Served]) -> None:
+def test_tokens_go_in_and_out_as_vllm_has_it(serve: Serve) -> None:
     served = serve(Recorder("five"))
     body = {"token_ids": ids_of(ASKED), "sampling_params": {"logprobs": 1, "max_tokens": 9, "n": 1}, "model": "policy"}
     reply = served.post("/inference/v1/generate", {**body, "request_id": "mine", "return_token_ids": True}).json()
@@ -303,40 +324,32 @@ def test_tokens_go_in_and_out_as_vllm_has_it(serve: Callable[..., Served]) -> No
     assert served.post("/tokenize", {"prompt": "five"}).json()["tokens"] == QWEN("five")["input_ids"]
 
 
-def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(
-    serve: Callable[..., Served],
-) -> None:
+def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(serve: Serve) -> None:
     """Ten clients at once, eight of which differ in their seeds and lengths only; the engine is busy when they come."""
     engine = Recorder("one", "two")
     served = serve(engine)
-    engine.may.clear()
     wishes: list[dict[str, Any]] = [{"seed": k, "max_tokens": 3 + k} for k in range(8)]
     wishes += [{"temperature": 0.5}, {"n": 2}]
     replies: list[Any] = []
 
     def ask(wish: dict[str, Any]) -> None:
-        replies.append(served.post("/v1/chat/completions", {"messages": ASKED, **wish}).json())
+        replies.append(served.post(CHAT, {"messages": ASKED, **wish}).json())
 
-    first = threading.Thread(target=ask, args=({},))
-    first.start()
-    assert engine.begun.wait(120)
     threads = [threading.Thread(target=ask, args=(wish,)) for wish in wishes]
+    with served.busy(engine):
+        for thread in threads:
+            thread.start()
+        assert served.have_come(10)
     for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 20
-    while served.inbox._waiting.qsize() < 10 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    engine.may.set()
-    for thread in (first, *threads):
         thread.join(120)
     assert engine.calls[0] == (1, 1, 40)
     assert sorted(engine.calls[1:]) == [(1, 1, 40), (1, 2, 40), (8, 1, 10)]  # the longest of 3 .. 10
-    assert len(replies) == 11
+    assert len(replies) == 10
     assert all("choices" in reply for reply in replies)
 
 
 def test_the_tiny_model_answers_as_the_engine_does(
-    serve: Callable[..., Served], backbone: Backbone, make_roles: Callable[..., Roles]
+    serve: Serve, backbone: Backbone, make_roles: Callable[..., Roles]
 ) -> None:
     """The same seed gives the tokens and log-probs that the engine gives by itself; a stop and top_p count."""
     roles = make_roles()
@@ -344,7 +357,7 @@ def test_the_tiny_model_answers_as_the_engine_does(
     served = serve(engine, backbone.tokenizer)
     asked = [{"role": "user", "content": "12 + 30"}]
     wish = {"seed": 7, "n": 2, "max_tokens": 12, "top_p": 0.9, "return_token_ids": True, "logprobs": True}
-    reply = served.post("/v1/chat/completions", {"messages": asked, **wish}).json()
+    reply = served.post(CHAT, {"messages": asked, **wish}).json()
     prompt = Prompt(id="p", messages=tuple(asked), answer="", token_ids=tuple(reply["prompt_token_ids"]))
     [group] = engine.sample([prompt], 2, [7], Sampling(max_tokens=12, temperature=1.0, top_p=0.9))
     for choice, rollout in zip(reply["choices"], group.rollouts, strict=True):
@@ -353,29 +366,29 @@ def test_the_tiny_model_answers_as_the_engine_does(
         assert logprobs == list(rollout.completion.logprobs)
         assert any(logprob < 0 for logprob in logprobs)
         assert math.isfinite(sum(logprobs))
-    stopped = served.post("/v1/chat/completions", {"messages": asked, "temperature": 0, "stop": ["<answer>"]}).json()
+    stopped = served.post(CHAT, {"messages": asked, "temperature": 0, "stop": ["<answer>"]}).json()
     assert "<answer>" not in stopped["choices"][0]["message"]["content"]
     assert stopped["choices"][0]["finish_reason"] == "stop"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 REFUSED: list[tuple[str, Any, int, str]] = [
-    ("/v1/chat/completions", b"{", 400, "the body is no JSON"),
-    ("/v1/chat/completions", [], 400, "the body is no JSON object; send one"),
-    ("/v1/chat/completions", {}, 400, "messages: field required"),
-    ("/v1/chat/completions", {"messages": [{"role": "judge"}]}, 400, "messages.0.role: must be system, developer"),
-    ("/v1/chat/completions", {"messages": ASKED, "temperature": -1}, 400, "temperature: input should be greater"),
-    ("/v1/chat/completions", {"messages": ASKED, "n": 0}, 400, "n: input should be greater"),
-    ("/v1/chat/completions", {"messages": ASKED, "n": 2, "stream": True}, 400, "stream: one answer is streamed"),
-    ("/v1/chat/completions", {"messages": ASKED, "frequency_penalty": 1}, 400, "frequency_penalty: is not supported"),
-    ("/v1/chat/completions", {"messages": ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
-    ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "web"}]}, 400, "tools.0: is no function"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
-    ("/v1/chat/completions", {"messages": ASKED, "model": "gpt"}, 404, "there is no model 'gpt'; there is 'policy'"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "five " * 3000}]}, 400,
+    (CHAT, b"{", 400, "the body is no JSON"),
+    (CHAT, [], 400, "the body is no JSON object; send one"),
+    (CHAT, {}, 400, "messages: field required"),
+    (CHAT, {"messages": [{"role": "judge"}]}, 400, "messages.0.role: must be system, developer"),
+    (CHAT, {"messages": ASKED, "temperature": -1}, 400, "temperature: input should be greater"),
+    (CHAT, {"messages": ASKED, "n": 0}, 400, "n: input should be greater"),
+    (CHAT, {"messages": ASKED, "n": 2, "stream": True}, 400, "stream: one answer is streamed"),
+    (CHAT, {"messages": ASKED, "frequency_penalty": 1}, 400, "frequency_penalty: is not supported"),
+    (CHAT, {"messages": ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": ASKED, "tools": [{"type": "web"}]}, 400, "tools.0: is no function"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
+    (CHAT, {"messages": ASKED, "model": "gpt"}, 404, "there is no model 'gpt'; there is 'policy'"),
+    (CHAT, {"messages": [{"role": "user", "content": "five " * 3000}]}, 400,
      "prompt and answer may have 2000 together; send less, or raise prompts.max_tokens"),
-    ("/v1/chat/completions", {"messages": ASKED, "max_tokens": 5000}, 400, "raise generation.max_tokens"),
-    ("/v1/chat/completions", {"messages": ASKED, "x": "y" * 200_000}, 413, "more than 100000 bytes; send less, or rai"),
+    (CHAT, {"messages": ASKED, "max_tokens": 5000}, 400, "raise generation.max_tokens"),
+    (CHAT, {"messages": ASKED, "x": "y" * 200_000}, 413, "more than 100000 bytes; send less, or rai"),
     ("/inference/v1/generate", {"token_ids": [10**6]}, 400, "token_ids: the model has no token 1000000"),
     ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids: the model has no token -1"),
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids: list should have at least 1 item"),
@@ -385,7 +398,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Callable[..., Served]) -> None:
+def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine)
     for path, body, status, message in REFUSED:
@@ -394,7 +407,7 @@ def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Callable[..., 
         assert reply.headers["x-should-retry"] == "false"
     assert engine.calls == []
     for key in ("wrong", KEY.upper(), KEY[:-1], f"{KEY}x"):
-        reply = served.post("/v1/chat/completions", {"messages": ASKED}, key)
+        reply = served.post(CHAT, {"messages": ASKED}, key)
         assert reply.status_code == 401
     with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
         served.client("wrong").models.list()
@@ -402,36 +415,31 @@ def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Callable[..., 
     assert httpx2.get(f"{served.url}/health").status_code == 200
 
 
-def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Callable[..., Served]) -> None:
+def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Serve) -> None:
     served = serve(Broken("five"))
     for _ in range(2):
-        reply = served.post("/v1/chat/completions", {"messages": ASKED})
+        reply = served.post(CHAT, {"messages": ASKED})
         assert reply.status_code == 500
         assert reply.json()["error"]["message"] == "the engine has failed (RuntimeError: no GPU)"
     assert [str(failure) for failure in served.failures] == ["no GPU", "no GPU"]
 
 
-def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Callable[..., Served]) -> None:
+def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine, requests=1)
-    engine.may.clear()
-    first = threading.Thread(target=served.post, args=("/v1/chat/completions", {"messages": ASKED}))
-    first.start()
-    assert engine.begun.wait(120)
-    refused = served.post("/v1/chat/completions", {"messages": ASKED})
+    with served.busy(engine):
+        refused = served.post(CHAT, {"messages": ASKED})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.headers["x-should-retry"] == "true"
     assert "1 requests are under way (serve.requests)" in refused.json()["error"]["message"]
-    engine.may.set()
-    first.join(120)
-    assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 200
+    assert served.post(CHAT, {"messages": ASKED}).status_code == 200
 
 
-def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Callable[..., Served]) -> None:
+def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine, timeout=0.2)
     engine.may.clear()
-    refused = served.post("/v1/chat/completions", {"messages": ASKED})
+    refused = served.post(CHAT, {"messages": ASKED})
     engine.may.set()
     assert refused.status_code == 504
     assert "the engine has not answered within serve.timeout=0.2 s" in refused.json()["error"]["message"]
@@ -441,32 +449,22 @@ def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Callab
         assert b" 408 " in slow.recv(100)
 
 
-def test_a_client_that_goes_away_costs_nothing(serve: Callable[..., Served]) -> None:
+def test_a_client_that_goes_away_costs_nothing(serve: Serve) -> None:
     """Two go while the engine is busy with somebody else's request: theirs are never sampled."""
     engine = Recorder("five")
     served = serve(engine)
-    engine.may.clear()
-    stays = threading.Thread(target=served.post, args=("/v1/chat/completions", {"messages": ASKED}))
-    stays.start()
-    assert engine.begun.wait(120)
     body = json.dumps({"messages": ASKED}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
     gone = [socket.create_connection(("127.0.0.1", served.server.port), timeout=20) for _ in range(2)]
-    for client in gone:
-        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    waiting = served.inbox._waiting
-    deadline = time.monotonic() + 20
-    while waiting.qsize() < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert waiting.qsize() == 2
-    for client in gone:
-        client.close()
-    time.sleep(0.2)  # until the server has seen it
-    engine.may.set()
-    stays.join(120)
-    while waiting.qsize() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 200
+    with served.busy(engine):
+        for client in gone:
+            client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert served.have_come(2)
+        for client in gone:
+            client.close()
+        time.sleep(0.2)  # until the server has seen it
+    assert served.have_come(0)
+    assert served.post(CHAT, {"messages": ASKED}).status_code == 200
     assert engine.calls == [(1, 1, 40), (1, 1, 40)]  # of the one that stayed, and of the last
 
 
@@ -480,21 +478,17 @@ def test_a_port_in_use_and_an_address_of_others_are_refused_by_key() -> None:
     bound("127.0.0.1", port, "serve").close()  # free again at once
 
 
-def test_a_server_that_ends_refuses_what_waits(serve: Callable[..., Served]) -> None:
+def test_a_server_that_ends_refuses_what_waits(serve: Serve) -> None:
     engine = Recorder("five")
     served = serve(engine)
     served.ends = True
     served.thread.join(120)
     status: list[int] = []
-    late = threading.Thread(
-        target=lambda: status.append(served.post("/v1/chat/completions", {"messages": ASKED}).status_code)
-    )
+    late = threading.Thread(target=lambda: status.append(served.post(CHAT, {"messages": ASKED}).status_code))
     late.start()
-    deadline = time.monotonic() + 20
-    while not served.inbox._waiting.qsize() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert served.have_come(1)
     served.inbox.close()
     late.join(120)
     assert status == [503]
-    assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 503  # after the end, too
+    assert served.post(CHAT, {"messages": ASKED}).status_code == 503  # after the end, too
     assert engine.calls == []

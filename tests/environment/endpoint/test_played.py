@@ -13,36 +13,29 @@ import pytest
 
 from rlft.batch import fault
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.played import AgentGenerator
-from rlft.environment.endpoint.traces import Traces
+from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling, UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.environment.test_conversations import LIMITS as OTHERS
+from tests.environment.test_conversations import TOKENIZER as QWEN
+from tests.environment.test_conversations import Recorder
 
-LIMITS: dict[str, Any] = {
-    "max_turns": 8, "max_tool_calls": None, "turn_tokens": None, "call_timeout": 30.0, "timeout": 30.0,
-    "max_answer": 400, "workers": 2, "syntax": "template", "show_tools": True, "port": 0, "body_bytes": 100_000,
+Play = Callable[..., AgentGenerator]
+LIMITS = {
+    **OTHERS,
+    "call_timeout": 30.0,
+    "timeout": 30.0,
+    "workers": 2,
+    "port": 0,
+    "body_bytes": 100_000,
     "command": None,
-}  # fmt: skip
-QWEN = family_tokenizer("qwen2.5")
+}
 SAMPLING = Sampling(max_tokens=200, temperature=1.0)
 ASKED = ({"role": "user", "content": "2 + 3?"},)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 TALK = "endpoint_agents.talks"
-
-
-class Recorder(ScriptedGenerator):
-    """A scripted policy that keeps what it was asked."""
-
-    def __init__(self, answers: Sequence[Any]) -> None:
-        super().__init__({"*": answers}, QWEN)
-        self.asked: list[tuple[list[Prompt], int, list[int], Sampling]] = []
-
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        self.asked.append((list(prompts), n, list(seeds), sampling))
-        return super().sample(prompts, n, seeds, sampling)
 
 
 def prompt(name: str = "p", **metadata: Any) -> Prompt:
@@ -55,13 +48,13 @@ def ids_of(messages: Any, **more: Any) -> list[int]:
 
 
 @pytest.fixture
-def play() -> Iterator[Callable[..., AgentGenerator]]:
+def play() -> Iterator[Play]:
     """Opens conversations with a scripted policy: `play(["first", ["a", "b"]], agent="endpoint_agents.once")`."""
     opened: list[AgentGenerator] = []
 
     def make(answers: Sequence[Any], traces: Traces | None = None, **keys: Any) -> AgentGenerator:
         environment = Endpoint(**{**LIMITS, "agent": None, **keys})
-        opened.append(AgentGenerator(Recorder(answers), environment, QWEN, longest_row=400, traces=traces))
+        opened.append(AgentGenerator(Recorder({"*": answers}), environment, QWEN, longest_row=400, traces=traces))
         return opened[-1]
 
     yield make
@@ -79,7 +72,7 @@ def rewards(groups: Sequence[Group]) -> list[list[float | None]]:
     return [[turn.reward for turn in completion.turns] for completion in completions(groups)]
 
 
-def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Callable[..., AgentGenerator]) -> None:
+def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Play) -> None:
     """The same prompts, seeds and lengths reach the engine, and the same rows come back; with a reward."""
     played = play(["5", "6"], agent="endpoint_agents.once")
     prompts = [prompt("p"), prompt("q")]
@@ -103,7 +96,7 @@ def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Calla
     assert seeds == {"p": {10, 11}, "q": {20, 21}}
 
 
-def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Callable[..., AgentGenerator]) -> None:
+def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Play) -> None:
     """By OpenAI's own client; the row is what the template writes, with the sampled tokens as they were sampled."""
     played = play([[f"Let me see.\n{CALL}", "It is 5."]], agent="endpoint_agents.adds")
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
@@ -137,9 +130,9 @@ class Letters(Recorder):
         return replace(rollout, completion=completion)
 
 
-def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., AgentGenerator]) -> None:
+def test_sampled_tokens_are_never_made_again_from_text(play: Play) -> None:
     played = play([["user", "assistant"]], agent=TALK)
-    played.generator = Letters([["user", "assistant"]])
+    played.generator = Letters({"*": [["user", "assistant"]]})
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
     [completion] = completions([group])
     letters = [QWEN(letter)["input_ids"][0] for letter in "user"]
@@ -150,7 +143,7 @@ def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., Agent
     assert list(second.token_ids[len(group.prompt.token_ids) :][:5]) == [*letters, QWEN.eos_token_id]
 
 
-def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[..., AgentGenerator]) -> None:
+def test_seeds_of_later_turns_are_those_of_other_environments(play: Play) -> None:
     played = play([["a", "b"]], agent=TALK)
     [group] = played.sample([prompt()], 1, [41], SAMPLING)
     engine = played.generator
@@ -164,7 +157,7 @@ def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[...
     assert completion.text.count("<|im_end|>") == 1
 
 
-def test_history_that_an_agent_rewrites_makes_a_branch(play: Callable[..., AgentGenerator]) -> None:
+def test_history_that_an_agent_rewrites_makes_a_branch(play: Play) -> None:
     played = play([["first words", "second"]], agent="endpoint_agents.rewrites")
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
     [completion] = completions([group])
@@ -180,9 +173,7 @@ def test_history_that_an_agent_rewrites_makes_a_branch(play: Callable[..., Agent
     assert turn_metrics([completion])["turns/branches"] == 1
 
 
-def test_tokens_go_in_and_out_and_those_of_others_are_refused(
-    play: Callable[..., AgentGenerator],
-) -> None:
+def test_tokens_go_in_and_out_and_those_of_others_are_refused(play: Play) -> None:
     played = play([["a b", "c"]], agent="endpoint_agents.by_tokens")
     ids = ids_of(ASKED)
     [group] = played.sample([prompt(ids=ids)], 1, [0], SAMPLING)
@@ -192,7 +183,7 @@ def test_tokens_go_in_and_out_and_those_of_others_are_refused(
     assert rewards([group]) == [[None, float(len(second))]]
 
 
-def test_limits_end_a_conversation_with_their_reason(play: Callable[..., AgentGenerator]) -> None:
+def test_limits_end_a_conversation_with_their_reason(play: Play) -> None:
     """Each is told to the agent, by OpenAI's status 400, and is the row's finish reason."""
     for keys, sampling, turns, end in (
         ({"max_turns": 2}, SAMPLING, 2, FinishReason.turns),
@@ -218,9 +209,7 @@ FAILURES = {
 }
 
 
-def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(
-    play: Callable[..., AgentGenerator],
-) -> None:
+def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(play: Play) -> None:
     played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=3.0)
     groups = played.sample([prompt(how, how=how) for how in FAILURES], 1, [0] * len(FAILURES), SAMPLING)
     for how, completion in zip(FAILURES, completions(groups), strict=True):
@@ -241,17 +230,13 @@ def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward
     assert rewards(again) == [[0.5]]
 
 
-def test_agents_none_of_which_asks_anything_end_the_run(
-    play: Callable[..., AgentGenerator],
-) -> None:
+def test_agents_none_of_which_asks_anything_end_the_run(play: Play) -> None:
     played = play(["word"], command=["sh", "-c", "echo lost >&2; exit 3"])
     with pytest.raises(EnvironmentFailure, match=r"none of 2 agents has asked .*sh ended with exit code 3: lost\); "):
         played.sample([prompt()], 2, [0], SAMPLING)
 
 
-def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(
-    play: Callable[..., AgentGenerator],
-) -> None:
+def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(play: Play) -> None:
     played = play(["word"], agent="endpoint_agents.asks_at_once")
     assert rewards(played.sample([prompt()], 1, [0], SAMPLING)) == [[400.0]]  # n=2
 
@@ -270,9 +255,7 @@ print({"number": 0.25, "object": '{"reward": 0.75}', "nothing": "null", "words":
 """
 
 
-def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(
-    play: Callable[..., AgentGenerator], tmp_path: Path
-) -> None:
+def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(play: Play, tmp_path: Path) -> None:
     program = tmp_path / "play.py"
     program.write_text(PROGRAM)
     played = play(["word"], command=[sys.executable, str(program)])
@@ -286,7 +269,7 @@ def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(
 
 
 def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_back_to_it(
-    play: Callable[..., AgentGenerator], tmp_path: Path
+    play: Play, tmp_path: Path
 ) -> None:
     """An agent by the clock plays otherwise each time, but what is recorded; a row that branches comes back, too."""
     agent = "endpoint_agents.by_the_clock"
@@ -314,7 +297,7 @@ def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_bac
     names = [f"version_{version:06d}-{'0' * 16}.json" for version in (4, 6, 7)]
     for name in names:
         (tmp_path / "traces" / name).touch()
-    Traces(tmp_path, 2).write(8, prompts, 2, [1, 1], SAMPLING, played)
+    Traces(tmp_path, 2).recorded(8, prompts, 2, [1, 1], SAMPLING, lambda: played)
     kept = {file.name for file in (tmp_path / "traces").iterdir()}
     assert {name for name in names if name in kept} == set(names[1:])
     assert not any(name.startswith("version_000000") for name in kept)

@@ -1,8 +1,21 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
 import pytest
+from family_tokenizers import family_tokenizer
 from in_one_test import each
 
-from rlft.reward.workers.reward_spec import specs
-from rlft.types import UserError
+from rlft.plan.scoring_rules import check_metadata
+from rlft.plan.trials import try_rewards
+from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
+from rlft.reward.workers.scorer import RewardError, Scorer
+from rlft.tokens.ends import turn_ends
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
 FORMAT = {
     "_target_": "rlft.reward.format.Format",
@@ -81,3 +94,180 @@ def test_a_wrong_reward_is_refused_by_its_key(config, message):
     with pytest.raises(UserError) as refusal:
         specs({"r": config})
     assert str(refusal.value).startswith(message)
+
+
+# -- functions that people bring from TRL ------------------------------------------------------------------------------
+MODULE = """
+import asyncio
+
+def by_completions(completions, **kwargs):
+    return [float(len(c[0]["content"])) for c in completions]
+
+def by_prompts(prompts, completions, **kwargs):
+    asked = [p[-1]["content"] == "What is 1 + 1?" for p in prompts]
+    return [float(a and c[0]["role"] == "assistant") for a, c in zip(asked, completions)]
+
+def by_answer(completions, answer, **kwargs):
+    return [1.0 if a in c[0]["content"] else None for c, a in zip(completions, answer)]
+
+def by_column(completions, solution, unit="m", **kwargs):
+    return [float(c[0]["content"] == f"{s}{unit}") for c, s in zip(completions, solution)]
+
+def by_ids(completion_ids):
+    return [float(sum(ids)) for ids in completion_ids]
+
+def by_keywords(**kwargs):
+    assert sorted(kwargs) == ["answer", "completion_ids", "completions", "prompts", "solution"], sorted(kwargs)
+    return [float(len(v)) for v in zip(*kwargs.values())]
+
+def by_texts(completions, prompts, **kwargs):
+    return [float(len(c)) if p == "You add.\\n\\nWhat is 1 + 1?" else -1.0 for c, p in zip(completions, prompts)]
+
+async def by_waiting(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [float(len(c)) for c in completions]
+
+async def for_ever(completions, **kwargs):
+    await asyncio.sleep(60)
+
+class Shorter:
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __call__(self, completions, **kwargs):
+        return [float(len(c[0]["content"]) < self.limit) for c in completions]
+
+def by_state(completions, trainer_state, **kwargs):
+    return [0.0 for _ in completions]
+
+def not_a_list(completions, **kwargs):
+    return 1.0
+
+def ours(group, limit=3):
+    return [float(len(r.completion.text) < limit) for r in group.rollouts]
+"""
+TEXTS = ("2", "2m", "twelve")
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brought_from_trl.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "brought_from_trl", raising=False)
+
+
+def spec(name: str, **keys: Any) -> dict[str, RewardSpec]:
+    return specs({"mine": {"_target_": f"brought_from_trl.{name}", "weight": 1.0, **keys}})
+
+
+def prompt() -> Prompt:
+    messages = ({"role": "system", "content": "You add."}, {"role": "user", "content": "What is 1 + 1?"})
+    return Prompt(id="one", messages=messages, answer="2", metadata={"solution": "2"})
+
+
+def group() -> Group:
+    def rollout(i: int, text: str) -> Rollout:
+        said = Completion(text=text, token_ids=(i, 5), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
+        return Rollout(prompt=prompt(), completion=said, policy_version=0)
+
+    return Group(prompt=prompt(), rollouts=tuple(rollout(i, text) for i, text in enumerate(TEXTS)))
+
+
+def scores(rewards: dict[str, RewardSpec], workers: int = 0, timeout: float = 10.0) -> list[float]:
+    with closing(Scorer(rewards, workers, timeout, "stop")) as scorer:
+        return scorer([group()]).by_reward["mine"][0].tolist()
+
+
+@each(
+    ("name", "keys", "expected"),
+    [
+        ("by_completions", {}, [1, 2, 6]),
+        ("by_prompts", {}, [1, 1, 1]),
+        ("by_answer", {}, [1, 1, 0]),  # None: does not apply
+        ("by_column", {}, [0, 1, 0]),
+        ("by_column", {"unit": ""}, [1, 0, 0]),
+        ("by_column", {"solution": ["twelve"] * 3, "unit": ""}, [0, 0, 1]),
+        ("by_ids", {}, [5, 6, 7]),
+        ("by_keywords", {}, [5, 5, 5]),
+        ("by_texts", {"completions": "texts"}, [1, 2, 6]),
+        ("by_waiting", {}, [1, 1, 1]),
+        ("by_waiting", {"completions": "texts"}, [1, 2, 6]),
+        ("Shorter", {"limit": 3}, [1, 1, 0]),
+        ("ours", {"limit": 2}, [1, 0, 0]),
+    ],
+)
+def test_each_form_scores_a_group(name: str, keys: dict[str, Any], expected: list[float]) -> None:
+    assert scores(spec(name, **keys)) == expected
+
+
+def test_a_worker_process_scores_the_same() -> None:
+    assert scores(spec("by_answer"), workers=1) == [1, 1, 0]
+
+
+def test_a_coroutine_has_the_time_limit_of_any_reward() -> None:
+    with pytest.raises(RewardError, match=r"exceeded its time limit of 0.2 s a group"):
+        scores(spec("for_ever"), timeout=0.2)
+
+
+def test_what_is_no_list_is_told_by_the_rewards_name() -> None:
+    with pytest.raises(RewardError, match=r"reward.mine: raised TypeError: 'float' object is not iterable"):
+        scores(spec("not_a_list"))
+
+
+@each(
+    ("name", "keys", "refusal"),
+    [
+        ("by_state", {}, "reward.mine._target_: brought_from_trl.by_state cannot be called without trainer_state"),
+        ("by_completions", {"wieght": 1}, "reward.mine.wieght: there is no such key"),
+        ("by_column", {"unti": "m"}, "reward.mine.unti: there is no such key, got 'm'; did you mean reward.mine.unit?"),
+        ("by_completions", {"completions": "text"}, "reward.mine.completions: "),
+        ("ours", {"completions": "texts"}, "reward.mine.completions: there is no such key"),
+        ("Shorter", {}, "reward.mine.limit: is missing"),
+    ],
+)
+def test_mistakes_are_refused_before_the_run(name: str, keys: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(UserError) as refused:
+        spec(name, **keys)
+    assert str(refused.value).startswith(refusal)
+
+
+def test_a_column_that_the_data_have_not_is_refused() -> None:
+    bare = Prompt(id="one", messages=prompt().messages, answer="2")
+    with pytest.raises(UserError, match=r"by_column takes solution, .* set data.metadata_fields=\[solution\]"):
+        check_metadata(spec("by_column"), bare)
+    check_metadata(spec("by_column"), prompt())
+    check_metadata(spec("by_column", solution=["2"]), bare)
+    check_metadata(spec("by_answer"), bare)
+
+
+def test_the_plan_tries_them_like_any_reward() -> None:
+    tokenizer = family_tokenizer("qwen2.5")
+    sampling, ends = Sampling(max_tokens=64, temperature=1.0), turn_ends(tokenizer, "chat")
+    trials = try_rewards(spec("by_answer"), [prompt()], tokenizer, sampling, ends, 10.0)
+    assert {trial.kind: trial.score for trial in trials}["reference"] == 1
+    assert {trial.kind: trial.score for trial in trials}["empty"] == 0
+
+
+@each("function", [len, print, lambda group: [], lambda group, **keys: [], lambda group, *more: []])
+def test_a_function_of_a_group_is_not_taken_for_one_of_trls(function: Callable[..., Any]) -> None:
+    assert not is_trl(function)
+
+
+def test_a_conversation_is_given_as_messages() -> None:
+    call = ToolCall(name="add", arguments='{"a": 1}', answer="2")
+    turns = (
+        Turn(end=1, text="Let me add.", calls=(call,)),
+        Turn(end=2, text="2?", answer="Sure?"),
+        Turn(end=3, text="2"),
+    )
+    completion = Completion(
+        text="whole", token_ids=(1, 2, 3), logprobs=(0.0,) * 3, finish_reason=FinishReason.stop, turns=turns
+    )
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert list(messages_of(completion)) == [
+        {"role": "assistant", "content": "Let me add.", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "2?"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "2"},
+    ]

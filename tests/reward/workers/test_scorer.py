@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reward_groups import make_group
+from run_processes import happens
 
-from rlft.reward.workers.scorer import RewardError, Scorer, specs
+from rlft.reward.workers.scorer import AheadScorer, RewardError, Scorer, shortened, specs
+from rlft.reward.workers.worker import Task, pack, unpack
 from rlft.types import Group, StepScores, Turn, UserError
 
 TIMEOUT_S = 0.4
@@ -177,14 +180,10 @@ def test_a_long_completion_is_shown_shortened(scorer, group):
     with pytest.raises(RewardError) as stopped:
         scorer("nothing", "naughty", nothing={"on_error": 0})([group(["raise"])])
     assert len(str(stopped.value)) < 400
-    from rlft.reward.workers.scorer import shortened
-
     assert len(shortened("x\n" * 100_000)) < 350
 
 
 def test_metadata_that_cannot_be_sent_is_told(scorer, group):
-    from dataclasses import replace
-
     whole = group(["a"])
     odd = replace(whole, prompt=replace(whole.prompt, metadata={"check": lambda text: True}))
     with pytest.raises(RewardError, match=r"prompt 'p0' cannot be sent .* scoring.workers=0"):
@@ -193,16 +192,12 @@ def test_metadata_that_cannot_be_sent_is_told(scorer, group):
 
 
 def test_a_group_arrives_in_the_worker_as_it_was(group):
-    from rlft.reward.workers.worker import Task, pack, unpack
-
     task = Task(key=3, group=with_turns_of(group(["a", "bc"]), [(None,), (0.5, None)]), rewards=("length",))
     assert unpack(pack(task)) == task
 
 
 def with_turns_of(group, rewards):
     """The group with these turns' rewards, a completion at a time; two tokens each, of which one is an answer's."""
-    from dataclasses import replace
-
     rollouts = []
     for rollout, row in zip(group.rollouts, rewards, strict=True):
         turns = tuple(Turn(end=2 * k + 1, reward=reward) for k, reward in enumerate(row))
@@ -278,3 +273,88 @@ def test_completions_of_a_prompt_whose_reference_is_of_no_use_get_0_where_that_i
         scorer([made])
     with closing(Scorer(specs({"mine": keys}), 0, 10.0, "stop", allow_unscorable=True)) as score:
         assert score([made]).total.tolist() == [[0.0, 0.0]]
+
+
+# -- scoring that begins before it is asked for ------------------------------------------------------------------------
+LENGTHS = {name: {"_target_": f"naughty.{name}", "weight": 0.5} for name in ("length", "naughty")}
+GROUPS = [make_group(["a" * (3 * i + j) for j in range(3)], id=f"p{i}") for i in range(6)]
+
+
+@pytest.fixture
+def open_scorers():
+    """The scores, and the errors, of these two are the same."""
+    opened = []
+
+    def both(rewards, on_error="stop", timeout_s=20.0):
+        alone = Scorer(specs(rewards), 1, timeout_s, on_error)
+        ahead = AheadScorer(specs(rewards), 1, timeout_s, on_error)
+        opened.extend([alone, ahead])
+        return alone, ahead
+
+    yield both
+    for scorer in opened:
+        scorer.close()
+
+
+def plain(scores):
+    return scores.total.tolist(), {name: values.tolist() for name, values in scores.by_reward.items()}
+
+
+def naughty(name):
+    return {"bad": {"_target_": f"naughty.{name}", "weight": 1.0}}
+
+
+def test_scores_do_not_depend_on_when_scoring_began(open_scorers):
+    alone, ahead = open_scorers(LENGTHS)
+    expected = plain(alone(GROUPS))
+    later = GROUPS[4:]
+    ahead.begin(GROUPS[2:4])
+    ahead.begin(GROUPS[:1])
+    ahead.begin(later)
+    assert plain(ahead(GROUPS[:4])) == plain(alone(GROUPS[:4]))  # one of them was not begun
+    assert plain(ahead(later)) == plain(alone(later))
+    ahead.begin(GROUPS[3:])
+    assert plain(ahead(GROUPS)) == expected
+
+
+def test_a_group_that_was_begun_is_not_scored_again(open_scorers, monkeypatch):
+    _, ahead = open_scorers(LENGTHS)
+    asked = []
+    run = ahead.run
+
+    def counted(tasks, stop_when):
+        asked.extend(task.group.prompt.id for task in tasks)
+        return run(tasks, stop_when)
+
+    monkeypatch.setattr(ahead, "run", counted)
+    ahead.begin(GROUPS[:2])
+    assert happens(lambda: asked == ["p0", "p1"], within_s=60)  # before anybody asks for scores
+    ahead(GROUPS[:3])
+    assert asked == ["p0", "p1", "p2"]
+
+
+def test_a_reward_that_fails_stops_the_run_or_gets_its_fixed_score(open_scorers):
+    groups = [make_group(["fine"], id="p0"), make_group(["raise", "fine"], id="p1")]
+    alone, ahead = open_scorers(naughty("naughty"))
+    ahead.begin(groups)
+    with pytest.raises(RewardError) as expected:
+        alone(groups)
+    with pytest.raises(RewardError) as caught:
+        ahead(groups)
+    assert str(caught.value) == str(expected.value)
+    equal = [make_group(["raise", "fine"], id="p1"), make_group(["fine", "fine"], id="p2")]
+    alone, ahead = open_scorers(naughty("naughty"), on_error=-2.0)
+    ahead.begin(equal)
+    assert plain(ahead(equal)) == plain(alone(equal))
+    assert (ahead.num_failures, ahead.last_failure) == (alone.num_failures, alone.last_failure)
+    assert ahead.num_failures == 1
+
+
+def test_closing_does_not_wait_for_a_reward(open_scorers):
+    _, ahead = open_scorers(naughty("naughty"), timeout_s=60.0)
+    ahead(GROUPS[:1])  # the worker is up
+    ahead.begin([make_group(["hang"])])
+    time.sleep(0.3)
+    begun = time.monotonic()
+    ahead.close()
+    assert time.monotonic() - begun < 50

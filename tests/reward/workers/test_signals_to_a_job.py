@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from reward_groups import REPOSITORY, start_script
 from scripted_server import ScriptedServer, scores
 
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.scorer import Scorer
 from rlft.system.process import signals
 
-REPOSITORY = Path(__file__).parents[3]
 KEYS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
 """scoring.timeout, what a reward takes, and how long the job is stopped: beyond the pool's own second of grace, too."""
@@ -54,17 +52,7 @@ class Job:
     """The script as a process, its workers and whatever they start."""
 
     def __init__(self, folder: Path, order: Mapping[str, Any]) -> None:
-        script = folder / "score.py"
-        script.write_text(SCRIPT)
-        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(order)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_script(folder, SCRIPT, json.dumps(order))
 
     def everybody(self) -> list[psutil.Process]:
         """Whoever works for another one comes first, the script itself last."""
@@ -102,6 +90,9 @@ class Job:
         return json.loads(out)
 
 
+Begin = Callable[..., Job]
+
+
 def _command(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
@@ -109,7 +100,7 @@ def _command(process: psutil.Process) -> str:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def begin(tmp_path: Path) -> Iterator[Begin]:
     """Starts scoring: `begin(rewards, tasks)`; a task is a reward's name, a completion, and the prompt's answer."""
     jobs: list[Job] = []
 
@@ -143,7 +134,7 @@ ANSWERS = f"import time\ntime.sleep({WORK_S})\ndef double(n): return 2 * n"
 
 
 def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored_again(
-    begin: Callable[..., Job], tmp_path: Path
+    begin: Begin, tmp_path: Path
 ) -> None:
     diary = tmp_path / "diary"
     job = begin({"dawdle": noted("dawdle", diary)}, [["dawdle", "18", ""]])
@@ -160,7 +151,7 @@ def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored
     assert calls(diary) == 1 + len(signals.JOB_WIDE)
 
 
-def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Begin, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     rewards = {"program": noted("runs_a_program", diary), "code": CODE}
     job = begin(rewards, [["program", "", ""], ["code", PRINTS, PAIRS], ["code", ANSWERS, ASSERTS]])
@@ -172,7 +163,7 @@ def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Callab
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_not_been(
-    begin: Callable[..., Job], tmp_path: Path
+    begin: Begin, tmp_path: Path
 ) -> None:
     kinds = ("dawdle", "spins", "runs_a_program")
     with ScriptedServer() as server:
@@ -192,7 +183,7 @@ def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_n
 
 
 @pytest.mark.slow
-def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Begin, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     job = begin({"dawdle": noted("dawdle", diary)}, [["dawdle", "18", ""]] * 2, workers=1)
     for done, stopped in enumerate((slice(-1), slice(-1, None)), start=1):
@@ -206,7 +197,7 @@ def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Callabl
     assert job.scores() == [[2.0], [2.0]]
 
 
-def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Callable[..., Job], tmp_path: Path) -> None:
+def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Begin, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     job = begin({"program": noted("runs_a_program", diary)}, [["program", "", ""]], workers=0)
     job.wait_until(lambda: calls(diary) == 1)
@@ -217,7 +208,7 @@ def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Call
     assert calls(diary) == 2
 
 
-def test_a_reward_can_end_the_processes_that_it_starts(begin: Callable[..., Job]) -> None:
+def test_a_reward_can_end_the_processes_that_it_starts(begin: Begin) -> None:
     job = begin({"ends": {"_target_": "naughty.ends_its_children", "weight": 1.0}}, [["ends", "", ""]], limit_s=30.0)
     assert job.scores() == [[1.0]]
 
