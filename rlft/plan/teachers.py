@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rlft.config.generation import section_of
-from rlft.generation.vllm.engine import not_installed
-from rlft.generation.vllm.sharing import why_not_invariant
+from rlft.generation.vllm.engine import not_installed, why_not_invariant
 from rlft.model.positions import limit_of
 from rlft.types import UserError
 

@@ -30,6 +30,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from real_engines import open_vllm, vllm_engine
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,10 +42,9 @@ from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm.engine import VLLM
+from rlft.generation.vllm.engine import engine_rank
 from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError, answers
-from rlft.generation.vllm.options import engine_rank
 from rlft.system.crash import explains_itself
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
@@ -53,9 +53,6 @@ MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 HOT = Sampling(max_tokens=24, temperature=1.0)
 TOLERANCE = 1e-4
 """Natural log. Both sides compute in float32 with other kernels; seen: 1e-5."""
-
-
-ENGINE = VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={})
 
 
 # -- without an engine -----------------------------------------------------------------------------------------------
@@ -71,15 +68,14 @@ def test_a_rank_above_512_is_refused() -> None:
 
 def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = ENGINE.missing()
+    missing = vllm_engine().missing()
     assert missing is not None
     assert missing.problem == "vLLM is not installed"
     assert missing.remedy.startswith("pip install 'rlft[vllm]'")
 
 
 def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:
-    code = "import sys; from rlft.generation.vllm.engine import VLLM; "
-    code += "from rlft.generation.vllm.options import engine_rank; engine_rank(8); "
+    code = "import sys; from rlft.generation.vllm.engine import VLLM, engine_rank; engine_rank(8); "
     code += "VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={}).missing(); "
     code += "print({'vllm', 'torch'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
@@ -164,22 +160,8 @@ def process_state() -> dict[str, Any]:
 
 
 def new_generator(path: Path = MODEL, **changes: Any) -> VLLMGenerator:
-    return VLLMGenerator(
-        model_path=path,
-        dtype="float32",
-        trust_remote_code=False,
-        revision=None,
-        quantization=None,
-        max_lora_rank=6,  # rounded up to 8
-        max_sequence_tokens=256,
-        max_num_seqs=64,
-        gpu_memory_utilization=0.3,
-        sleep=True,
-        enforce_eager=True,
-        seed=0,
-        further={"disable_cascade_attn": True},
-        **changes,
-    )
+    keys = vllm_engine(max_num_seqs=64, sleep=True, options={"disable_cascade_attn": True})
+    return open_vllm(path, keys, lora_rank=6, **changes)  # the rank is rounded up to 8
 
 
 class Trainer:
@@ -618,7 +600,7 @@ def test_sleep_is_harmless_on_a_cpu(bench: Bench) -> None:
 def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
     files = AdapterFiles(tmp_path)
     folder = files.write(bench.trainer.adapter(1))
-    script = Path(__file__).parent / "vllm_holder.py"
+    script = Path(__file__).parents[2] / "helpers" / "vllm_holder.py"
     command = [sys.executable, str(script), str(MODEL), str(folder)]
     pipe, root = subprocess.PIPE, str(Path(rlft.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
@@ -698,7 +680,7 @@ def test_another_engine_can_be_started_after_the_first_is_closed(bench: Bench) -
         assert bench.trainer.gap(groups, 1.0) < TOLERANCE
     finally:
         second.close()
-    assert ENGINE.missing() is None
+    assert vllm_engine().missing() is None
 
 
 def session_of(leader: int) -> set[int]:
