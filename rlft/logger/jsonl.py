@@ -1,4 +1,4 @@
-"""Writes a run's metrics.jsonl, eval.jsonl and alarms.jsonl, and reads such files.
+"""Writes a run's metrics.jsonl, eval.jsonl and alarms.jsonl, reads such files, and describes damaged lines in them.
 
 Apart from times, a resumed run leaves byte for byte the files of an uninterrupted one: lines beyond the checkpoint, and
 a line torn by a kill, are cut off before anything is appended.
@@ -12,17 +12,16 @@ import os
 import re
 import string
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 from rlft.system.disk import writing
 from rlft.system.files import append, flush
 from rlft.system.terminal import Say
-from rlft.types import Completion, Evaluation, Prompt, RunInfo, StepRecord, UserError
+from rlft.types import Completion, Evaluation, Logger, Prompt, RunInfo, StepRecord, UserError
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
@@ -30,11 +29,13 @@ ALARMS = "alarms.jsonl"
 
 # Legal inside a JSON string, yet able to break lines or reorder text for whoever prints the file.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+"""The beginning of a line; a damaged newline joins several lines into one."""
 _NAME_AND_NUMBER_CHARACTERS = (string.ascii_letters + string.digits + "_/@.+-").encode()
 
 
 @dataclass(kw_only=True)
-class Jsonl:
+class Jsonl(Logger):
     """Writes a line for each step and each evaluation, immediately.
 
     It is neither frozen nor slotted, because it also holds the open files, which are not keys.
@@ -75,9 +76,6 @@ class Jsonl:
         self.evaluated = evaluation.step
         self._append_alarms(evaluation.step, evaluation.alarms)
         self._append(EVALUATIONS, evaluation_line(evaluation))
-
-    def note(self, text: str) -> None:
-        pass
 
     def finish(self, status: str) -> None:
         for file in self.files.values():
@@ -154,6 +152,93 @@ def warn(text: str) -> None:
 
 def silent(text: str) -> None:
     """Prints nothing: for a reader of a file about which another reader prints the same line."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DamagedLines:
+    """Damaged lines that follow each other.
+
+    Attributes:
+        first: number of the first of these lines, from 1.
+        last: number of the last one.
+        steps: the steps that can still be read in them.
+        after: the step of the undamaged line before them; None if there is none.
+        before: the step of the undamaged line after them; None if there is none.
+    """
+
+    first: int
+    last: int
+    steps: list[int]
+    after: int | None
+    before: int | None = None
+
+    def may_be_until(self, step: int) -> bool:
+        """Whether a line of this step or an earlier one may be among them."""
+        return min(self.steps) <= step if self.steps else self.after is None or self.after < step
+
+    def __str__(self) -> str:
+        """The numbers and steps of the lines, in words."""
+        lines = f"line {self.first}" if self.first == self.last else f"lines {self.first} to {self.last}"
+        return f"{lines} ({self._steps()})" if self._steps() else lines
+
+    def _steps(self) -> str:
+        number = self.last - self.first + 1
+        steps = self.steps
+        if not steps and self.after is not None and self.before is not None and self.before - self.after == number + 1:
+            steps = list(range(self.after + 1, self.before))
+        if steps:
+            return f"step{'s' * (len(set(steps)) > 1)} {', '.join(map(str, dict.fromkeys(steps)))}"
+        if self.after is not None and self.before is not None:
+            return f"between steps {self.after} and {self.before}"
+        if self.after is not None:
+            return f"after step {self.after}"
+        return "" if self.before is None else f"before step {self.before}"
+
+
+def has_step(line: dict[str, Any]) -> bool:
+    """Whether this is a line of metrics, evaluations, alarms or rollouts."""
+    return type(line.get("step")) is int
+
+
+def complete_lines(
+    file: Iterable[bytes], lost: list[DamagedLines] | None = None, is_whole: Callable[[dict[str, Any]], bool] = has_step
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(bytes up to the line's end, line) of each undamaged line; a last line without a newline is still being written.
+
+    Args:
+        file: the raw lines of the file.
+        lost: the list to which damaged lines are added.
+        is_whole: whether a parsed line is one of such a file.
+    """
+    end, step, lost_lines = 0, None, None
+    for number, raw in enumerate(file, start=1):
+        end += len(raw)
+        if not raw.endswith(b"\n"):
+            return
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and is_whole(line):
+            step = line.get("step")
+            if lost_lines is not None:
+                lost_lines.before, lost_lines = step, None
+            yield end, line
+            continue
+        steps = [int(digits) for digits in _STEP.findall(raw)]
+        if lost_lines is None:
+            lost_lines = DamagedLines(first=number, last=number, steps=steps, after=step)
+            if lost is not None:
+                lost.append(lost_lines)
+        else:
+            lost_lines.last = number
+            lost_lines.steps += steps
+
+
+def lost_text(path: Path, lost: Sequence[DamagedLines]) -> str:
+    """One line that names the file, the lines and their steps."""
+    verb = "is" if len(lost) == 1 and lost[0].first == lost[0].last else "are"
+    return f"{path}: {', '.join(map(str, lost))} {verb} damaged and left out"
 
 
 def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:

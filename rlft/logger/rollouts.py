@@ -17,13 +17,13 @@ from rlft.config.schema import RolloutsConfig
 from rlft.logger.jsonl import encode, number, turn_fields
 from rlft.system.disk import writing
 from rlft.system.files import write_atomically
-from rlft.types import Branch, Completion, Evaluation, FinishReason, RunInfo, StepRecord, TokenValues, ToolCall, Turn
+from rlft.types import Branch, Completion, FinishReason, Logger, RunInfo, StepRecord, TokenValues, ToolCall, Turn
 
 ROLLOUTS = "rollouts"
 _NAME = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
 
 
-class Rollouts:
+class Rollouts(Logger):
     """Writes a step's completions as one file, completely or not at all.
 
     It comes before the other loggers of a run: a line in metrics.jsonl promises that the step's completions exist.
@@ -39,9 +39,6 @@ class Rollouts:
             if step > run.step or path.suffix == ".tmp":
                 path.unlink()
 
-    def stage(self, name: str) -> None:
-        pass
-
     def step(self, record: StepRecord) -> None:
         if not record.groups or not self.config.writes(record.step):
             return
@@ -53,15 +50,6 @@ class Rollouts:
         if self.config.keep is not None:
             for old, _ in rollout_files(self.folder)[: -self.config.keep]:
                 old.unlink()
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        pass
 
 
 def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:

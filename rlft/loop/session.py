@@ -18,8 +18,7 @@ from rlft.data.prompts import left_out
 from rlft.data.teacher_prompts import teacher_prompts
 from rlft.environment.endpoint.traces import Traces
 from rlft.generation.engine import Generator
-from rlft.logger.alarms import Alarms
-from rlft.logger.hints import Hints
+from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.base_loading import layers_of_rank
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
