@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.logger.rollouts import turn_of
+from rlft.logger.jsonl import turn_of
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.sampling import StepSampler
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout

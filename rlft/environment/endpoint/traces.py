@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlft.logger.rollouts import completion_of, conversation_fields
+from rlft.logger.jsonl import completion_of, conversation_fields
 from rlft.system.files import write_atomically
 from rlft.types import Group, Prompt, Rollout, Sampling, UserError
 
