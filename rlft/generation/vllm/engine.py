@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rlft.config.bounds import PositiveFraction, PositiveInt
 from rlft.generation.engine import Engine, EngineArgs, Missing
-from rlft.generation.memory import EngineMemory, Load, ModelSizes
-from rlft.generation.vllm import memory as vllm_memory
+from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.vllm.memory import (
+    CPU_LIBRARIES,
+    GRAPHS,
+    MOST_SHARE,
+    cpu_cache_bytes,
+    least_bytes,
+    least_share,
+    taken,
+)
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
@@ -187,30 +195,37 @@ class VLLM(Engine):
             raise UserError("batch_invariant", reason, got="true", remedy="set it to false")
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
-        """Its share of a GPU. On a CPU a second base and the KV cache, which vLLM writes to at once."""
+        """On a GPU its share of the memory, or the least that it needs where that is more.
+
+        On a CPU a second base and the KV cache, which vLLM writes to at once.
+        """
         if load.device == "cpu":
-            return vllm_memory.on_a_cpu(model, load, self.max_num_seqs)
-        return vllm_memory.on_a_gpu(
-            model,
-            load,
-            self.options,
-            share=self.gpu_memory_utilization,
-            max_num_seqs=self.max_num_seqs,
-            sleep=self.sleep,
-            graphs=not self.enforce_eager,
-            shares_base=self._shares_base(model, load),
-        )
+            token = model.key_size * model.itemsize
+            size = model.base_bytes + cpu_cache_bytes(token, load.max_sequence_tokens, self.max_num_seqs)
+            libraries = MemoryPart(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
+            return EngineMemory(parts=(_part("vLLM, its base and KV cache", size, "max_num_seqs"), libraries))
+        least = least_bytes(model, load, self.options, self.max_num_seqs)
+        size, lacks = taken(least, self.gpu_memory_utilization, load.device_memory)
+        when = When.sampling if self.sleep else When.always
+        if not self._shares_base(model, load):
+            whole = _part("vLLM, its base and KV cache", size, "gpu_memory_utilization", when)
+            return EngineMemory(parts=(whole,), lacks=lacks)
+        size = max(0, size - model.base_bytes)
+        graphs = min(GRAPHS, size) if self.sleep and not self.enforce_eager else 0
+        cache = _part("vLLM, its KV cache (it shares the base)", size - graphs, "gpu_memory_utilization", when)
+        graph_parts = (_part("vLLM's CUDA graphs", graphs, "enforce_eager"),) if graphs else ()
+        return EngineMemory(parts=(cache, *graph_parts), lacks=lacks)
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
         if load.device == "cpu":
             return
         if self._shares_base(model, load):
             room += model.base_bytes  # the rest of the run counts it
-        fitting_share = min(vllm_memory.MOST_SHARE, int(100 * room / load.device_memory) / 100)
-        least_share = vllm_memory.least_share(model, load, self.options, self.max_num_seqs)
-        if self.gpu_memory_utilization < least_share:
-            yield replace(self, gpu_memory_utilization=max(fitting_share, least_share))
-        elif not self.sleep and least_share <= fitting_share < self.gpu_memory_utilization:
+        fitting_share = min(MOST_SHARE, int(100 * room / load.device_memory) / 100)
+        least = least_share(model, load, self.options, self.max_num_seqs)
+        if self.gpu_memory_utilization < least:
+            yield replace(self, gpu_memory_utilization=max(fitting_share, least))
+        elif not self.sleep and least <= fitting_share < self.gpu_memory_utilization:
             yield replace(self, gpu_memory_utilization=fitting_share)
         if not self.sleep:
             yield replace(self, sleep=True)
@@ -224,6 +239,10 @@ class VLLM(Engine):
         from rlft.generation.vllm.generator import VLLMGenerator
 
         return VLLMGenerator(self, args)
+
+
+def _part(name: str, size: int, key: str, when: When = When.always) -> MemoryPart:
+    return MemoryPart(name=name, bytes=size, when=when, key=key)
 
 
 def engine_rank(rank: int) -> int:
