@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rlft.config.schema import RolloutsConfig
 from rlft.system.disk import writing
 from rlft.system.files import append, flush, write_atomically
 from rlft.system.terminal import Say
@@ -36,6 +35,9 @@ from rlft.types import (
     Turn,
     UserError,
 )
+
+if TYPE_CHECKING:
+    from rlft.config.schema import RolloutsConfig
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
