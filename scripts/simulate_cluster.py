@@ -31,8 +31,7 @@ import numpy
 from bench_work import table, where_and_when
 from cluster_model import Group, Layout, StageCosts, StepTime, apart, lane_costs, parts, simulate
 
-from rlft.logger.jsonl import METRICS, read_lines
-from rlft.logger.rollouts import rollout_files
+from rlft.logger.jsonl import METRICS, read_lines, rollout_files
 
 LENGTHS = Path(__file__).resolve().parents[1] / "tests" / "trainer" / "row_lengths.json"
 LANES = 4

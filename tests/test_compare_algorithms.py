@@ -13,34 +13,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
+import compare_algorithms as compare
 import pytest
 import yaml
 
-import rlft
 from rlft.types import UserError
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(rlft.__file__).parents[1] / "scripts" / "compare_algorithms.py"
-
-
-@pytest.fixture(scope="module")
-def compare() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("compare_algorithms", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(compare.__file__)
+Asked = Callable[..., argparse.Namespace]
+Trained = Callable[..., list[tuple[str, list[str], str]]]
 
 
 @pytest.fixture
-def asked(compare: ModuleType, tmp_path: Path) -> Callable[..., argparse.Namespace]:
+def asked(tmp_path: Path) -> Asked:
     """Options of a command line that trains into tmp_path."""
     return lambda *words: compare.parse(["--out", str(tmp_path), *words])
 
@@ -97,14 +86,14 @@ class Ended:
         raise AssertionError(f"signal {sig} to a process that has ended")
 
 
-def jobs_of(compare: ModuleType, asked: Callable[..., argparse.Namespace], *words: str) -> list[Any]:
+def jobs_of(asked: Asked, *words: str) -> list[Any]:
     """Jobs of two steps that are evaluated after each."""
     return compare.make_jobs(asked(*words, "--override", "steps=2", "eval.every=1"))
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
 def test_a_recipe_that_is_not_there_is_refused_with_those_that_are(
-    compare: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert compare.run(["--only", "grpo", "grop", "--out", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
@@ -113,25 +102,21 @@ def test_a_recipe_that_is_not_there_is_refused_with_those_that_are(
     assert not (tmp_path / "out").exists()
 
 
-def test_every_arithmetic_recipe_is_compared_and_no_other(compare: ModuleType) -> None:
+def test_every_arithmetic_recipe_is_compared_and_no_other() -> None:
     names = compare.known_names(None)
     recipes = {file.stem for file in (SCRIPT.parents[1] / "recipes").glob("*.yaml")}
     assert {f"{name}_arithmetic" for name in names} == {recipe for recipe in recipes if recipe.endswith("_arithmetic")}
     assert "grpo_gsm8k" in recipes - {f"{name}_arithmetic" for name in names}
 
 
-def test_by_default_every_algorithm_without_a_teacher_is_compared_and_no_other_verb_or_stage(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_by_default_every_algorithm_without_a_teacher_is_compared_and_no_other_verb_or_stage(asked: Asked) -> None:
     names = {job.name for job in compare.make_jobs(asked("--seeds", "0"))}
     algorithms = {file.stem for file in (SCRIPT.parents[1] / "configs" / "algorithm").glob("*.yaml")}
     assert names == algorithms - {"opd"} | {"iterative_grpo"}
     assert compare.chosen_names(["opd"], compare.known_names(None)) == ["opd"], "if it is named, it is"
 
 
-def test_recipes_of_the_users_own_folder_are_compared_too(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace], tmp_path: Path
-) -> None:
+def test_recipes_of_the_users_own_folder_are_compared_too(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
     (tmp_path / "mine" / "recipe" / "own_arithmetic.yaml").write_text("# @package _global_\n# Mine\nsteps: 3\n")
     (job,) = compare.make_jobs(asked("--config-dir", str(tmp_path / "mine"), "--only", "own", "--seeds", "4"))
@@ -139,41 +124,33 @@ def test_recipes_of_the_users_own_folder_are_compared_too(
     assert compare.command(job, tmp_path / "mine")[-2:] == ["--config-dir", str(tmp_path / "mine")]
 
 
-def test_completions_become_steps(compare: ModuleType, asked: Callable[..., argparse.Namespace]) -> None:
+def test_completions_become_steps(asked: Asked) -> None:
     # The recipe has 32 prompts x group of 8 = 256 a step: 5120 / 256 = 20 steps.
     jobs = compare.make_jobs(asked("--only", "grpo_arithmetic", "--seeds", "0", "7", "--completions", "5120"))
     assert [(job.config["steps"], job.config["seed"]) for job in jobs] == [(20, 0), (20, 7)]
     assert "steps=20" in jobs[0].overrides
 
 
-def test_without_completions_a_recipe_says_its_steps(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_without_completions_a_recipe_says_its_steps(asked: Asked) -> None:
     (job,) = compare.make_jobs(asked("--only", "grpo", "--seeds", "0"))
     assert (job.config["steps"], job.completions_per_step) == (40, 256)
     assert job.config["eval"]["kl_base"] is True
 
 
-def test_completions_that_no_whole_step_gives_are_refused(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_completions_that_no_whole_step_gives_are_refused(asked: Asked) -> None:
     # 5000 / 256 = 19.5: 19 steps have 4864, 20 have 5120.
     with pytest.raises(UserError, match=r"grpo has 256 a step.*got 5000; use 4864 or 5120"):
         compare.make_jobs(asked("--only", "grpo", "--completions", "5000"))
 
 
-def test_a_seed_given_twice_and_a_recipe_never_evaluated_are_refused(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_a_seed_given_twice_and_a_recipe_never_evaluated_are_refused(asked: Asked) -> None:
     with pytest.raises(UserError, match="a seed is given twice"):
         compare.make_jobs(asked("--seeds", "1", "1"))
     with pytest.raises(UserError, match="grpo is never evaluated"):
         compare.make_jobs(asked("--only", "grpo", "--override", "eval.every=0"))
 
 
-def test_another_task_is_what_its_recipe_changes_of_grpos(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_another_task_is_what_its_recipe_changes_of_grpos(asked: Asked) -> None:
     of_grpo = yaml.safe_load((SCRIPT.parents[1] / "recipes" / "grpo_chains.yaml").read_text())
     assert compare.task_overrides("chains")["data"] == "chains"
     assert compare.task_overrides("chains")["model.path"] == of_grpo["model"]["path"]
@@ -186,18 +163,14 @@ def test_another_task_is_what_its_recipe_changes_of_grpos(
     assert compare.make_jobs(asked("--only", "grpo", "--seeds", "0"))[0].config["data"] != grpo.config["data"]
 
 
-def test_what_the_user_says_of_a_key_comes_before_what_the_task_says(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_what_the_user_says_of_a_key_comes_before_what_the_task_says(asked: Asked) -> None:
     words = ("--task", "chains", "--only", "grpo", "--seeds", "0", "--override", "generation.max_tokens=8")
     (job,) = compare.make_jobs(asked(*words))
     assert job.config["generation"]["max_tokens"] == 8
     assert job.config["data"]["_target_"].endswith("Chains")
 
 
-def test_on_chains_dapo_has_steps_of_its_own_unless_the_command_line_says_how_many(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_on_chains_dapo_has_steps_of_its_own_unless_the_command_line_says_how_many(asked: Asked) -> None:
     def steps(*words: str) -> dict[str, int]:
         jobs = compare.make_jobs(asked("--task", *words, "--only", "dapo", "grpo", "--seeds", "0"))
         return {job.name: job.config["steps"] for job in jobs}
@@ -208,34 +181,32 @@ def test_on_chains_dapo_has_steps_of_its_own_unless_the_command_line_says_how_ma
     assert steps("chains", "--completions", "512") == {"dapo": 2, "grpo": 2}
 
 
-def test_on_chains_a2c_has_no_entropy_bonus_and_the_table_says_so(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_on_chains_a2c_has_no_entropy_bonus_and_the_table_says_so(asked: Asked) -> None:
     jobs = compare.make_jobs(asked("--task", "chains", "--only", "a2c", "grpo", "--seeds", "0"))
     bonus = {job.name: job.config["algorithm"]["entropy_coef"] for job in jobs}
     assert bonus == {"a2c": 0, "grpo": 0.0}
     (own,) = compare.make_jobs(asked("--only", "a2c", "--seeds", "0"))
     assert own.config["algorithm"]["entropy_coef"] == 0.01
-    text = compare.legend(made_up(compare, planned=[("a2c", 0), ("grpo", 0)], task="chains"))
+    text = compare.legend(made_up(planned=[("a2c", 0), ("grpo", 0)], task="chains"))
     assert "`; `a2c` with algorithm.entropy_coef=0. Seed 0." in text
-    assert "`a2c` with" not in compare.legend(made_up(compare, planned=[("grpo", 0)], task="chains"))
+    assert "`a2c` with" not in compare.legend(made_up(planned=[("grpo", 0)], task="chains"))
 
 
-def test_each_task_has_a_folder_of_its_own(compare: ModuleType) -> None:
+def test_each_task_has_a_folder_of_its_own() -> None:
     assert compare.parse([]).out == Path("runs/compare")
     assert compare.parse(["--task", "chains"]).out == Path("runs/compare_chains")
     assert compare.parse(["--task", "chains", "--out", "mine"]).out == Path("mine")
 
 
 @pytest.fixture
-def has_trl(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if TRL were installed."""
     monkeypatch.setattr(compare.compare_trl, "check_installed", lambda: None)
 
 
 @pytest.mark.usefixtures("has_trl")
 def test_trls_runs_have_the_words_of_the_references_and_begin_again(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     options = asked("--only", "grpo", "kimi", "--trl", "--seeds", "3", "--task", "chains", "--override", "steps=2")
     grpo, _, theirs = jobs = compare.make_jobs(options)
@@ -255,32 +226,26 @@ def test_trls_runs_have_the_words_of_the_references_and_begin_again(
 
 
 @pytest.mark.usefixtures("has_trl")
-def test_trls_runs_can_be_asked_for_alone(compare: ModuleType, asked: Callable[..., argparse.Namespace]) -> None:
+def test_trls_runs_can_be_asked_for_alone(asked: Asked) -> None:
     for words in (["--only", "trl_grpo"], ["--only", "trl_grpo", "--trl"]):
         assert [job.key for job in compare.make_jobs(asked(*words, "--seeds", "0"))] == ["trl_grpo/seed_0"]
 
 
 @pytest.mark.usefixtures("has_trl")
-def test_a_config_that_trl_cannot_have_is_refused_before_anything_is_trained(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_a_config_that_trl_cannot_have_is_refused_before_anything_is_trained(asked: Asked) -> None:
     with pytest.raises(UserError, match=r"^algorithm\.std: "):
         compare.make_jobs(asked("--only", "grpo", "--trl", "--override", "algorithm.std=none"))
 
 
-def test_without_trl_its_runs_are_refused(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_trl_its_runs_are_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^trl: is not installed; pip install 'rlft\[bench\]'"):
         compare.make_jobs(asked("--only", "trl_grpo"))
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
-def test_a_finished_run_is_known_by_its_last_step_and_the_evaluation_after_it(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    (job,) = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0")
+def test_a_finished_run_is_known_by_its_last_step_and_the_evaluation_after_it(asked: Asked) -> None:
+    (job,) = jobs_of(asked, "--only", "grpo", "--seeds", "0")
     assert not compare.is_finished(job)
     make_up(job, [0.4, 0.5, 0.6])
     assert compare.is_finished(job)
@@ -288,10 +253,8 @@ def test_a_finished_run_is_known_by_its_last_step_and_the_evaluation_after_it(
     assert not compare.is_finished(job)
 
 
-def test_a_begun_run_is_resumed_and_another_is_started(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    begun, new = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1")
+def test_a_begun_run_is_resumed_and_another_is_started(asked: Asked) -> None:
+    begun, new = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1")
     make_up(begun, [0.4, 0.5])
     assert compare.command(begun, None)[1:] == ["-m", "rlft.cli", "resume", str(begun.folder)]
     words = compare.command(new, None)[3:]
@@ -299,19 +262,15 @@ def test_a_begun_run_is_resumed_and_another_is_started(
     assert words[-2:] == ["seed=1", f"hydra.run.dir={new.folder}"]
 
 
-def test_a_key_that_the_script_itself_sets_is_refused(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
+def test_a_key_that_the_script_itself_sets_is_refused(asked: Asked) -> None:
     with pytest.raises(UserError, match="steps: is given twice"):
         compare.make_jobs(asked("--only", "grpo", "--completions", "5120", "--override", "steps=3"))
     with pytest.raises(UserError, match=r"^trainer\.lr: "):
         compare.make_jobs(asked("--only", "grpo", "--override", "trainer.lr=-1"))
 
 
-def test_a_run_of_another_config_is_refused_or_repeated_never_taken(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    (job,) = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0")
+def test_a_run_of_another_config_is_refused_or_repeated_never_taken(asked: Asked) -> None:
+    (job,) = jobs_of(asked, "--only", "grpo", "--seeds", "0")
     make_up(job, [0.4, 0.5, 0.6])
     compare.clear_changed([job], again=False)
     job.config["trainer"]["lr"], job.config["checkpoint"]["keep"] = 0.5, 9  # the second changes no number
@@ -323,13 +282,9 @@ def test_a_run_of_another_config_is_refused_or_repeated_never_taken(
 
 
 def test_finished_runs_are_not_repeated_and_a_failed_one_does_not_stop_the_others(
-    compare: ModuleType,
-    asked: Callable[..., argparse.Namespace],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
+    jobs = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1", "2")
     make_up(jobs[0], [0.4, 0.5, 0.6])
     called: list[str] = []
 
@@ -385,7 +340,7 @@ class Trains:
 
 
 @pytest.fixture
-def trains(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, list[str], str]]]:
+def trains(monkeypatch: pytest.MonkeyPatch) -> Trained:
     """Makes runs that train: of each its job, those that were in progress with it, and its OMP_NUM_THREADS."""
 
     def prepare(jobs: Sequence[Any], *how: Sequence[int]) -> list[tuple[str, list[str], str]]:
@@ -409,12 +364,9 @@ def trains(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def test_so_many_runs_are_in_progress_at_a_time_each_with_its_share_of_the_cores(
-    compare: ModuleType,
-    asked: Callable[..., argparse.Namespace],
-    trains: Callable[..., list[tuple[str, list[str], str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked, trains: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2", "3")
+    jobs = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1", "2", "3")
     zero, one, two, three = (job.key for job in jobs)
     begun = trains(jobs, [9], [2], [2], [2])  # seed 0 takes so long that all others come and go beside it
     comparison = compare.train_all(jobs, asked("--jobs", "2"))
@@ -431,12 +383,9 @@ def test_so_many_runs_are_in_progress_at_a_time_each_with_its_share_of_the_cores
 
 
 def test_a_request_to_stop_goes_to_every_run_in_progress_and_no_other_begins(
-    compare: ModuleType,
-    asked: Callable[..., argparse.Namespace],
-    trains: Callable[..., list[tuple[str, list[str], str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked, trains: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
+    jobs = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1", "2")
     begun = trains(jobs, [3], [9], [9])  # the second saves for longer than the first, and hears of it once
     told = iter([True])
     monkeypatch.setattr(
@@ -451,12 +400,9 @@ def test_a_request_to_stop_goes_to_every_run_in_progress_and_no_other_begins(
 
 
 def test_a_second_request_goes_to_the_runs_that_still_save(
-    compare: ModuleType,
-    asked: Callable[..., argparse.Namespace],
-    trains: Callable[..., list[tuple[str, list[str], str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked, trains: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1")
+    jobs = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1")
     trains(jobs, [2], [9])
     told = iter([True, False, False, True])
     monkeypatch.setattr(
@@ -467,12 +413,8 @@ def test_a_second_request_goes_to_the_runs_that_still_save(
     assert [process.signals for process in Trains.alive] == [[signal.SIGINT], [signal.SIGINT] * 2]
 
 
-def test_a_run_that_somebody_else_stops_stops_the_others(
-    compare: ModuleType,
-    asked: Callable[..., argparse.Namespace],
-    trains: Callable[..., list[tuple[str, list[str], str]]],
-) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
+def test_a_run_that_somebody_else_stops_stops_the_others(asked: Asked, trains: Trained) -> None:
+    jobs = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1", "2")
     begun = trains(jobs, [2, 130], [9], [9])
     with pytest.raises(KeyboardInterrupt):
         compare.train_all(jobs, asked("--jobs", "2"))
@@ -481,12 +423,9 @@ def test_a_run_that_somebody_else_stops_stops_the_others(
 
 
 def test_runs_in_progress_are_stopped_when_one_cannot_be_read(
-    compare: ModuleType,
-    asked: Callable[..., argparse.Namespace],
-    trains: Callable[..., list[tuple[str, list[str], str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked, trains: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1")
+    jobs = jobs_of(asked, "--only", "grpo", "--seeds", "0", "1")
     trains(jobs, [1000], [1])
     monkeypatch.setitem(make_up.__kwdefaults__, "key", "eval/format")
     with pytest.raises(UserError, match="was evaluated without exact_match"):
@@ -495,7 +434,7 @@ def test_runs_in_progress_are_stopped_when_one_cannot_be_read(
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
-def test_no_runs_at_a_time_are_refused(compare: ModuleType, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_no_runs_at_a_time_are_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
     with pytest.raises(SystemExit) as ended:
         compare.parse([f"--jobs={text}"])
     assert ended.value.code == 2
@@ -503,10 +442,8 @@ def test_no_runs_at_a_time_are_refused(compare: ModuleType, capsys: pytest.Captu
 
 
 # -- table and checks --------------------------------------------------------------------------------------------------
-def test_the_table_has_means_spreads_and_sums_over_the_seeds(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    jobs = jobs_of(compare, asked, "--only", "grpo")
+def test_the_table_has_means_spreads_and_sums_over_the_seeds(asked: Asked) -> None:
+    jobs = jobs_of(asked, "--only", "grpo")
     before, after, kl = [0.40, 0.42, 0.44], [0.90, 0.94, 0.98], [0.1, 0.2, 0.3]
     for job, first, last, divergence in zip(jobs, before, after, kl, strict=True):
         seconds = (2.0, 3.0, 10.0)[job.seed]  # a step
@@ -539,7 +476,7 @@ def test_the_table_has_means_spreads_and_sums_over_the_seeds(
     assert "2 CPU cores (made up), torch 2.13.0, commit abc123, 2026-01-02." in text
 
 
-def test_the_price_of_an_accuracy_is_on_the_line_to_the_first_evaluation_that_has_it(compare: ModuleType) -> None:
+def test_the_price_of_an_accuracy_is_on_the_line_to_the_first_evaluation_that_has_it() -> None:
     at = [0, 256, 512, 768]
     # 0.5 is a quarter of the way from 0.4 to 0.8: 256 + 64. Later values do not count.
     assert compare.completions_to(0.5, at, [0.1, 0.4, 0.8, 0.3]) == pytest.approx(320.0, abs=1e-9)
@@ -549,26 +486,26 @@ def test_the_price_of_an_accuracy_is_on_the_line_to_the_first_evaluation_that_ha
     assert compare.completions_to(0.5, at, [0.1, 0.2, 0.3, 0.4]) is None
 
 
-def test_the_price_is_that_of_the_seeds_that_got_there(compare: ModuleType) -> None:
+def test_the_price_is_that_of_the_seeds_that_got_there() -> None:
     # 0.5 halfway from 0.4 to 0.6 and a quarter from 0.4 to 0.8, the evaluations 256 completions apart: 384 and 320.
     accuracies = [[0.4, 0.4, 0.6], [0.1, 0.4, 0.4], [0.2, 0.4, 0.8]]
-    runs = [made_up_run(compare, "grpo", seed, accuracy) for seed, accuracy in enumerate(accuracies)]
-    (row,) = compare.make_rows(made_up(compare, *runs))
+    runs = [made_up_run("grpo", seed, accuracy) for seed, accuracy in enumerate(accuracies)]
+    (row,) = compare.make_rows(made_up(*runs))
     assert row.to_half == pytest.approx([384.0, 320.0], abs=1e-9)
     place = compare.COLUMNS.index("completions to 0.5")
     assert compare.cells(row)[place] == "352 (2 of 3)"
-    (never,) = compare.make_rows(made_up(compare, runs[1]))
+    (never,) = compare.make_rows(made_up(runs[1]))
     assert compare.cells(never)[place] == "not reached"
 
 
-def test_accuracies_after_training_are_compared_by_seed(compare: ModuleType) -> None:
+def test_accuracies_after_training_are_compared_by_seed() -> None:
     after = {"grpo": [0.90, 0.92, 0.94], "kimi": [0.95, 0.80, 0.87]}
     runs = [
-        made_up_run(compare, name, seed, [0.4, 0.5, value])
+        made_up_run(name, seed, [0.4, 0.5, value])
         for name, values in after.items()
         for seed, value in enumerate(values)
     ]
-    comparison = made_up(compare, *runs[:3], *reversed(runs[3:]))
+    comparison = made_up(*runs[:3], *reversed(runs[3:]))
     rows = compare.make_rows(comparison)
     # By seed: 0.05, -0.12, -0.07: mean -0.14 / 3.
     (difference,) = compare.differences_of(rows)
@@ -577,16 +514,14 @@ def test_accuracies_after_training_are_compared_by_seed(compare: ModuleType) -> 
     text = compare.table(rows, comparison)
     assert "| `kimi` | -0.047 | " in text
     assert [line.split(" | ")[3] for line in text.splitlines()[2:4]] == ["a", "a"], "they do not differ"
-    alone = made_up(compare, runs[0], runs[3])
+    alone = made_up(runs[0], runs[3])
     assert "Holm" not in compare.table(compare.make_rows(alone), alone), "a seed alone says nothing"
 
 
-def test_trls_row_says_whose_it_is_and_nothing_is_asked_of_it(compare: ModuleType, tmp_path: Path) -> None:
-    runs = [made_up_run(compare, "grpo", seed, [0.40, 0.5, 0.95 + seed / 100]) for seed in (0, 1)]
-    runs += [
-        replace(made_up_run(compare, "trl_grpo", seed, [0.40, 0.41, 0.42], "TRL"), trl="1.16.0") for seed in (0, 1)
-    ]
-    comparison = made_up(compare, *runs)
+def test_trls_row_says_whose_it_is_and_nothing_is_asked_of_it(tmp_path: Path) -> None:
+    runs = [made_up_run("grpo", seed, [0.40, 0.5, 0.95 + seed / 100]) for seed in (0, 1)]
+    runs += [replace(made_up_run("trl_grpo", seed, [0.40, 0.41, 0.42], "TRL"), trl="1.16.0") for seed in (0, 1)]
+    comparison = made_up(*runs)
     rows = compare.make_rows(comparison)
     assert [(row.name, row.problems) for row in rows] == [("grpo", []), ("trl_grpo", [])]
     text = compare.table(rows, comparison)
@@ -599,11 +534,11 @@ def test_trls_row_says_whose_it_is_and_nothing_is_asked_of_it(compare: ModuleTyp
     assert compare.publish(comparison, tmp_path) == 0
     assert compare.read_comparison(tmp_path / "comparison.json") == comparison
     assert compare.family_colours(rows)["TRL"] not in {compare.FAMILIES[f][1] for f in ("GRPO", "PPO", "Kimi")}
-    assert "TRL" not in compare.table(rows[:1], made_up(compare, *runs[:2]))
+    assert "TRL" not in compare.table(rows[:1], made_up(*runs[:2]))
 
 
-def test_nothing_is_asked_of_another_task(compare: ModuleType, tmp_path: Path) -> None:
-    comparison = made_up(compare, made_up_run(compare, "grpo", 0, [0.10, 0.12, 0.15]), task="chains")
+def test_nothing_is_asked_of_another_task(tmp_path: Path) -> None:
+    comparison = made_up(made_up_run("grpo", 0, [0.10, 0.12, 0.15]), task="chains")
     rows = compare.make_rows(comparison)
     assert rows[0].problems == []
     text = compare.table(rows, comparison)
@@ -617,24 +552,20 @@ def test_nothing_is_asked_of_another_task(compare: ModuleType, tmp_path: Path) -
     assert panel.get_ylim() == pytest.approx((0.091, 0.1515), abs=1e-9)
     assert compare.publish(comparison, tmp_path) == 0
     assert compare.read_comparison(tmp_path / "comparison.json") == comparison
-    missing = made_up(compare, planned=[("grpo", 0)], task="chains")
+    missing = made_up(planned=[("grpo", 0)], task="chains")
     assert compare.make_rows(missing)[0].problems == ["seed 0 is missing"]
 
 
-def test_completions_that_dynamic_sampling_threw_away_are_counted(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    (job,) = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0")
+def test_completions_that_dynamic_sampling_threw_away_are_counted(asked: Asked) -> None:
+    (job,) = jobs_of(asked, "--only", "grpo", "--seeds", "0")
     make_up(job, [0.4, 0.5, 0.6], sampled=[256, 384])
     run = compare.read_run(job)
     # 256, then 256 + 384; the evaluation before the first step is at 0.
     assert (run.completions, run.evaluated_at) == ([256, 640], [0, 256, 640])
 
 
-def test_accuracy_is_exact_match_also_where_another_reward_decides(
-    compare: ModuleType, asked: Callable[..., argparse.Namespace]
-) -> None:
-    decides, told, absent = jobs_of(compare, asked, "--only", "grpo")
+def test_accuracy_is_exact_match_also_where_another_reward_decides(asked: Asked) -> None:
+    decides, told, absent = jobs_of(asked, "--only", "grpo")
     make_up(decides, [0.4, 0.5, 0.6])
     make_up(told, [0.4, 0.5, 0.7], key="eval/reward/exact_match")
     make_up(absent, [0.4, 0.5, 0.7], key="eval/format")
@@ -644,7 +575,7 @@ def test_accuracy_is_exact_match_also_where_another_reward_decides(
         compare.read_run(absent)
 
 
-def made_up_run(compare: ModuleType, name: str, seed: int, accuracy: list[float], family: str = "GRPO") -> Any:
+def made_up_run(name: str, seed: int, accuracy: list[float], family: str = "GRPO") -> Any:
     return compare.Run(
         name=name,
         family=family,
@@ -665,7 +596,7 @@ def made_up_run(compare: ModuleType, name: str, seed: int, accuracy: list[float]
     )
 
 
-def made_up(compare: ModuleType, *runs: Any, planned: Sequence[tuple[str, int]] = (), task: str = "arithmetic") -> Any:
+def made_up(*runs: Any, planned: Sequence[tuple[str, int]] = (), task: str = "arithmetic") -> Any:
     places = [(run.name, run.family, run.seed) for run in runs] + [(name, "GRPO", seed) for name, seed in planned]
     return compare.Comparison(
         task=task,
@@ -688,23 +619,21 @@ def made_up(compare: ModuleType, *runs: Any, planned: Sequence[tuple[str, int]] 
         ("rloo", [[0.80, 0.5, 0.81], [0.80, 0.5, 0.81]], ["gain 0.0100 < 0.15", "after 0.8100 < 0.90"]),
     ],
 )
-def test_the_checks_are_of_the_means_over_seeds(
-    compare: ModuleType, name: str, accuracies: list[list[float]], problems: list[str]
-) -> None:
-    runs = [made_up_run(compare, name, seed, accuracy) for seed, accuracy in enumerate(accuracies)]
-    (row,) = compare.make_rows(made_up(compare, *runs))
+def test_the_checks_are_of_the_means_over_seeds(name: str, accuracies: list[list[float]], problems: list[str]) -> None:
+    runs = [made_up_run(name, seed, accuracy) for seed, accuracy in enumerate(accuracies)]
+    (row,) = compare.make_rows(made_up(*runs))
     assert row.problems == problems
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo", "rloo"])
-def test_four_algorithms_must_reach_nine_of_ten(compare: ModuleType, name: str) -> None:
-    (row,) = compare.make_rows(made_up(compare, made_up_run(compare, name, 0, [0.4, 0.5, 0.8])))
+def test_four_algorithms_must_reach_nine_of_ten(name: str) -> None:
+    (row,) = compare.make_rows(made_up(made_up_run(name, 0, [0.4, 0.5, 0.8])))
     assert row.problems == ["after 0.8000 < 0.90"]
 
 
-def test_a_seed_that_is_missing_fails_the_checks(compare: ModuleType, tmp_path: Path) -> None:
-    run = made_up_run(compare, "grpo", 0, [0.4, 0.5, 0.95])
-    rows = compare.make_rows(made_up(compare, run, planned=[("grpo", 1), ("kimi", 0)]))
+def test_a_seed_that_is_missing_fails_the_checks(tmp_path: Path) -> None:
+    run = made_up_run("grpo", 0, [0.4, 0.5, 0.95])
+    rows = compare.make_rows(made_up(run, planned=[("grpo", 1), ("kimi", 0)]))
     assert [(row.name, row.problems) for row in rows] == [
         ("grpo", ["seed 1 is missing"]),
         ("kimi", ["seed 0 is missing"]),
@@ -713,30 +642,30 @@ def test_a_seed_that_is_missing_fails_the_checks(compare: ModuleType, tmp_path: 
     assert compare.checks_line(rows).endswith("not so: grpo, kimi.")
 
 
-def test_algorithms_stand_by_family_then_by_name(compare: ModuleType) -> None:
+def test_algorithms_stand_by_family_then_by_name() -> None:
     classes = {"ppo": "PPO", "kimi": "Kimi", "rloo": "Reinforce", "gspo": "GRPO", "mine": "Mine", "dapo": "GRPO"}
-    runs = [made_up_run(compare, name, 0, [0.4, 0.5, 0.95], family) for name, family in classes.items()]
-    rows = compare.make_rows(made_up(compare, *runs))
+    runs = [made_up_run(name, 0, [0.4, 0.5, 0.95], family) for name, family in classes.items()]
+    rows = compare.make_rows(made_up(*runs))
     assert [row.name for row in rows] == ["dapo", "gspo", "rloo", "ppo", "kimi", "mine"]
     assert len(set(compare.family_colours(rows).values())) == 6, "the five that are known, and one"
 
 
 # -- picture and raw numbers -------------------------------------------------------------------------------------------
-def test_a_curve_is_the_mean_and_the_range_of_the_seeds(compare: ModuleType) -> None:
-    runs = [made_up_run(compare, "grpo", seed, [0.4, 0.5 + 0.2 * seed, 0.9]) for seed in (0, 1)]
+def test_a_curve_is_the_mean_and_the_range_of_the_seeds() -> None:
+    runs = [made_up_run("grpo", seed, [0.4, 0.5 + 0.2 * seed, 0.9]) for seed in (0, 1)]
     curve = compare.curve(runs)
     assert (curve.low, curve.high) == ([0.4, 0.5, 0.9], [0.4, 0.7, 0.9])
     assert curve.mean == pytest.approx([0.4, 0.6, 0.9], abs=1e-12)
     assert curve.completions == [0, 256, 512]
 
 
-def test_every_algorithm_has_a_panel_with_its_own_curve_before_the_others(compare: ModuleType) -> None:
+def test_every_algorithm_has_a_panel_with_its_own_curve_before_the_others() -> None:
     classes = {"grpo": "GRPO", "ppo": "PPO", "kimi": "Kimi", "a2c": "PPO", "mine": "Mine"}
     runs = [
-        made_up_run(compare, name, 0, [0.4, 0.5, 0.6 + index / 100], family)
+        made_up_run(name, 0, [0.4, 0.5, 0.6 + index / 100], family)
         for index, (name, family) in enumerate(classes.items())
     ]
-    rows = compare.make_rows(made_up(compare, *runs))
+    rows = compare.make_rows(made_up(*runs))
     panels = [panel for panel in compare.make_figure(rows).axes if panel.axison]
     assert [panel.get_title(loc="left") for panel in panels] == ["GRPO", "A2C", "PPO-clip", "Kimi k1.5", "mine"]
     for row, panel in zip(rows, panels, strict=True):
@@ -751,18 +680,16 @@ def test_every_algorithm_has_a_panel_with_its_own_curve_before_the_others(compar
 
 
 @pytest.mark.parametrize("num_algorithms", [1, 16])
-def test_the_picture_is_light_and_shows_every_familys_colour(
-    compare: ModuleType, tmp_path: Path, num_algorithms: int
-) -> None:
+def test_the_picture_is_light_and_shows_every_familys_colour(tmp_path: Path, num_algorithms: int) -> None:
     from PIL import Image
 
     families = ["GRPO", "GRPO", "PPO", "Kimi", "Mine", *["PPO"] * 11][:num_algorithms]
     runs = [
-        made_up_run(compare, f"a{index}", seed, [0.4, 0.5 + 0.1 * seed, 0.9], family)
+        made_up_run(f"a{index}", seed, [0.4, 0.5 + 0.1 * seed, 0.9], family)
         for index, family in enumerate(families)
         for seed in (0, 1)
     ]
-    rows = compare.make_rows(made_up(compare, *runs))
+    rows = compare.make_rows(made_up(*runs))
     file = tmp_path / "picture.png"
     compare.draw(rows, file)
     assert file.stat().st_size < 200_000
@@ -778,9 +705,9 @@ def test_the_picture_is_light_and_shows_every_familys_colour(
 
 
 def test_table_and_picture_are_redrawn_from_the_raw_numbers_alone(
-    compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = made_up(compare, *(made_up_run(compare, "grpo", seed, [0.4, 0.5, 0.95]) for seed in (0, 1)))
+    comparison = made_up(*(made_up_run("grpo", seed, [0.4, 0.5, 0.95]) for seed in (0, 1)))
     assert compare.publish(comparison, tmp_path) == 0
     names = ("comparison.md", "comparison.png", "comparison.json")
     first = {name: (tmp_path / name).read_bytes() for name in names}
@@ -792,7 +719,7 @@ def test_table_and_picture_are_redrawn_from_the_raw_numbers_alone(
     assert "there are no raw numbers" in capsys.readouterr().err
 
 
-def test_the_page_has_the_numbers_that_were_measured(compare: ModuleType) -> None:
+def test_the_page_has_the_numbers_that_were_measured() -> None:
     recipes = SCRIPT.parents[1] / "recipes"
     page = (recipes / "README.md").read_text()
     comparison = compare.read_comparison(recipes / "chains.json")

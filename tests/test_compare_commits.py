@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
+import compare_commits as script
+import comparison_cases
 import pytest
 
 from rlft.config import catalog
@@ -40,13 +40,6 @@ def main():
 """
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return import_module("compare_commits")
-
-
 def git(repository: Path, *words: str) -> str:
     command = ["git", "-C", str(repository), "-c", "user.name=someone", "-c", "user.email=a@b", *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -70,7 +63,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compared(script: ModuleType, repository: Path) -> Callable[..., tuple[bool, str]]:
+def compared(repository: Path) -> Callable[..., tuple[bool, str]]:
     """Compares commits in one case of this command; gives whether they agree and all that was said."""
 
     def compare(a: str, b: str, command: str = "train", keep: Path | None = None) -> tuple[bool, str]:
@@ -134,9 +127,7 @@ def test_runs_that_leave_no_file_are_no_agreement(compared: Callable[..., tuple[
     assert "left no file" in said
 
 
-def test_a_package_from_elsewhere_is_refused(
-    script: ModuleType, compared: Callable[..., tuple[bool, str]], repository: Path
-) -> None:
+def test_a_package_from_elsewhere_is_refused(compared: Callable[..., tuple[bool, str]], repository: Path) -> None:
     """The environment has an rlft of its own, which would agree with itself."""
     git(repository, "rm", "-r", "--quiet", "rlft")
     git(repository, "commit", "--quiet", "-m", "nothing is left")
@@ -145,9 +136,7 @@ def test_a_package_from_elsewhere_is_refused(
     assert worktrees(repository) == 1
 
 
-def test_mistakes_are_told(
-    script: ModuleType, compared: Callable[..., tuple[bool, str]], repository: Path, tmp_path: Path
-) -> None:
+def test_mistakes_are_told(compared: Callable[..., tuple[bool, str]], repository: Path, tmp_path: Path) -> None:
     with pytest.raises(script.Mistake, match="no such commit, got nowhere"):
         compared("HEAD", "nowhere")
     with pytest.raises(script.Mistake, match="is there already"):
@@ -159,11 +148,7 @@ def test_mistakes_are_told(
 
 
 def test_a_command_that_hangs_ends_the_comparison(
-    script: ModuleType,
-    compared: Callable[..., tuple[bool, str]],
-    repository: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    compared: Callable[..., tuple[bool, str]], repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "LIMIT_S", 3.0)
     with pytest.raises(script.Failure, match="still running after 3 s"):
@@ -230,12 +215,12 @@ def has_ended(pid: int) -> bool:
     return happens(gone)
 
 
-def test_of_a_key_that_is_given_twice_the_last_value_is_taken(script: ModuleType) -> None:
-    result = doctest.testmod(import_module("comparison_cases"))
+def test_of_a_key_that_is_given_twice_the_last_value_is_taken() -> None:
+    result = doctest.testmod(comparison_cases)
     assert (result.attempted, result.failed) == (1, 0)
 
 
-def test_every_algorithm_and_verb_is_in_a_case(script: ModuleType) -> None:
+def test_every_algorithm_and_verb_is_in_a_case() -> None:
     commands = [command for case in script.CASES for command in case.commands]
     recipes = {word.removeprefix("+recipe=") for command in commands for word in command.split() if "+recipe=" in word}
     assert {f"{name}_arithmetic" for name in catalog.choices("algorithm")} <= recipes

@@ -6,17 +6,15 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import folder_differences
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 CHECKPOINT = "run/checkpoints/step_000002"
 CONFIG = {
     "trainer": {"lr": 0.001},
@@ -29,13 +27,6 @@ TENSORS = [
     f"{CHECKPOINT}/{name}.safetensors"
     for name in ("policy/adapter_model", "critic/adapter_model", "critic/head", "learned/adapter_model", "optimizer")
 ]
-
-
-@pytest.fixture
-def differences(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the scripts that compares."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return import_module("folder_differences")
 
 
 def write_lines(file: Path, *lines: dict[str, Any]) -> None:
@@ -79,10 +70,10 @@ def two_runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def compared(differences: ModuleType, two_runs: tuple[Path, Path]) -> Callable[[], Any]:
+def compared(two_runs: tuple[Path, Path]) -> Callable[[], Any]:
     """Compares the two folders as they are now."""
     of_a, of_b = ({f"/code/{k}": "<code>", f"/runs/{k}": "<case>"} for k in "AB")
-    return lambda: differences.compare_folders("ppo", *two_runs, of_a, of_b)
+    return lambda: folder_differences.compare_folders("ppo", *two_runs, of_a, of_b)
 
 
 def flip(file: Path, number: float, pattern: str = "<f") -> None:

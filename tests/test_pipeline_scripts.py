@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import repeat_pipeline
+import stage_table
 import torch
 import yaml
 from fresh_export import fresh_export
@@ -209,14 +209,8 @@ def accuracy(value: float, **rewards: float) -> dict[str, float]:
     }
 
 
-@pytest.fixture
-def stage_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return import_module("stage_table")
-
-
 def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
-    stage_table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"path": "embedded:tiny"}
     make_stage(tmp_path / "1", {"verb": "sft", "model": model}, [accuracy(0.25, format=0.5), accuracy(0.5, format=1.0)])
@@ -256,9 +250,9 @@ echo '[{"stage": "first", "kept": 2, "sampled": 4, "prompts": 2},
 
 
 @pytest.fixture
-def repeat(stage_table: ModuleType, tmp_path: Path) -> Callable[..., int]:
+def repeat(tmp_path: Path) -> Callable[..., int]:
     """Runs repeat_pipeline on the pipeline above, in tmp_path/out."""
-    run = import_module("repeat_pipeline").run
+    run = repeat_pipeline.run
     (tmp_path / "out").mkdir()
     script = program(tmp_path / "fake.sh", FAKE)
     return lambda *words: run([str(script), "--out", str(tmp_path / "out"), *words])
@@ -301,10 +295,8 @@ def test_a_pipeline_that_fails_is_named_with_its_log_and_goes_on_when_repeated(
     assert repeat("--seeds", "1") == 0
 
 
-def test_a_script_that_is_not_there_is_refused(
-    stage_table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert import_module("repeat_pipeline").run([str(tmp_path / "none.sh")]) == 2
+def test_a_script_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert repeat_pipeline.run([str(tmp_path / "none.sh")]) == 2
     assert "there is no such script" in capsys.readouterr().err
 
 

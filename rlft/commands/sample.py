@@ -21,8 +21,7 @@ from rlft.data.records import identity
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.generation.engine import Generator
 from rlft.logger.console import open_terminal
-from rlft.logger.jsonl import encode, warn
-from rlft.logger.lines import DamagedLines, complete_lines, lost_text
+from rlft.logger.jsonl import DamagedLines, complete_lines, encode, lost_text, warn
 from rlft.loop.driver import Outcome, deterministic_on_cpu
 from rlft.loop.engines import Engines, largest_of
 from rlft.loop.freshness import check_decoding, open_freshness

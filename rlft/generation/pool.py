@@ -215,24 +215,19 @@ class EnginePool(Generator):
                     elif units:
                         busy[number] = self._begin(slot, units.popleft(), prompts, n, seeds, sampling)
                 for work in self._over(list(busy.values())):
-                    number = self._slots.index(work.slot)
-                    del busy[number]
-                    try:
-                        answers = self._answers(work)
-                        self._accept(work, answers)
-                    except _Failed as failure:
-                        if work.unit is not None:
-                            units.appendleft(work.unit)
-                        self._replace(work.slot, failure)
+                    del busy[self._slots.index(work.slot)]
+                    answers = self._answers(work)
+                    if work.unit is None:
                         continue
-                    if work.unit is not None:
-                        self._restarts_in_a_row = 0
-                        yield work.unit.start, _groups(prompts[work.unit], *answers[-1])
+                    if answers is None:
+                        units.appendleft(work.unit)
+                        continue
+                    self._restarts_in_a_row = 0
+                    yield work.unit.start, _groups(prompts[work.unit], *answers[-1])
 
     def sample_each(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Group]]:
-        """The groups that each engine samples of all these prompts, without conversations."""
         with self._lock:
             sampled = self._of_each("sample_alone", list(prompts), n, list(seeds), sampling)
             version = None if self._version is None else self._version.number
@@ -285,13 +280,8 @@ class EnginePool(Generator):
         while waiting:
             for work in self._over(waiting):
                 waiting.remove(work)
-                try:
-                    answers = self._answers(work)
-                    self._accept(work, answers)
-                except _Failed as failure:
-                    self._replace(work.slot, failure)
-                    continue
-                then(work, answers)
+                if (answers := self._answers(work)) is not None:
+                    then(work, answers)
 
     def _work(self, slot: Slot, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> EngineWork:
         limit_s = self._timeout_s + (0.0 if slot.started else START_S)
@@ -328,7 +318,17 @@ class EnginePool(Generator):
             for work in waiting:
                 work.left_s -= passed
 
-    def _answers(self, work: EngineWork) -> list[Any]:
+    def _answers(self, work: EngineWork) -> list[Any] | None:
+        """What the engine's calls returned; None if it has failed, and is replaced."""
+        try:
+            answers = self._returned(work)
+            self._accept(work, answers)
+        except _Failed as failure:
+            self._replace(work.slot, failure)
+            return None
+        return answers
+
+    def _returned(self, work: EngineWork) -> list[Any]:
         """What the engine's calls returned.
 
         Raises:

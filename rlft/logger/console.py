@@ -297,22 +297,19 @@ def live_rows(progress: Progress) -> list[tuple[str, str]]:
     truncated = metrics.get("length/truncated_fraction")
     speed, seconds = progress.tokens_per_second(), metrics.get("time/step")
     stages = [f"{stage} {seconds_text(metrics[f'time/{stage}'])}" for stage in STAGES if f"time/{stage}" in metrics]
-    watched_label = progress.run.watched[0]
+    speed_row = ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step")
+    now_row = ("now", progress.current)
+    watched_label, watched = progress.run.watched[0], progress.trend(progress.watched)
     if watched_label != "reward":
         losses = [e.metrics["eval/loss"] for e in progress.evaluations if "eval/loss" in e.metrics]
-        return [
-            (watched_label, progress.trend(progress.watched)),
-            ("held out", progress.trend(losses)),
-            ("accuracy", progress.trend(progress.accuracies)),
-            ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step"),
-            ("now", progress.current),
-        ]
+        accuracy = ("accuracy", progress.trend(progress.accuracies))
+        return [(watched_label, watched), ("held out", progress.trend(losses)), accuracy, speed_row, now_row]
     return [
-        ("reward", progress.trend(progress.watched)),
+        ("reward", watched),
         ("rewards", "  ".join(parts) or "-"),
         ("accuracy", progress.trend(progress.accuracies) if progress.accuracies else "- (held out)"),
         ("length", length if truncated is None else f"{length}, {truncated:.0%} truncated"),
-        ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step"),
+        speed_row,
         ("seconds", "  ".join(stages) or "-"),
-        ("now", progress.current),
+        now_row,
     ]

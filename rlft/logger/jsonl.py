@@ -1,7 +1,7 @@
-"""Writes a run's metrics.jsonl, eval.jsonl and alarms.jsonl, and reads such files.
+"""Writes a run's metrics.jsonl, eval.jsonl, alarms.jsonl and rollouts/, and reads such files, damaged lines included.
 
 Apart from times, a resumed run leaves byte for byte the files of an uninterrupted one: lines beyond the checkpoint, and
-a line torn by a kill, are cut off before anything is appended.
+a line torn by a kill, are cut off before anything is appended, and rollout files of later steps are removed.
 """
 
 from __future__ import annotations
@@ -12,29 +12,48 @@ import os
 import re
 import string
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rlft.logger.lines import DamagedLines, complete_lines, lost_text
 from rlft.system.disk import writing
-from rlft.system.files import append, flush
+from rlft.system.files import append, flush, write_atomically
 from rlft.system.terminal import Say
-from rlft.types import Completion, Evaluation, Prompt, RunInfo, StepRecord, UserError
+from rlft.types import (
+    Branch,
+    Completion,
+    Evaluation,
+    FinishReason,
+    Logger,
+    Prompt,
+    RunInfo,
+    StepRecord,
+    TokenValues,
+    ToolCall,
+    Turn,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from rlft.config.schema import RolloutsConfig
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
 ALARMS = "alarms.jsonl"
+ROLLOUTS = "rollouts"
 
 # Legal inside a JSON string, yet able to break lines or reorder text for whoever prints the file.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+"""The beginning of a line; a damaged newline joins several lines into one."""
 _NAME_AND_NUMBER_CHARACTERS = (string.ascii_letters + string.digits + "_/@.+-").encode()
 
 
 @dataclass(kw_only=True)
-class Jsonl:
+class Jsonl(Logger):
     """Writes a line for each step and each evaluation, immediately.
 
     It is neither frozen nor slotted, because it also holds the open files, which are not keys.
@@ -76,9 +95,6 @@ class Jsonl:
         self._append_alarms(evaluation.step, evaluation.alarms)
         self._append(EVALUATIONS, evaluation_line(evaluation))
 
-    def note(self, text: str) -> None:
-        pass
-
     def finish(self, status: str) -> None:
         for file in self.files.values():
             file.close()
@@ -90,6 +106,107 @@ class Jsonl:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         append(self.files[name], encode(line))
+
+
+class Rollouts(Logger):
+    """Writes rollouts/step_<n>.jsonl, completely or not at all, of the steps that the `rollouts` section chooses.
+
+    A run writes them whichever loggers it has, and before these: a line in metrics.jsonl promises that the step's
+    completions exist.
+    """
+
+    def __init__(self, config: RolloutsConfig) -> None:
+        self.config = config
+        self.folder = Path()
+
+    def start(self, run: RunInfo) -> None:
+        self.folder = run.folder
+        for path, step in rollout_files(self.folder):
+            if step > run.step or path.suffix == ".tmp":
+                path.unlink()
+
+    def step(self, record: StepRecord) -> None:
+        if not record.groups or not self.config.writes(record.step):
+            return
+        path = self.folder / ROLLOUTS / f"step_{record.step:06d}.jsonl"
+        with writing(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        content = map(encode, rollout_lines(record))
+        write_atomically(path, content, temporary=path.with_name(path.name + ".tmp"), durable=False)
+        if self.config.keep is not None:
+            for old, _ in rollout_files(self.folder)[: -self.config.keep]:
+                old.unlink()
+
+
+def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
+    """A line for each completion of a step, group by group; `index` counts the siblings of a group from 0."""
+    for p, group in enumerate(record.groups):
+        for i, rollout in enumerate(group.rollouts):
+            completion = rollout.completion
+            yield {
+                "step": record.step,
+                "prompt_id": rollout.prompt.id,
+                "index": i,
+                "prompt": [dict(message) for message in rollout.prompt.messages],
+                "answer": rollout.prompt.answer,
+                "completion": completion.text,
+                "token_ids": [int(token) for token in completion.token_ids],
+                "logprobs": [number(logprob) for logprob in completion.logprobs],
+                "rewards": {name: number(values[p][i]) for name, values in sorted(record.rewards.items())},
+                "reward": number(record.total_rewards[p][i]),
+                "advantage": number(record.advantages[p][i]),
+                "policy_version": rollout.policy_version,
+                "finish_reason": str(completion.finish_reason),
+                **conversation_fields(completion),
+                **(
+                    {"tokens": token_fields(values)}
+                    if (values := record.tokens.get(p * len(group.rollouts) + i))
+                    else {}
+                ),
+            }
+
+
+def conversation_fields(completion: Completion) -> dict[str, Any]:
+    """{"mask": 1 for each sampled token, else 0, "turns": .., "branches": ..}, as far as the completion has them."""
+    fields: dict[str, Any] = {}
+    if completion.mask is not None:
+        fields["mask"] = [int(sampled) for sampled in completion.mask]
+    fields |= turn_fields(completion)
+    if completion.branches:
+        fields["branches"] = [asdict(branch) for branch in completion.branches]
+    return fields
+
+
+def turn_of(fields: Mapping[str, Any]) -> Turn:
+    """The turn from which `asdict` made these fields, for instance in a line of a rollout file."""
+    return Turn(**{**fields, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
+
+
+def completion_of(line: Mapping[str, Any]) -> Completion:
+    """The completion in a line of a rollout file. A log-prob that was not finite becomes NaN."""
+    return Completion(
+        text=line["completion"],
+        token_ids=tuple(line["token_ids"]),
+        logprobs=tuple(math.nan if value is None else value for value in line["logprobs"]),
+        finish_reason=FinishReason(line["finish_reason"]),
+        mask=tuple(map(bool, line["mask"])) if "mask" in line else None,
+        turns=tuple(map(turn_of, line.get("turns", ()))),
+        branches=tuple(Branch(**branch) for branch in line.get("branches", ())),
+    )
+
+
+def token_fields(values: TokenValues) -> dict[str, list[Any]]:
+    """{"text": each token's text, name: each token's number, ..}."""
+    by_name = {name: column for name, column in asdict(values).items() if name != "text"}
+    numbers_by_name = {name: [v if v is None else number(v) for v in column] for name, column in by_name.items()}
+    return {"text": list(values.text), **numbers_by_name}
+
+
+def rollout_files(folder: Path) -> list[tuple[Path, int]]:
+    """The run's rollout files with their steps, oldest first, including temporary ones that a kill has left behind."""
+    files = (path for path in (folder / ROLLOUTS).glob("step_*") if path.is_file())
+    matches = [(path, _ROLLOUT_FILE.fullmatch(path.name)) for path in files]
+    return sorted(((path, int(match[1])) for path, match in matches if match), key=lambda item: item[1])
 
 
 def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
@@ -154,6 +271,93 @@ def warn(text: str) -> None:
 
 def silent(text: str) -> None:
     """Prints nothing: for a reader of a file about which another reader prints the same line."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DamagedLines:
+    """Damaged lines that follow each other.
+
+    Attributes:
+        first: number of the first of these lines, from 1.
+        last: number of the last one.
+        steps: the steps that can still be read in them.
+        after: the step of the undamaged line before them; None if there is none.
+        before: the step of the undamaged line after them; None if there is none.
+    """
+
+    first: int
+    last: int
+    steps: list[int]
+    after: int | None
+    before: int | None = None
+
+    def may_be_until(self, step: int) -> bool:
+        """Whether a line of this step or an earlier one may be among them."""
+        return min(self.steps) <= step if self.steps else self.after is None or self.after < step
+
+    def __str__(self) -> str:
+        """The numbers and steps of the lines, in words."""
+        lines = f"line {self.first}" if self.first == self.last else f"lines {self.first} to {self.last}"
+        return f"{lines} ({self._steps()})" if self._steps() else lines
+
+    def _steps(self) -> str:
+        number = self.last - self.first + 1
+        steps = self.steps
+        if not steps and self.after is not None and self.before is not None and self.before - self.after == number + 1:
+            steps = list(range(self.after + 1, self.before))
+        if steps:
+            return f"step{'s' * (len(set(steps)) > 1)} {', '.join(map(str, dict.fromkeys(steps)))}"
+        if self.after is not None and self.before is not None:
+            return f"between steps {self.after} and {self.before}"
+        if self.after is not None:
+            return f"after step {self.after}"
+        return "" if self.before is None else f"before step {self.before}"
+
+
+def has_step(line: dict[str, Any]) -> bool:
+    """Whether this is a line of metrics, evaluations, alarms or rollouts."""
+    return type(line.get("step")) is int
+
+
+def complete_lines(
+    file: Iterable[bytes], lost: list[DamagedLines] | None = None, is_whole: Callable[[dict[str, Any]], bool] = has_step
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(bytes up to the line's end, line) of each undamaged line; a last line without a newline is still being written.
+
+    Args:
+        file: the raw lines of the file.
+        lost: the list to which damaged lines are added.
+        is_whole: whether a parsed line is one of such a file.
+    """
+    end, step, lost_lines = 0, None, None
+    for number, raw in enumerate(file, start=1):
+        end += len(raw)
+        if not raw.endswith(b"\n"):
+            return
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and is_whole(line):
+            step = line.get("step")
+            if lost_lines is not None:
+                lost_lines.before, lost_lines = step, None
+            yield end, line
+            continue
+        steps = [int(digits) for digits in _STEP.findall(raw)]
+        if lost_lines is None:
+            lost_lines = DamagedLines(first=number, last=number, steps=steps, after=step)
+            if lost is not None:
+                lost.append(lost_lines)
+        else:
+            lost_lines.last = number
+            lost_lines.steps += steps
+
+
+def lost_text(path: Path, lost: Sequence[DamagedLines]) -> str:
+    """One line that names the file, the lines and their steps."""
+    verb = "is" if len(lost) == 1 and lost[0].first == lost[0].last else "are"
+    return f"{path}: {', '.join(map(str, lost))} {verb} damaged and left out"
 
 
 def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from rlft.config import command as verbs
 from rlft.config.command import LOSS
 from rlft.config.trainer import CheckpointConfig
 from rlft.generation.engine import Generator
-from rlft.logger.hints import Hint
+from rlft.logger.alarms import Hint
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import peak_memory_bytes

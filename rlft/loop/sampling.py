@@ -23,7 +23,7 @@ from torch import Tensor
 from rlft.config.schema import RunConfig
 from rlft.data.prompts import permutation, prompts_for_step
 from rlft.generation.engine import Generator
-from rlft.logger.rollouts import turn_of
+from rlft.logger.jsonl import turn_of
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.metrics import Clock
 from rlft.system.seeds import derive, sampling_seeds

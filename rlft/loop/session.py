@@ -19,8 +19,7 @@ from rlft.data.teacher_prompts import teacher_prompts
 from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
-from rlft.logger.alarms import Alarms
-from rlft.logger.hints import Hints
+from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.freshness import check_decoding, open_freshness

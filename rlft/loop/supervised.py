@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
 from rlft.generation.engine import Generator
-from rlft.logger.hints import not_finite
+from rlft.logger.alarms import not_finite
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.metrics import Clock, peak_memory_bytes
 from rlft.loop.parts import load_for_training

@@ -16,8 +16,7 @@ from rlft.config.generation import section_of
 from rlft.config.model import ANSWER, CriticKind, teacher_settings
 from rlft.config.model_paths import is_adapter, resolve_path
 from rlft.config.schema import RunConfig
-from rlft.generation.vllm.engine import not_installed
-from rlft.generation.vllm.sharing import why_not_invariant
+from rlft.generation.vllm.engine import not_installed, why_not_invariant
 from rlft.model.positions import limit_of
 from rlft.plan.model_rules import check_machine, check_model
 from rlft.plan.scoring_rules import read_environment

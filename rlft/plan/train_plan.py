@@ -21,7 +21,7 @@ from rlft.data.texts import PretrainText, load_texts, scan_texts
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.logger.rollouts import Rollouts
+from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import (
     decoder_layers,

@@ -16,8 +16,7 @@ from typing import Any
 
 from rlft.config import command as verbs
 from rlft.config.keys import is_below, known
-from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, open_after
-from rlft.logger.rollouts import ROLLOUTS, rollout_files
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.config_file import same_path
 from rlft.system.disk import BLOCK, DiskError, writing

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,40 +25,39 @@ def adapter(version: int, value: float) -> Adapter:
     return Adapter(version=version, weights={NAME: torch.full((2, 3), value)}, config=config)
 
 
-def test_an_adapter_is_written_under_the_names_peft_reads(tmp_path: Path) -> None:
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[AdapterFiles]:
     files = AdapterFiles(tmp_path)
+    yield files
+    files.close()
+
+
+def test_an_adapter_is_written_under_the_names_peft_reads(files: AdapterFiles) -> None:
     folder = files.write(adapter(17, 0.5))
     torch.testing.assert_close(load_file(folder / "adapter_model.safetensors")[NAME], torch.full((2, 3), 0.5))
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config == {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["k_proj", "q_proj"]}
-    files.close()
 
 
-def test_no_path_is_used_twice_even_for_the_same_version(tmp_path: Path) -> None:
-    files = AdapterFiles(tmp_path)
+def test_no_path_is_used_twice_even_for_the_same_version(files: AdapterFiles) -> None:
     first = files.write(adapter(0, 1.0))
     files.remove(first)
     assert files.write(adapter(0, 2.0)) != first
-    files.close()
 
 
-def test_views_of_one_storage_and_transposed_weights_can_be_written(tmp_path: Path) -> None:
-    files, storage = AdapterFiles(tmp_path), torch.arange(6.0)
+def test_views_of_one_storage_and_transposed_weights_can_be_written(files: AdapterFiles) -> None:
+    storage = torch.arange(6.0)
     weights = {"a": storage.view(2, 3), "b": storage.view(2, 3).T}
     written = load_file(files.write(Adapter(version=0, weights=weights, config={})) / "adapter_model.safetensors")
     assert written["b"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-    files.close()
 
 
-def test_a_config_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
-    files = AdapterFiles(tmp_path)
+def test_a_config_that_json_cannot_hold_is_named(files: AdapterFiles) -> None:
     with pytest.raises(TypeError, match=r"adapter_config\.json cannot hold a Tensor"):
         files.write(Adapter(version=0, weights={}, config={"r": torch.ones(2)}))
-    files.close()
 
 
-def test_close_removes_the_folder_and_may_be_called_twice(tmp_path: Path) -> None:
-    files = AdapterFiles(tmp_path)
+def test_close_removes_the_folder_and_may_be_called_twice(files: AdapterFiles, tmp_path: Path) -> None:
     files.write(adapter(0, 1.0))
     files.close()
     files.close()
@@ -114,17 +114,15 @@ def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(
     other.close()
 
 
-def test_a_full_memory_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_memory_file_system_is_named(files: AdapterFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's /dev/shm has 64 MB if nobody asks for more."""
 
     def full(*args: object, **keywords: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    files = AdapterFiles(tmp_path)
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(DiskError, match=f"the disk is full .*: {files.root} needs 13 kB for 1-v1 and has"):
         files.write(adapter(1, 1.0))  # 6 numbers and three blocks
-    files.close()
 
 
 def run_holder(parent: Path, then: str) -> subprocess.Popen[str]:

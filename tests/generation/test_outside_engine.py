@@ -143,6 +143,7 @@ canned:
   runs_out: false
   talks: false
 """
+KILL = {"at": "rlft.loop.session:Session.sample", "call": 3, "do": "kill"}
 TINY = (
     "+recipe=grpo_arithmetic", "generation=canned", "steps=3", "prompts_per_step=2", "group_size=4",
     "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.alpha=4", "data.size=32",
@@ -195,8 +196,7 @@ def test_a_run_samples_with_it_and_resumed_with_another_size_it_is_the_same_run(
     assert whole.code == 0, whole.err
     assert {line["reward/std"] for line in lines_of(workplace / "run")} != {0.0}
     assert Path("journal.txt").read_text().split() == ["opened", "sampled", "sampled", "sampled", "closed"]
-    kill = {"at": "rlft.loop.session:Session.sample", "call": 3, "do": "kill"}
-    assert train(folder="killed", events=[kill]).code == -9
+    assert train(folder="killed", events=[KILL]).code == -9
     resumed = forks.run("resume", "killed", "generation.canned.megabytes=32", cwd=workplace)
     assert resumed.code == 0, resumed.err
     assert lines_of(workplace / "killed") == lines_of(workplace / "run")
@@ -232,8 +232,7 @@ def test_completions_of_several_turns_go_through_a_run_and_its_checkpoints(
             if "tokens" in row:
                 assert [int(value is not None) for value in row["tokens"]["old"]] == row["mask"]
         assert any("tokens" in row for row in rows) == (step == 3)
-    kill = {"at": "rlft.loop.session:Session.sample", "call": 3, "do": "kill"}
-    assert train(*words, folder="killed", events=[kill]).code == -9
+    assert train(*words, folder="killed", events=[KILL]).code == -9
     resumed = forks.run("resume", "killed", cwd=workplace)
     assert resumed.code == 0, resumed.err
     assert lines_of(workplace / "killed") == lines_of(workplace / "run")
@@ -264,12 +263,7 @@ INTERRUPT = {"at": "rlft.loop.session:Session.score", "call": 2, "do": "interrup
 @pytest.mark.parametrize(
     ("words", "events", "code", "said"),
     [
-        slow(
-            (),
-            [{"at": "rlft.trainer.local:LocalTrainer.update", "call": 2, "do": "fail"}],
-            1,
-            "this failure was planted",
-        ),
+        slow((), [FAILURE], 1, "this failure was planted"),
         (("generation.canned.fails_at=2",), [], 1, "the can is empty"),
         slow((), [INTERRUPT], 130, "stopped after step 2, saved"),
         (

@@ -1,4 +1,4 @@
-"""Compares real engines in members of a cluster with the same engine in this process, while they are killed."""
+"""Real engines: vLLM with keys of tests, and members of a cluster compared with the engine in this process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rlft.config.schema import RunConfig
-from rlft.generation.engine import Generator
+from rlft.generation.engine import EngineArgs, Generator
 from rlft.generation.pool import EnginePool
+from rlft.generation.vllm.engine import VLLM
+from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args
 from rlft.loop.freshness import Freshness
@@ -21,7 +24,23 @@ from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
 from rlft.system.process.member import Launcher
 from rlft.system.process.placement import place
+from rlft.tokens.ends import TurnEnds
 from rlft.types import Group, Prompt
+
+
+def vllm_engine(**changes: Any) -> VLLM:
+    keys: dict[str, Any] = {"gpu_memory_utilization": 0.3, "max_num_seqs": 8, "sleep": False, "enforce_eager": True}
+    return VLLM(**{**keys, "options": {}, **changes})
+
+
+def open_vllm(model_path: Path | str, keys: VLLM | None = None, **changes: Any) -> VLLMGenerator:
+    """The live engine; `changes` are those of its `EngineArgs`."""
+    args: dict[str, Any] = {
+        "slot": None, "tokenizer": None, "ends": TurnEnds(ids=(), names={}), "device": None,
+        "model_path": str(model_path), "revision": None, "dtype": "float32", "quantization": None,
+        "trust_remote_code": False, "lora_rank": 8, "max_sequence_tokens": 256, "seed": 0,
+    }  # fmt: skip
+    return (keys or vllm_engine()).open(EngineArgs(**{**args, **changes}))
 
 
 def opened_here(config: RunConfig, engine: str, roles: Roles, backbone: Backbone) -> Generator:

@@ -5,7 +5,7 @@ import math
 
 from in_one_test import each
 
-from rlft.logger.hints import Hints
+from rlft.logger.alarms import Hints
 
 HEALTHY = {
     "reward/mean": 0.5,

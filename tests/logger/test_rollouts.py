@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlft.config.schema import RolloutsConfig
-from rlft.logger.jsonl import read_lines
-from rlft.logger.rollouts import Rollouts, completion_of
+from rlft.logger.jsonl import Rollouts, completion_of, read_lines
 from rlft.system import files
 from rlft.types import Branch, ToolCall, Turn
 

@@ -18,7 +18,7 @@ from rlft.commands.export.gguf import card_section
 from rlft.config.model import ALL_LINEAR
 from rlft.config.model_paths import EMBEDDED, looks_local
 from rlft.data.records import PLACEHOLDER, chat
-from rlft.generation.vllm.options import engine_rank
+from rlft.generation.vllm.engine import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
 from rlft.runs import checkpoint, run_folder

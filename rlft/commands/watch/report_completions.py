@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft.logger.jsonl import EVALUATIONS, read_lines, silent, warn
-from rlft.logger.lines import DamagedLines, complete_lines, lost_text
-from rlft.logger.rollouts import rollout_files
+from rlft.logger.jsonl import (
+    EVALUATIONS,
+    DamagedLines,
+    complete_lines,
+    lost_text,
+    read_lines,
+    rollout_files,
+    silent,
+    warn,
+)
 from rlft.logger.text import visible
 
 MAX_STEPS = 40

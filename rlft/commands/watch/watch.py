@@ -12,8 +12,7 @@ from rlft.commands.watch.runs import read_words
 from rlft.config import command as verbs
 from rlft.config.command import LOSS, Headline
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
-from rlft.logger.jsonl import EVALUATIONS, METRICS
-from rlft.logger.lines import complete_lines
+from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines
 from rlft.logger.loggers import is_declared
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible

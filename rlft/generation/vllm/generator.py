@@ -8,14 +8,15 @@ lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
-from rlft.generation.engine import Generator, TokenCallback
+from rlft.generation.engine import EngineArgs, Generator, TokenCallback
 from rlft.generation.stops import shown_texts
+from rlft.generation.vllm.engine import VLLM, engine_rank
 from rlft.generation.vllm.guest import (
     answers,
     end,
@@ -27,7 +28,6 @@ from rlft.generation.vllm.guest import (
     telling_tokens,
 )
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
-from rlft.generation.vllm.options import engine_rank
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -47,103 +47,67 @@ CPU_BATCHED_TOKENS = 8192
 
 
 class VLLMGenerator(Generator):
-    """A vLLM engine with at most one adapter.
+    """A vLLM engine with at most one adapter. On a CPU the size of its KV cache is given by `memory.cpu_cache_of`.
 
     Args:
-        model_path: folder or hub name of the base.
-        dtype: data type of the trainer's base ("float32", "bfloat16", ..., "auto").
-        quantization: None or "4bit" (bitsandbytes, CUDA only).
-        max_lora_rank: the largest rank of adapters that will be loaded, rounded up by `engine_rank`.
-        lora_modules: last parts of the names of the modules that these adapters are on; None for all that vLLM has.
-        max_sequence_tokens: the most tokens of a prompt and its completion together.
-        max_num_seqs: number of completions that are decoded together.
-        gpu_memory_utilization: share of the device's memory for the engine; on a CPU see CPU_CACHE_BYTES.
-        sleep: whether `sleep()` moves the base to host memory and drops the KV cache (level 1; nothing on a CPU).
-        enforce_eager: whether it works without CUDA graphs.
-        seed: vLLM's own seed; sampling depends on the seeds given to `sample` alone.
-        ends: a completion ends with each of these tokens, and with those that model and tokenizer name.
-        further: arguments of vLLM's engine that are passed through.
-        merges: whether adapters are added to the base that the trainer shares (`adopt`), instead of lying beside it.
-        batch_invariant: whether results must not depend on what is computed together.
+        keys: the engine's keys. With `weights: merged`, adapters are added to the base that the trainer shares
+            (`adopt`), instead of lying beside it.
+        args: what it is opened with. A completion also ends with the tokens that model and tokenizer name.
 
     Raises:
         UserError: by the key generation.engine: vLLM cannot start.
     """
 
-    def __init__(
-        self,
-        *,
-        model_path: str | Path,
-        dtype: str,
-        trust_remote_code: bool,
-        revision: str | None,
-        quantization: str | None,
-        max_lora_rank: int,
-        max_sequence_tokens: int,
-        max_num_seqs: int,
-        gpu_memory_utilization: float,
-        sleep: bool,
-        enforce_eager: bool,
-        seed: int,
-        ends: Sequence[int] = (),
-        lora_modules: Iterable[str] | None = None,
-        further: Mapping[str, Any] | None = None,
-        merges: bool = False,
-        batch_invariant: bool = False,
-    ) -> None:
-        if quantization not in (None, "4bit"):
-            raise ValueError(f"quantization is None or '4bit', not {quantization!r}")
-        self.max_sequence_tokens, self._ends = max_sequence_tokens, tuple(ends)
+    def __init__(self, keys: VLLM, args: EngineArgs) -> None:
+        self.max_sequence_tokens, self._ends = args.max_sequence_tokens, tuple(args.ends.ids)
         self.version: int | None = None
         options: dict[str, Any] = {
-            "model": str(model_path),
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "revision": revision,
-            "tokenizer_revision": revision,
-            "quantization": "bitsandbytes" if quantization == "4bit" else None,
-            "max_model_len": max_sequence_tokens,
-            "max_num_seqs": max_num_seqs,
+            "model": args.model_path,
+            "dtype": args.dtype,
+            "trust_remote_code": args.trust_remote_code,
+            "revision": args.revision,
+            "tokenizer_revision": args.revision,
+            "quantization": "bitsandbytes" if args.quantization == "4bit" else None,
+            "max_model_len": args.max_sequence_tokens,
+            "max_num_seqs": keys.max_num_seqs,
             "enable_prefix_caching": True,
             "language_model_only": True,  # of a base with towers for images: they are not loaded
             "logprobs_mode": "processed_logprobs",  # after temperature
             "generation_config": "auto",  # only for its end tokens: all sampling settings are given with each request
             "use_tqdm_on_load": False,
             "disable_log_stats": True,
-            "seed": seed % 2**32,  # NumPy takes no more
+            "seed": args.seed % 2**32,  # NumPy takes no more
         }
-        if not merges:
+        self._merges = keys.weights == "merged"
+        if not self._merges:
             # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
             # which would give wrong base rows on a CPU when all slots are taken.
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(max_lora_rank)}
-            if lora_modules is not None:
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(args.lora_rank)}
+            if args.lora_modules is not None:
                 # Else it also wraps an output head, whose wrapper computes no log-probs of prompts.
-                options["lora_target_modules"] = sorted(lora_modules)
-        with guest_while_starting(batch_invariant):
-            on_cpu = runs_on_cpu()
-            if on_cpu:
-                cache = cpu_cache_of(options)
+                options["lora_target_modules"] = sorted(args.lora_modules)
+        with guest_while_starting(keys.batch_invariant):
+            self._on_cpu = runs_on_cpu()
+            if self._on_cpu:
                 options |= {
                     "enforce_eager": True,
                     "block_size": CPU_BLOCK_SIZE,
-                    "kv_cache_memory_bytes": cache,
+                    "kv_cache_memory_bytes": cpu_cache_of(options),
                     # A prompt prefilled in two parts makes vLLM rewind its generator, which CPU ones cannot do. Without
                     # that there is no prefix cache of recurrent states.
                     "enable_chunked_prefill": False,
-                    "enable_prefix_caching": not _is_recurrent(options, further or {}),
-                    "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_sequence_tokens, max_num_seqs),
+                    "enable_prefix_caching": not _is_recurrent(options, keys.options),
+                    "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, args.max_sequence_tokens, keys.max_num_seqs),
                 }
             else:
                 options |= {
-                    "enforce_eager": enforce_eager,
-                    "gpu_memory_utilization": gpu_memory_utilization,
-                    "enable_sleep_mode": sleep,
+                    "enforce_eager": keys.enforce_eager,
+                    "gpu_memory_utilization": keys.gpu_memory_utilization,
+                    "enable_sleep_mode": keys.sleep,
                 }
-            self._llm: Any = _start(options, further or {})
-        self._on_cpu = on_cpu
-        self._can_sleep = sleep and not on_cpu
+            self._llm: Any = _start(options, keys.options)
+        self._can_sleep = keys.sleep and not self._on_cpu
         self._asleep = False
-        self._merges = merges
         self._merged_weights: MergedWeights | None = None
         self._tokenizer = self._llm.get_tokenizer()
         self._files = AdapterFiles()

@@ -210,12 +210,8 @@ def guest(on_cpu: bool) -> Iterator[None]:
     """
     import torch
 
-    with _random_state_kept():
-        if on_cpu:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
-            yield
+    with _random_state_kept(), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+        yield
 
 
 @contextmanager

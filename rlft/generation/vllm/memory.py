@@ -36,55 +36,17 @@ These are few tokens, since for each of them vLLM makes log-probs of the whole v
 """
 
 FLOAT32 = 4
-SHARE_KEY, TEACHER_SHARE_KEY = "gpu_memory_utilization", "snapshot.teacher_gpu_memory_utilization"
+TEACHER_SHARE_KEY = "snapshot.teacher_gpu_memory_utilization"
 
 
-def on_a_cpu(model: ModelSizes, load: Load, max_num_seqs: int) -> EngineMemory:
-    """A second base and the KV cache, which vLLM writes to at once."""
-    cache = cpu_cache_bytes(model.key_size * model.itemsize, load.max_sequence_tokens, max_num_seqs)
-    name, size = "vLLM, its base and KV cache", model.base_bytes + cache
-    libraries = MemoryPart(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
-    return EngineMemory(parts=(MemoryPart(name=name, bytes=size, when=When.always, key="max_num_seqs"), libraries))
+def taken(least: int, share: float, device_memory: int) -> tuple[int, int]:
+    """(bytes of this share of the device, or the least that is needed where that is more; how many the share lacks).
 
-
-def on_a_gpu(
-    model: ModelSizes,
-    load: Load,
-    options: Mapping[str, Any],
-    *,
-    share: float,
-    max_num_seqs: int,
-    sleep: bool,
-    graphs: bool,
-    shares_base: bool,
-) -> EngineMemory:
-    """vLLM's share of a GPU's memory, or the least that it needs where that is more.
-
-    Args:
-        model: sizes of the base.
-        load: what the run has the engine do.
-        options: further arguments of vLLM's engine.
-        share: share of the device's memory (generation.vllm.gpu_memory_utilization).
-        max_num_seqs: number of completions that are decoded together.
-        sleep: whether it frees memory between samplings.
-        graphs: whether it captures CUDA graphs.
-        shares_base: whether its base is the trainer's, which is a part of its own.
+    Nothing lacks where the device's memory is not known (0).
     """
-    least = least_bytes(model, load, options, max_num_seqs)
-    share_bytes = int(share * load.device_memory)
-    lacks = max(0, least - share_bytes) if load.device_memory else 0
-    when, size = When.sampling if sleep else When.always, share_bytes + lacks
-    if not shares_base:
-        parts = (MemoryPart(name="vLLM, its base and KV cache", bytes=size, when=when, key=SHARE_KEY),)
-        return EngineMemory(parts=parts, lacks=lacks)
-    size = max(0, size - model.base_bytes)
-    graph_bytes = min(GRAPHS, size) if sleep and graphs else 0
-    parts = (
-        MemoryPart(name="vLLM, its KV cache (it shares the base)", bytes=size - graph_bytes, when=when, key=SHARE_KEY),
-    )
-    if graph_bytes:
-        parts += (MemoryPart(name="vLLM's CUDA graphs", bytes=graph_bytes, when=When.always, key="enforce_eager"),)
-    return EngineMemory(parts=parts, lacks=lacks)
+    share_bytes = int(share * device_memory)
+    lacks = max(0, least - share_bytes) if device_memory else 0
+    return share_bytes + lacks, lacks
 
 
 def least_bytes(model: ModelSizes, load: Load, options: Mapping[str, Any], max_num_seqs: int) -> int:
@@ -119,14 +81,12 @@ def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, sha
         device_memory: bytes of the device's memory; 0 where they are not known.
         share: share of the device's memory (snapshot.teacher_gpu_memory_utilization).
     """
-    least = teacher_least_bytes(model, row_tokens, device_memory)
-    share_bytes = int(share * device_memory)
-    lacks = max(0, least - share_bytes) if device_memory else 0
+    size, lacks = taken(teacher_least_bytes(model, row_tokens, device_memory), share, device_memory)
     tokens = min(TEACHER_BATCHED_TOKENS, row_tokens)
     # The logits of a forward pass's tokens, their log-probs, and room to sort these.
     vocabulary = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     parts = (
-        MemoryPart(name="teacher in vLLM", bytes=share_bytes + lacks, when=When.always, key=TEACHER_SHARE_KEY),
+        MemoryPart(name="teacher in vLLM", bytes=size, when=When.always, key=TEACHER_SHARE_KEY),
         MemoryPart(name="teacher's log-probs", bytes=vocabulary, when=When.updating, key="snapshot.teacher"),
     )
     return EngineMemory(parts=parts, lacks=lacks)

@@ -99,23 +99,10 @@ def test_the_merged_model_says_what_the_trained_policy_says(
 def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
     trained: Path, trainers: list[float], sequences: list[list[int]], tmp_path: Path
 ) -> None:
-    from rlft.generation.vllm.generator import VLLMGenerator
+    from real_engines import open_vllm
 
     out = exported(find(trained), tmp_path / "out")
-    generator = VLLMGenerator(
-        model_path=out,
-        dtype="float32",
-        trust_remote_code=False,
-        revision=None,
-        quantization=None,
-        max_lora_rank=1,
-        max_sequence_tokens=128,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.3,
-        sleep=False,
-        enforce_eager=True,
-        seed=0,
-    )
+    generator = open_vllm(out, lora_rank=1, max_sequence_tokens=128)
     try:
         found = [x for row in generator.score(sequences) for x in row]
     finally:

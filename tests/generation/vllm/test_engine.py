@@ -30,6 +30,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from real_engines import open_vllm, vllm_engine
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,10 +42,9 @@ from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm.engine import VLLM
+from rlft.generation.vllm.engine import engine_rank
 from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError, answers
-from rlft.generation.vllm.options import engine_rank
 from rlft.system.crash import explains_itself
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
@@ -53,9 +53,6 @@ MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 HOT = Sampling(max_tokens=24, temperature=1.0)
 TOLERANCE = 1e-4
 """Natural log. Both sides compute in float32 with other kernels; seen: 1e-5."""
-
-
-ENGINE = VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={})
 
 
 # -- without an engine -----------------------------------------------------------------------------------------------
@@ -71,15 +68,14 @@ def test_a_rank_above_512_is_refused() -> None:
 
 def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = ENGINE.missing()
+    missing = vllm_engine().missing()
     assert missing is not None
     assert missing.problem == "vLLM is not installed"
     assert missing.remedy.startswith("pip install 'rlft[vllm]'")
 
 
 def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:
-    code = "import sys; from rlft.generation.vllm.engine import VLLM; "
-    code += "from rlft.generation.vllm.options import engine_rank; engine_rank(8); "
+    code = "import sys; from rlft.generation.vllm.engine import VLLM, engine_rank; engine_rank(8); "
     code += "VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={}).missing(); "
     code += "print({'vllm', 'torch'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
@@ -164,22 +160,8 @@ def process_state() -> dict[str, Any]:
 
 
 def new_generator(path: Path = MODEL, **changes: Any) -> VLLMGenerator:
-    return VLLMGenerator(
-        model_path=path,
-        dtype="float32",
-        trust_remote_code=False,
-        revision=None,
-        quantization=None,
-        max_lora_rank=6,  # rounded up to 8
-        max_sequence_tokens=256,
-        max_num_seqs=64,
-        gpu_memory_utilization=0.3,
-        sleep=True,
-        enforce_eager=True,
-        seed=0,
-        further={"disable_cascade_attn": True},
-        **changes,
-    )
+    keys = vllm_engine(max_num_seqs=64, sleep=True, options={"disable_cascade_attn": True})
+    return open_vllm(path, keys, lora_rank=6, **changes)  # the rank is rounded up to 8
 
 
 class Trainer:
@@ -227,6 +209,10 @@ class Bench:
     base_groups: list[Group]
     base_scores: list[list[float]]
     after_sampling: dict[str, Any]
+
+    def sample(self, n: int, sampling: Sampling = HOT) -> list[Group]:
+        """n completions of each prompt, with the seeds that are the prompt's own."""
+        return self.generator.sample(self.prompts, n, seeds(self.prompts, n), sampling)
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +323,7 @@ def test_without_an_adapter_it_samples_and_scores_the_base(bench: Bench) -> None
 def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench: Bench, temperature: float) -> None:
     load(bench, 1)
     sampling = Sampling(max_tokens=24, temperature=temperature)
-    groups = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), sampling)
+    groups = bench.sample(4, sampling)
     assert [group.prompt for group in groups] == bench.prompts
     assert {len(group.rollouts) for group in groups} == {4}
     assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {1}
@@ -347,8 +333,8 @@ def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench: 
 def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: Bench) -> None:
     for version in (1, 2, 1):  # a version number that comes again, with its own weights
         load(bench, version)
-        groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
-        groups += bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)  # from the prefix cache
+        groups = bench.sample(2)
+        groups += bench.sample(2)  # from the prefix cache
         assert bench.trainer.gap(groups, 1.0) < TOLERANCE
         bench.trainer.adapter(3 - version)  # the other version would have been noticed
         assert bench.trainer.gap(groups, 1.0) > 0.1
@@ -364,7 +350,7 @@ def test_scores_are_the_trainers_and_follow_each_version(bench: Bench) -> None:
     sequences = [prompt.token_ids for prompt in bench.prompts]
     for version in (5, 6):
         load(bench, version)
-        bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT)  # fills the prefix cache
+        bench.sample(1)  # fills the prefix cache
         for sequence, scores in zip(sequences, bench.generator.score(sequences), strict=True):
             assert scores == pytest.approx(bench.trainer.score(sequence), abs=TOLERANCE)
 
@@ -393,8 +379,8 @@ def test_a_planted_stale_adapter_answers_with_the_old_weights(bench: Bench) -> N
 
 def test_the_same_seeds_give_the_same_completions_and_others_do_not(bench: Bench) -> None:
     load(bench, 1)
-    first = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
-    assert ids(bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)) == ids(first)
+    first = bench.sample(4)
+    assert ids(bench.sample(4)) == ids(first)
     others = bench.generator.sample(bench.prompts, 4, [seed + 10**6 for seed in seeds(bench.prompts, 4)], HOT)
     assert all(a != b for a, b in zip(ids(first), ids(others), strict=True))
     # Siblings differ too: four copies of one completion would teach nothing.
@@ -403,11 +389,11 @@ def test_the_same_seeds_give_the_same_completions_and_others_do_not(bench: Bench
 
 def test_tokens_are_said_when_they_are_sampled(bench: Bench) -> None:
     load(bench, 1)
-    silent = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+    silent = bench.sample(2)
     said: list[tuple[int, int]] = []
     bench.generator.token_callback = lambda row, token: said.append((row, token))
     try:
-        groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+        groups = bench.sample(2)
     finally:
         bench.generator.token_callback = None
     assert ids(groups) == ids(silent)
@@ -418,7 +404,7 @@ def test_tokens_are_said_when_they_are_sampled(bench: Bench) -> None:
 
 def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench: Bench) -> None:
     load(bench, 1)
-    together = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    together = bench.sample(4)
     for p in (0, 5):
         for i in (0, 3):  # child i of prompt p has seed seeds[p] + i
             alone = bench.generator.sample([bench.prompts[p]], 1, [seeds(bench.prompts, 4)[p] + i], HOT)
@@ -429,7 +415,7 @@ def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(be
     load(bench, 9)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     end = tokenizer.eos_token_id
-    groups = bench.generator.sample(bench.prompts, 8, seeds(bench.prompts, 8), Sampling(max_tokens=40, temperature=1.5))
+    groups = bench.sample(8, Sampling(max_tokens=40, temperature=1.5))
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     assert {completion.finish_reason for completion in completions} == {FinishReason.stop, FinishReason.length}
     for completion in completions:
@@ -502,7 +488,7 @@ def test_requests_the_engine_would_quietly_change_are_refused(
     bench: Bench, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), Sampling(**changes))
+        bench.sample(1, Sampling(**changes))
 
 
 @pytest.mark.parametrize(
@@ -513,7 +499,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
 ) -> None:
     """Strings or a token out of what was sampled freely; the transformers engine's own watch says where to stop."""
     load(bench, 1)
-    free = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    free = bench.sample(4)
     said = [c.text for c in completions(free) if "\ufffd" not in c.text[:9]]
     sampling = replace(
         HOT,
@@ -522,7 +508,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
         include_stop_str_in_output=include,
     )
     assert all(sampling.stop)
-    groups = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), sampling)
+    groups = bench.sample(4, sampling)
     tokenizer = bench.generator._tokenizer
     decode, by_string, num_ended = plain_decoder(tokenizer), 0, 0
     for ours, whole in zip(completions(groups), completions(free), strict=True):
@@ -544,9 +530,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
 def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) -> None:
     load(bench, 1)
     sampling = replace(HOT, min_p=0.3, top_p=0.8, temperature=0.7, max_tokens=8)
-    for rollout in (
-        r for g in bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), sampling) for r in g.rollouts
-    ):
+    for rollout in (r for g in bench.sample(2, sampling) for r in g.rollouts):
         ids = [*rollout.prompt.token_ids, *rollout.completion.token_ids]
         with torch.no_grad():
             logits = bench.trainer.model(torch.tensor([ids])).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
@@ -563,7 +547,7 @@ def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench: Bench) -> N
     try:
         for layer in layers:
             layer.scaling["default"] = 12 / math.sqrt(6)  # alpha / sqrt(rank), not 12 / 6
-        groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+        groups = bench.sample(2)
         assert bench.trainer.gap(groups, 1.0) < TOLERANCE
     finally:
         [plain] = before
@@ -584,14 +568,14 @@ def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(
         first.setattr(bench.generator, "_num_loads", 0)  # then the config is to blame
         with pytest.raises(UserError, match=r"^generation\.engine: vLLM refuses the adapter: .*DoRA"):
             bench.generator.load(unfit)
-    groups = bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT)
+    groups = bench.sample(1)
     assert groups[0].rollouts[0].policy_version == 1
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE
 
 
 def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     load(bench, 1)
-    expected = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+    expected = bench.sample(2)
     engine = bench.generator._llm.llm_engine
     steps, step = iter(range(3)), engine.step
 
@@ -604,21 +588,21 @@ def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monke
     with pytest.raises(KeyboardInterrupt):
         bench.generator.sample(bench.prompts[3:], 8, [1, 9, 17], HOT)
     monkeypatch.undo()
-    assert ids(bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)) == ids(expected)
+    assert ids(bench.sample(2)) == ids(expected)
 
 
 def test_sleep_is_harmless_on_a_cpu(bench: Bench) -> None:
     load(bench, 1)
     bench.generator.sleep()
     bench.generator.wake()
-    assert bench.trainer.gap(bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT), 1.0) < TOLERANCE
+    assert bench.trainer.gap(bench.sample(1), 1.0) < TOLERANCE
 
 
 @pytest.mark.slow
 def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
     files = AdapterFiles(tmp_path)
     folder = files.write(bench.trainer.adapter(1))
-    script = Path(__file__).parent / "vllm_holder.py"
+    script = Path(__file__).parents[2] / "helpers" / "vllm_holder.py"
     command = [sys.executable, str(script), str(MODEL), str(folder)]
     pipe, root = subprocess.PIPE, str(Path(rlft.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
@@ -654,7 +638,7 @@ def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, t
 
 def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     load(bench, 1)
-    undisturbed = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    undisturbed = bench.sample(4)
     core = bench.generator._llm.llm_engine.engine_core.engine_core
     update, finished_steps = core.scheduler._update_after_schedule, []
 
@@ -668,12 +652,12 @@ def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch:
         with monkeypatch.context() as patched:
             patched.setattr(core.scheduler, "_update_after_schedule", press_ctrl_c)
             with pytest.raises(KeyboardInterrupt):
-                bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+                bench.sample(4)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
     assert finished_steps == [True], "one step, which was not cut in the middle"
-    assert bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT) == undisturbed
+    assert bench.sample(4) == undisturbed
 
 
 def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Bench) -> None:
@@ -698,7 +682,7 @@ def test_another_engine_can_be_started_after_the_first_is_closed(bench: Bench) -
         assert bench.trainer.gap(groups, 1.0) < TOLERANCE
     finally:
         second.close()
-    assert ENGINE.missing() is None
+    assert vllm_engine().missing() is None
 
 
 def session_of(leader: int) -> set[int]:

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_engines import vllm_engine
 
 from rlft import cli
-from rlft.generation.vllm import options as vllm_options
-from rlft.generation.vllm.engine import VLLM
+from rlft.generation.vllm import engine as vllm_options
 
 WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cpu", "hydra.run.dir=run"]
 FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
@@ -47,13 +47,10 @@ def test_what_is_no_free_argument_is_refused_by_name(
 
 
 def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
-    def engine(**options: object) -> VLLM:
-        return VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options=options)
-
     for name in FREE:
-        engine(**{name: "x"}).check(plain_kernels=False)
-    assert engine(kv_cache_dtype="fp8").rounds
-    assert not engine(attention_backend="FLASH_ATTN").rounds
+        vllm_engine(options={name: "x"}).check(plain_kernels=False)
+    assert vllm_engine(options={"kv_cache_dtype": "fp8"}).rounds
+    assert not vllm_engine(options={"attention_backend": "FLASH_ATTN"}).rounds
 
 
 def test_the_list_is_that_of_the_installed_vllm() -> None:
@@ -66,9 +63,9 @@ def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyP
     vllm_options.arguments.cache_clear()
     monkeypatch.setattr(vllm_options.importlib.util, "find_spec", lambda name: None)
     try:
-        vllm_options.check({"who_knows": 1})
+        vllm_options.check_options({"who_knows": 1})
         with pytest.raises(vllm_options.UserError, match=r"^options\.seed: is set by rlft, got 1; set seed$"):
-            vllm_options.check({"seed": 1})
+            vllm_options.check_options({"seed": 1})
     finally:
         vllm_options.arguments.cache_clear()
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from fused_engine import fused
+from real_engines import open_vllm, vllm_engine
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlft.generation.memory import Load, ModelSizes, When
 from rlft.generation.shared_base import SharedBaseError, checksum
+from rlft.generation.vllm import engine as vllm_module
 from rlft.generation.vllm import generator as vllm_generator
 from rlft.generation.vllm import guest as vllm_guest
 from rlft.generation.vllm import memory as vllm_memory
-from rlft.generation.vllm import sharing as vllm_sharing
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.types import Adapter, UserError
@@ -30,8 +31,7 @@ CPU, GIB = torch.device("cpu"), 2**30
 
 
 def engine(**changes: Any) -> VLLM:
-    keys: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "sleep": False, "enforce_eager": False}
-    return VLLM(**{**keys, "options": {}, **changes})
+    return vllm_engine(**{"gpu_memory_utilization": 0.5, "enforce_eager": False, **changes})
 
 
 # -- when ------------------------------------------------------------------------------------------------------------
@@ -64,17 +64,17 @@ def test_one_copy_of_the_base_where_it_can_be(keys: dict[str, Any], base: dict[s
 def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_sharing, "installed_version", lambda: (0, 30))
+    monkeypatch.setattr(vllm_module, "installed_version", lambda: (0, 30))
     assert engine().base_sharing_obstacle(**ON_CUDA) is None
     assert "only vLLM 0.31 and later" in str(engine(sleep=True).base_sharing_obstacle(**ON_CUDA))
-    monkeypatch.setattr(vllm_sharing, "installed_version", lambda: (0, 31))
+    monkeypatch.setattr(vllm_module, "installed_version", lambda: (0, 31))
     assert engine(sleep=True).base_sharing_obstacle(**ON_CUDA) is None
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     assert "another process" in str(engine().base_sharing_obstacle(**ON_CUDA))
 
 
 def test_the_installed_release_is_read_without_an_import() -> None:
-    found = vllm_sharing.installed_version()
+    found = vllm_module.installed_version()
     assert found is not None
     assert (0, 27) <= found < (1, 0)
 
@@ -87,10 +87,10 @@ def test_batch_invariance_is_refused_where_there_is_none(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability in ((7, 5), (8, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
-        reason = vllm_sharing.why_not_invariant("cuda:0")
+        reason = vllm_module.why_not_invariant("cuda:0")
         assert (reason is None) == (capability >= (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "from compute capability 8.0 on, and this GPU has 7.5" in str(vllm_sharing.why_not_invariant("cuda:0"))
+    assert "from compute capability 8.0 on, and this GPU has 7.5" in str(vllm_module.why_not_invariant("cuda:0"))
 
 
 def test_batch_invariance_is_set_before_vllm_is_imported_and_not_changed_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +173,8 @@ def started(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def start(moves: bool = False, **changes: Any) -> tuple[VLLMGenerator, FakeLLM, dict[str, Any]]:
         fake, given = FakeLLM(model, moves), {}
         monkeypatch.setattr(vllm_generator, "_start", lambda options, further: given.update(options) or fake)
-        keys: dict[str, Any] = {
-            "model_path": "x", "dtype": "bfloat16", "trust_remote_code": False, "revision": None,
-            "quantization": None, "max_lora_rank": 6, "max_sequence_tokens": 64, "max_num_seqs": 4,
-            "gpu_memory_utilization": 0.5, "sleep": True, "enforce_eager": False, "seed": 0,
-        }  # fmt: skip
-        generators.append(VLLMGenerator(**{**keys, **changes}))
+        keys = engine(max_num_seqs=4, sleep=True, **changes)
+        generators.append(open_vllm("x", keys, dtype="bfloat16", lora_rank=6, max_sequence_tokens=64))
         return generators[-1], fake, given
 
     yield start
@@ -222,7 +218,7 @@ def test_weights_that_move_in_sleep_are_noticed(started: Any, model: nn.Module) 
 def test_merged_weights_need_no_slot_for_adapters_and_are_gone_after_an_interruption(
     started: Any, model: nn.Module
 ) -> None:
-    generator, fake, options = started(merges=True)
+    generator, fake, options = started(weights="merged")
     assert not {"enable_lora", "max_loras", "max_lora_rank"} & options.keys()
     generator.adopt(model, CPU)
     before = checksum(fake.weight)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from real_engines import open_vllm
 from transformers import AutoModelForCausalLM
 
 import rlft
 from rlft.generation.vllm import guest as vllm_guest
 from rlft.generation.vllm import teacher as vllm_teacher
-from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.generation.vllm.memory import TEACHER_BATCHED_TOKENS
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher, _within
 from rlft.types import UserError
@@ -234,20 +234,7 @@ def test_the_policys_engine_works_beside_it_and_after_it(teacher: VLLMTeacher, b
     with torch.no_grad():
         logp = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].log_softmax(-1)
     expected = logp.gather(1, torch.tensor(row)[1:, None])[:, 0].tolist()
-    generator = VLLMGenerator(
-        model_path=ASSETS / "tiny-chains",
-        dtype="float32",
-        trust_remote_code=False,
-        revision=None,
-        quantization=None,
-        max_lora_rank=4,
-        max_sequence_tokens=71,
-        max_num_seqs=4,
-        gpu_memory_utilization=0.3,
-        sleep=False,
-        enforce_eager=True,
-        seed=0,
-    )
+    generator = open_vllm(ASSETS / "tiny-chains", lora_rank=4, max_sequence_tokens=71)
     try:
         assert generator.score([row])[0] == pytest.approx(expected, abs=TOLERANCE)
         second = VLLMTeacher(replace(SETTINGS, row_tokens=40))

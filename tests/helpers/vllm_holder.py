@@ -1,4 +1,4 @@
-"""Holds a vLLM engine until it is told to go; test_vllm.py interrupts it with Ctrl-C, then kills it.
+"""Holds a vLLM engine until it is told to go; test_engine.py interrupts it with Ctrl-C, then kills it.
 
 Usage: python vllm_holder.py <model folder> <adapter folder>. Prints a line of JSON at each stage.
 """
@@ -9,7 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from rlft.generation.vllm.generator import VLLMGenerator
+from real_engines import open_vllm, vllm_engine
+
 from rlft.types import Adapter, Prompt, Sampling
 
 
@@ -22,20 +23,7 @@ def main(model_path: str, adapter_path: str) -> None:
 
     # A shell ignores Ctrl-C in what it starts in the background, and everything started from there inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    generator = VLLMGenerator(
-        model_path=model_path,
-        dtype="float32",
-        trust_remote_code=False,
-        revision=None,
-        quantization=None,
-        max_lora_rank=8,
-        max_sequence_tokens=256,
-        max_num_seqs=64,
-        gpu_memory_utilization=0.3,
-        sleep=False,
-        enforce_eager=True,
-        seed=0,
-    )
+    generator = open_vllm(model_path, vllm_engine(max_num_seqs=64))
     weights = load_file(Path(adapter_path) / "adapter_model.safetensors")
     config = json.loads((Path(adapter_path) / "adapter_config.json").read_text())
     generator.load(Adapter(version=0, weights=weights, config=config))
