@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import (
-    Read,
     RecordRow,
     RowError,
+    RowSource,
     chat,
     check_template,
     completion_of,
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemonstrationKeys:
+class DemonstrationKeys(RowSource):
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
     - a chat, a list of {"role", "content"} in messages_field
@@ -50,6 +50,8 @@ class DemonstrationKeys:
             learn to end where they did not end.
     """
 
+    section: ClassVar[str] = "demonstrations"
+
     prompt_field: str
     completion_field: str
     messages_field: str
@@ -59,11 +61,11 @@ class DemonstrationKeys:
     token_ids: Literal["sampled", "text"]
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, "demonstrations")
+        check_template(self.prompt_template, self.section)
 
-    def demonstrations(self, read: Read[Demonstration | None], split: Split) -> list[Demonstration]:
-        """The split's demonstrations in the order of the data."""
-        rows = read(split, self.parse)
+    def load(self, split: Split) -> list[Demonstration]:
+        """The split's demonstrations in the order of the data; no question is in both splits. Raises UserError."""
+        rows = self.read(split, self.parse)
         demonstrations = [row.made for row in rows if row.made is not None]
         if not demonstrations:
             problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
@@ -131,19 +133,7 @@ class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
     counted from 0. For a sampled line it is the line's prompt_id, so that completions of one prompt share it.
     """
 
-    section: ClassVar[str] = "demonstrations"
-
-    def load(self, split: Split) -> list[Demonstration]:
-        """The split's demonstrations in file order; no question is in both splits. Raises UserError."""
-        return self.demonstrations(self.read, split)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubDemonstrations(HubSet, DemonstrationKeys):
     """Demonstrations in a hub set or local files in its format, with the keys of DemonstrationKeys."""
-
-    section: ClassVar[str] = "demonstrations"
-
-    def load(self, split: Split) -> list[Demonstration]:
-        """The split's demonstrations in the order of the set; no question is in both splits. Raises UserError."""
-        return self.demonstrations(self.read, split)

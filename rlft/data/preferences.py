@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import (
-    Read,
     RecordRow,
     RowError,
+    RowSource,
     chat,
     check_template,
     completion_of,
@@ -74,7 +74,7 @@ class RankingSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceKeys:
+class PreferenceKeys(RowSource):
     """The config keys that say how a row becomes a ranking. A row has one of three shapes:
 
     - a pair in chosen_field and rejected_field: two texts (or one assistant message each) with a prompt, or two whole
@@ -103,6 +103,8 @@ class PreferenceKeys:
         prompt_template: as in RecordKeys.
     """
 
+    section: ClassVar[str] = "preferences"
+
     prompt_field: str
     messages_field: str
     chosen_field: str
@@ -117,15 +119,15 @@ class PreferenceKeys:
     prompt_template: str
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, "preferences")
+        check_template(self.prompt_template, self.section)
 
-    def rank(self, read: Read[Candidates], split: Split) -> RankingSet:
-        """The split's rankings in the order in which their prompts first occur.
+    def load(self, split: Split) -> RankingSet:
+        """The split's rankings in the order in which their prompts first occur; no question is in both splits.
 
         Raises:
             UserError: no ranking has two different completions with different scores.
         """
-        rows = [row.made for row in read(split, self.parse)]
+        rows = [row.made for row in self.read(split, self.parse)]
         check_prompt_ids([row.prompt for row in rows], "preferences.path")
         candidates: dict[str, list[Candidate]] = {}
         for row in rows:
@@ -257,19 +259,7 @@ class JsonlPreferences(JsonlFiles, PreferenceKeys):
     A prompt's id is `<file>:<line>`; for sampled lines it is the prompt_id on the line.
     """
 
-    section: ClassVar[str] = "preferences"
-
-    def load(self, split: Split) -> RankingSet:
-        """The split's rankings in file order; no question is in both splits. Raises UserError."""
-        return self.rank(self.read, split)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPreferences(HubSet, PreferenceKeys):
     """Rankings in a hub set or local files in its format. The keys of PreferenceKeys say which field holds what."""
-
-    section: ClassVar[str] = "preferences"
-
-    def load(self, split: Split) -> RankingSet:
-        """The split's rankings in the order of the set; no question is in both splits. Raises UserError."""
-        return self.rank(self.read, split)

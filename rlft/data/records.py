@@ -6,15 +6,16 @@ import hashlib
 import logging
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.data.lazy import mapped
-from rlft.types import Message, Prompt, Split, UserError
+from rlft.types import Message, Prompt, Split, UserError, require
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,21 @@ class RecordRow(Generic[Made]):
 Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
 """A function that maps (fields, id) of a row to the objects made of it, all with one identity. It raises RowError."""
 
-Read = Callable[[Split, Parse[Made]], Sequence[RecordRow[Made]]]
-"""A function that returns the rows of a split in the order of the data. It raises UserError."""
+
+class RowSource(ABC):
+    """What a component that is configured by a section reads its rows from: JSONL files, or a hub set.
+
+    Attributes:
+        section: the section of the config that its keys belong to.
+    """
+
+    __slots__ = ()
+
+    section: ClassVar[str]
+
+    @abstractmethod
+    def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
+        """The rows of a split in the order of the data. Raises UserError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +97,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordKeys:
+class RecordKeys(RowSource):
     """The config keys that say how a row becomes a prompt.
 
     Attributes:
@@ -102,6 +116,8 @@ class RecordKeys:
         metadata_fields: fields that go with the prompt as they are, for rewards that read them.
     """
 
+    section: ClassVar[str] = "data"
+
     prompt_field: str
     messages_field: str | None
     answer_field: str | None
@@ -115,37 +131,31 @@ class RecordKeys:
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
-        if not _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template):
-            raise UserError(
-                "data.few_shot_template",
-                "has neither {answer} nor {final}",
-                got=repr(self.few_shot_template),
-                remedy="put {answer} where the worked answer goes",
-            )
-        if self.answer_field is None and self.messages_field is None:
-            raise UserError(
-                "data.answer_field",
-                "is null, and without data.messages_field no other field can hold the answer",
-                remedy="name the field of the answer",
-            )
+        require(
+            _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template),
+            "data.few_shot_template",
+            "has neither {answer} nor {final}",
+            got=repr(self.few_shot_template),
+            remedy="put {answer} where the worked answer goes",
+        )
+        problem = "is null, and without data.messages_field no other field can hold the answer"
+        has_answer = self.answer_field is not None or self.messages_field is not None
+        require(has_answer, "data.answer_field", problem, remedy="name the field of the answer")
         try:
             re.compile(self.answer_pattern or "")
         except re.error as error:
-            raise UserError(
-                "data.answer_pattern",
-                f"is not a regular expression ({error})",
-                got=self.answer_pattern,
-                remedy="fix it, or use null",
-            ) from None
+            problem = f"is not a regular expression ({error})"
+            remedy = "fix it, or use null"
+            raise UserError("data.answer_pattern", problem, got=self.answer_pattern, remedy=remedy) from None
 
-    def prompts(self, read: Read[Question], split: Split) -> Sequence[Prompt]:
-        """The split's prompts in the order of the data."""
-        rows = read(split, self.parse)
+    def load(self, split: Split) -> Sequence[Prompt]:
+        """The split's prompts in the order of the data. Raises UserError, which names a bad row."""
+        rows = self.read(split, self.parse)
         if self.answer_pattern is not None:
             self._warn_of_cut_numbers(rows)
         if not self.few_shot:
             return mapped(rows, lambda row: self._prompt(row.made, ()))
-        training = rows if split is Split.train else read(Split.train, self.parse)
+        training = rows if split is Split.train else self.read(Split.train, self.parse)
         # One more than is shown, because a question is never one of its own examples.
         examples = first_by_identity(training, self.few_shot + 1)
         return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, examples)))
@@ -217,13 +227,9 @@ class RecordKeys:
     def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
         others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
-        if len(others) < self.few_shot:
-            raise UserError(
-                "data.few_shot",
-                f"there are only {len(others)} training questions besides {row.made.id} to show",
-                got=self.few_shot,
-                remedy=f"use data.few_shot={len(others)}, or more data",
-            )
+        problem = f"there are only {len(others)} training questions besides {row.made.id} to show"
+        remedy = f"use data.few_shot={len(others)}, or more data"
+        require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
         return [turn for example in others for turn in self._example(example)]
 
     def _example(self, example: Question) -> tuple[Message, ...]:
@@ -256,13 +262,13 @@ def chat(
 
 def check_template(prompt_template: str, section: str = "data") -> None:
     """Raises UserError for a template without {question}; `section` is the section of the config with the template."""
-    if PLACEHOLDER not in prompt_template:
-        raise UserError(
-            f"{section}.prompt_template",
-            f"has no {PLACEHOLDER}",
-            got=repr(prompt_template),
-            remedy=f"put {PLACEHOLDER} where the question goes",
-        )
+    require(
+        PLACEHOLDER in prompt_template,
+        f"{section}.prompt_template",
+        f"has no {PLACEHOLDER}",
+        got=repr(prompt_template),
+        remedy=f"put {PLACEHOLDER} where the question goes",
+    )
 
 
 def identity(turns: Sequence[Message]) -> str:
@@ -271,9 +277,14 @@ def identity(turns: Sequence[Message]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def number_of(question_identity: str) -> int:
+    """The first 64 bits of an identity."""
+    return int(question_identity[:16], 16)
+
+
 def split_of(question_identity: str, held_out_fraction: float) -> Split:
     """The split a question belongs to, by its hash alone: no order, seed or size can make the two splits overlap."""
-    return Split.held_out if int(question_identity[:16], 16) < held_out_fraction * 2**64 else Split.train
+    return Split.held_out if number_of(question_identity) < held_out_fraction * 2**64 else Split.train
 
 
 def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[RecordRow[Made]]:
@@ -292,23 +303,6 @@ def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[Reco
     return [first[identity] for identity in sorted(first)]
 
 
-def without(
-    rows: Iterable[RecordRow[Made]], held_out: Iterable[RecordRow[Made]], where: object
-) -> list[RecordRow[Made]]:
-    """The rows whose questions are not held out, with a warning about the number of the others."""
-    held_out_identities = {row.identity for row in held_out}
-    rows = list(rows)
-    kept = [row for row in rows if row.identity not in held_out_identities]
-    warn_of_held_out(where, len(rows) - len(kept))
-    return kept
-
-
-def warn_of_held_out(where: object, number: int) -> None:
-    """Warns of the number of training questions that are left out, if there are any."""
-    if number:
-        logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
-
-
 def _cuts_number(text: str, begin: int, end: int) -> bool:
     """Whether text[begin:end] begins or ends inside a number.
 
@@ -323,14 +317,8 @@ def _cuts_number(text: str, begin: int, end: int) -> bool:
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
     """The text in a field.
 
-    Args:
-        fields: the row.
-        name: name of the field.
-        numbers: whether the field may hold a number, which is returned as text.
-        blank: whether the text may be blank.
-
-    Raises:
-        RowError: the field is missing, has another type, or is blank.
+    With `numbers` it may be a number, which is returned as text; with `blank` the text may be blank. RowError if the
+    field is missing, has another type, or is blank.
     """
     value = _field(fields, name)
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
@@ -355,11 +343,8 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
     for i, message in enumerate(value):
-        if (
-            not isinstance(message, Mapping)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
+        is_message = isinstance(message, Mapping) and message.get("role") in ROLES
+        if not is_message or not isinstance(message.get("content"), str):
             raise RowError(f'message {i} of field {name!r} must be {{"role": {" | ".join(ROLES)}, "content": text}}')
         if message["role"] == "system" and i > 0:
             raise RowError(f"message {i} of field {name!r} is a system message; only the first may be")
@@ -394,7 +379,7 @@ def has(fields: Mapping[str, Any], *names: str) -> bool:
 def kind(value: Any) -> str:
     """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    if isinstance(value, list) and not value:
+    if value == []:
         return "an empty list"
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 

@@ -15,7 +15,7 @@ from rlft.algorithm.objective import Objective
 from rlft.batch import collate
 from rlft.config.schema import AlarmsConfig, OverlapConfig
 from rlft.data.prompts import left_out
-from rlft.data.teacher_prompts import teacher_prompts
+from rlft.data.texts import teacher_prompts
 from rlft.environment.endpoint.traces import Traces
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import Alarms

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from rlft.reward.remote import ServerKeys, shown_url
+from rlft.reward.http import ServerKeys, shown_url
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Unscored, UserError
 

@@ -112,10 +112,11 @@ class Choice(AnswerKeys):
     choices_field: str | None
     reference_is: ReferenceIs = ReferenceIs.auto
 
-    def __call__(self, group: Group) -> list[float]:
+    def right(self, group: Group) -> list[bool]:
         choices = self._choices(group.prompt)
-        right = self._right(group.prompt, choices)
-        return [float(self._is_right(rollout.completion.text, right, choices)) for rollout in group.rollouts]
+        letter = self._right(group.prompt, choices)
+        answers = [self.extract(rollout.completion.text) for rollout in group.rollouts]
+        return [a is not None and named(a, choices, ignore_case=self.ignore_case) == letter for a in answers]
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
         """Says that references are indices. UserError where they may be indices or texts: they are one in all rows."""
@@ -151,7 +152,7 @@ class Choice(AnswerKeys):
 
     def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> str:
         """The letter that the prompt's reference answer names. Unscorable if it names none."""
-        reference = reference_answer(prompt.answer, prompt.id)
+        reference = reference_answer(prompt)
         right = None
         if self.reference_is is not ReferenceIs.index:
             right = named(reference, choices, ignore_case=self.ignore_case)
@@ -166,11 +167,12 @@ class Choice(AnswerKeys):
         return self.written(self._right(prompt, self._choices(prompt)))
 
     def _choices(self, prompt: Prompt) -> dict[str, str]:
-        return {} if self.choices_field is None else _choices(prompt, self.choices_field)
-
-    def _is_right(self, text: str, right: str, choices: Mapping[str, str]) -> bool:
-        answer = self.extract(text)
-        return answer is not None and named(answer, choices, ignore_case=self.ignore_case) == right
+        if self.choices_field is None:
+            return {}
+        if self.choices_field not in prompt.metadata:
+            known = ", ".join(prompt.metadata) or "nothing"
+            raise ValueError(f"prompt {prompt.id!r} has no {self.choices_field!r} in its metadata, only {known}")
+        return choices_of(prompt.metadata[self.choices_field])
 
 
 def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: bool) -> bool:
@@ -187,11 +189,8 @@ def _at_index(reference: str, choices: Mapping[str, str]) -> str | None:
     ('B', None)
     """
     letters = list(choices)
-    return (
-        letters[int(reference)]
-        if reference.isdecimal() and len(reference) < 3 and int(reference) < len(letters)
-        else None
-    )
+    is_index = reference.isdecimal() and len(reference) < 3 and int(reference) < len(letters)
+    return letters[int(reference)] if is_index else None
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:
@@ -200,10 +199,3 @@ def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | N
     if label in labels:
         return label
     return next((known for known in labels if ignore_case and known.casefold() == label.casefold()), None)
-
-
-def _choices(prompt: Prompt, field: str) -> dict[str, str]:
-    if field not in prompt.metadata:
-        known = ", ".join(prompt.metadata) or "nothing"
-        raise ValueError(f"prompt {prompt.id!r} has no {field!r} in its metadata, only {known}")
-    return choices_of(prompt.metadata[field])

@@ -58,9 +58,6 @@ class Cosine(ExactMatch):
     def __call__(self, group: Group) -> list[float]:
         return [self._value(r.completion, right) for r, right in zip(group.rollouts, self.right(group), strict=True)]
 
-    def right(self, group: Group) -> list[bool]:
-        return [score == 1.0 for score in ExactMatch.__call__(self, group)]
-
     def _value(self, completion: Completion, is_right: bool) -> float:
         num_tokens = completion.num_sampled
         if num_tokens > self.max_tokens or completion.finish_reason == FinishReason.length:

@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlft.reward.remote import Request, ServerKeys, scores_in
+from rlft.reward.http import Request, ServerKeys, scores_in
 from rlft.system.seeds import derive
 from rlft.types import Group, UserError
 

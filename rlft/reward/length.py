@@ -87,8 +87,5 @@ class Length(ExactMatch):
         assert self.limit is not None
         return [below_limit(length, self.limit, self.penalty) for length in lengths]
 
-    def right(self, group: Group) -> list[bool]:
-        return [score == 1.0 for score in ExactMatch.__call__(self, group)]
-
     def reference_text(self, prompt: Prompt) -> str | None:
         return ExactMatch.reference_text(self, prompt) if self.mode == LengthMode.kimi else None

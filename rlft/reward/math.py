@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.config.bounds import PositiveInt
-from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.answer import AnswerKeys
 from rlft.reward.notation import differ, number, plain, same_number, same_text, without_percent, without_unit, words
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
-from rlft.types import Group
 
 MAX_SECONDS = 0.8
 """Seconds of processor time in which an answer has to be compared."""
@@ -141,14 +140,7 @@ class Math(AnswerKeys):
         """Loads the library, one second, before any time limit runs."""
         _library()
 
-    def __call__(self, group: Group) -> list[float]:
-        reference = reference_answer(group.prompt.answer, group.prompt.id)
-        return [float(self._is_right(rollout.completion.text, reference)) for rollout in group.rollouts]
-
-    def _is_right(self, text: str, reference: str) -> bool:
-        answer = self.extract(text)
-        if answer is None:
-            return False
+    def is_right(self, answer: str, reference: str) -> bool:
         return equal(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlft.data.teacher_prompts import longest_with_hint, teacher_prompts, with_hint
+from rlft.data.texts import longest_with_hint, teacher_prompts, with_hint
 from rlft.types import Completion, FinishReason, Group, Rollout, UserError
 
 

@@ -9,8 +9,7 @@ from turn_shapes import SHAPES, shaped_tokenizer
 
 from rlft.config.model import KernelChoice, ModelConfig
 from rlft.config.schema import PromptsConfig
-from rlft.data.examples import scan_demonstrations, scan_rankings
-from rlft.data.turns import turns_of
+from rlft.data.examples import scan_demonstrations, scan_rankings, turns_of
 from rlft.model.backbone import ends_of
 from rlft.tokens.chat_template import rendered
 from rlft.tokens.ends import turn_ends

@@ -7,7 +7,7 @@ import re
 import pytest
 from in_one_test import each
 
-from rlft.reward.pattern_text import written_for
+from rlft.reward.answer import written_for
 
 
 @each(

@@ -7,7 +7,7 @@ import time
 import pytest
 from scripted_server import Reply, ScriptedServer, scores
 
-from rlft.reward.remote import Request, ServerKeys, scores_in
+from rlft.reward.http import Request, ServerKeys, scores_in
 from rlft.types import Unscored, UserError
 
 BUSY = Reply(status=503, text="busy")
