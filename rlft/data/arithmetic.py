@@ -61,12 +61,8 @@ def question(a: int, operation: str, b: int) -> str:
 class Arithmetic:
     """Problems such as "What is 47 + 85?", answer "132".
 
-    Attributes:
-        difficulty: number of digits of each number, 1 to 9. The embedded model was taught 1 and 2.
-        operations: any of "+", "-" (a difference is never negative) and "*", which the embedded model was not taught.
-        size: number of training prompts. A split with fewer distinct problems than requested is refused.
-        held_out_size: number of held-out prompts.
-        seed: decides which problems are drawn and in which order, but not which split a problem belongs to.
+    configs/data/arithmetic.yaml explains the keys. The embedded model was taught numbers of 1 and 2 digits, and no
+    products. A split with fewer distinct problems than requested is refused.
     """
 
     difficulty: PositiveInt

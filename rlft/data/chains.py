@@ -83,12 +83,8 @@ def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -
 class Chains:
     """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result.
 
-    Attributes:
-        steps: number of sums, differences and products in a chain, 1 to 20. The embedded model was taught 5.
-        largest: upper bound of all numbers and results, 9 to 9999. The embedded model was taught 20.
-        size: number of training prompts. A split with fewer distinct chains than requested is refused.
-        held_out_size: number of held-out prompts.
-        seed: decides which chains are drawn and in which order, but not which split a chain belongs to.
+    configs/data/chains.yaml explains the keys. The embedded model was taught 5 steps with numbers up to 20. A split
+    with fewer distinct chains than requested is refused.
     """
 
     steps: PositiveInt

@@ -36,18 +36,11 @@ class DemonstrationKeys(RowSource):
     - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in completion_field
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
-    Attributes:
-        prompt_field: field of the prompt.
-        completion_field: field of its completion.
-        messages_field: field of the chat.
-        turns: what is learned of a chat: `last`, its last assistant message; `all`, each assistant message, given the
-            turns before it. Messages after the last assistant message are not used.
-        system_prompt: as in RecordKeys.
-        prompt_template: as in RecordKeys; it is applied to the user message that is answered.
-        token_ids: what is learned of a sampled line: `sampled`, exactly the sampled tokens, which requires the
-            tokenizer they were sampled with (`sampled_with` returns its fingerprint); `text`, the completion's text,
-            tokenised again. With `text`, completions that the length limit cut are left out, because the model would
-            learn to end where they did not end.
+    configs/demonstrations/jsonl.yaml explains the keys. With turns=all each assistant message of a chat is learned,
+    given the turns before it; messages after the last assistant message are not used. With token_ids=sampled exactly
+    the sampled tokens are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its
+    fingerprint). With token_ids=text completions that the length limit cut are left out, because the model would learn
+    to end where they did not end.
     """
 
     section: ClassVar[str] = "demonstrations"

@@ -23,9 +23,8 @@ from rlft.data.prompts import chunked, prompts_for_step, tokenised, tokenizer_fi
 from rlft.data.sampled import check_tokenizer, sampled_with
 from rlft.data.texts import TextTokens, as_batch, text_ids
 from rlft.system.seeds import derive
-from rlft.tokens.chat_template import rendered
 from rlft.tokens.ends import TurnEnds, num_common, turn_ends
-from rlft.tokens.text import last_tag, without_tail
+from rlft.tokens.text import last_tag, rendered, without_tail
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError, require
 
 if TYPE_CHECKING:

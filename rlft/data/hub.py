@@ -21,16 +21,8 @@ UNREACHABLE = "the hub cannot be reached and its cache here has no such set"
 class HubSet(RowSource):
     """The config keys with which a component names the hub set, or the local files in its format, that it reads.
 
-    Attributes:
-        path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's parquet files, as
-            `hf download` leaves them); or one .jsonl file. A path that exists locally, or that looks like a path
-            (starts with / . ~ or ends with .jsonl), is local.
-        subset: the set's configuration; None if it has only one.
-        revision: branch, tag or commit on the hub.
-        train_split: name of the set's training split.
-        held_out_split: name of its held-out split, or None. Questions that are in both splits are left out of training.
-        held_out_fraction: the share that is held out, by a hash of the question, where held_out_split is None or path
-            is a single .jsonl file.
+    configs/data/gsm8k.yaml explains them. A path that exists locally, or that looks like a path (starts with / . ~ or
+    ends with .jsonl), is local. Questions that are in both splits are left out of training.
     """
 
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows

@@ -42,11 +42,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class JsonlFiles(RowSource):
     """The config keys with which a component names the JSONL files that it reads. A row's id is `<file>:<line>`.
 
-    Attributes:
-        path: the file.
-        held_out_path: a second file to evaluate on. Questions that are also in it are left out of training. None: a
-            share of `path` is held out.
-        held_out_fraction: that share, chosen by a hash of the question.
+    configs/data/jsonl.yaml explains them. Questions that are also in held_out_path are left out of training.
     """
 
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows

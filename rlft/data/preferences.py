@@ -84,23 +84,9 @@ class PreferenceKeys(RowSource):
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
       lines of a prompt are ranked together
 
-    Attributes:
-        prompt_field: field of the prompt, a text or a chat up to the user's last message.
-        messages_field: another field of the prompt, a chat up to the user's last message; it takes precedence.
-        chosen_field: field of the better completion or chat of a pair.
-        rejected_field: field of the worse one.
-        margin_field: field with the difference in score of a pair, a number; None: the difference is 1. The rejected
-            completion scores 0.
-        completions_field: field of the list of completions.
-        scores_field: field of their scores.
-        ranked: whether a list without scores is in order, best first, so that n completions score n - 1, ..., 0;
-            False: such a list is refused.
-        rank_by: what sampled completions are ranked by: `reward` (the weighted total) or a reward's name.
-        token_ids: what is learned of a sampled line: `sampled`, exactly the sampled tokens, which requires the
-            tokenizer they were sampled with (`sampled_with` returns its fingerprint); `text`, the completion's text,
-            tokenised again.
-        system_prompt: as in RecordKeys.
-        prompt_template: as in RecordKeys.
+    configs/preferences/jsonl.yaml explains the keys. A chat in messages_field takes precedence over prompt_field. The
+    rejected completion of a pair scores 0, the chosen one its margin. With token_ids=sampled exactly the sampled tokens
+    are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its fingerprint).
     """
 
     section: ClassVar[str] = "preferences"

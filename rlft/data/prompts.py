@@ -17,8 +17,7 @@ import numpy as np
 
 from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
-from rlft.tokens.chat_template import rendered
-from rlft.tokens.text import tail
+from rlft.tokens.text import rendered, tail
 from rlft.types import NOTHING, Prompt, Shown, Split, UserError, require
 
 if TYPE_CHECKING:
@@ -228,15 +227,10 @@ def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> list[tuple[int, ...]]:
-    """The tokens of each prompt, up to the start of its completion; `style` is as in `scan`."""
-    return [prompt.token_ids for prompt in tokenised(prompts, tokenizer, style)]
-
-
 def tokenised(
     prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
 ) -> Iterator[Prompt]:
-    """The prompts with their tokens, up to the start of their completions."""
+    """The prompts with their tokens, up to the start of their completions; `style` and `shown` are as in `scan`."""
     for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
         texts, ids = _tokenise(chunk, tokenizer, style, shown)
         by_template = uses_template(tokenizer, style)

@@ -41,14 +41,8 @@ Entry = dict[str, Any]
 class ReasoningGym:
     """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
 
-    Attributes:
-        task: name of the task; `composite` mixes several, listed in options.datasets as {name, weight, config}.
-        options: options of the task, None for its defaults; `seed` and `size` are not among them.
-        size: number of training prompts. A task with fewer distinct questions than requested is refused.
-        held_out_size: number of held-out prompts.
-        seed: decides which questions are drawn and in which order, but not their split: the question's hash does.
-        system_prompt: the first message, or None.
-        prompt_template: the user's message, where {question} stands for the task's text.
+    configs/data/reasoning_gym.yaml explains the keys. The task `composite` mixes several, listed in options.datasets as
+    {name, weight, config}. A task with fewer distinct questions than requested is refused.
     """
 
     task: str

@@ -32,12 +32,7 @@ Made = TypeVar("Made")
 
 
 class RowError(Exception):
-    """An error in one row, which the reader of the rows turns into a UserError.
-
-    Args:
-        problem: what is wrong.
-        remedy: what to do; None: name another field.
-    """
+    """An error in one row, which the reader of the rows turns into a UserError; remedy None: name another field."""
 
     def __init__(self, problem: str, *, remedy: str | None = None) -> None:
         self.remedy = remedy
@@ -100,20 +95,9 @@ class Question:
 class RecordKeys(RowSource):
     """The config keys that say how a row becomes a prompt.
 
-    Attributes:
-        prompt_field: the field of the question, a text; not used where messages_field is set.
-        messages_field: the field of a chat, a list of {"role", "content"}. If its last message is an assistant message,
-            the prompt ends before that.
-        answer_field: the field of the answer, a text or number; None: the chat's last assistant message.
-        answer_pattern: regular expression; its last match in the answer's text (the first group, if any) is the answer.
-        answer_remove: characters removed from the answer, such as the commas of "1,000".
-        system_prompt: the first message of a prompt whose chat has no system message.
-        prompt_template: the (last) user message, where {question} stands for the text in the row.
-        few_shot: number of worked examples before each question, as user and assistant turns: the training questions
-            with the lowest hashes, never the question itself.
-        few_shot_template: an example's assistant turn, where {answer} stands for the whole text of the answer's field
-            and {final} for the part that answer_pattern matches.
-        metadata_fields: fields that go with the prompt as they are, for rewards that read them.
+    configs/data/jsonl.yaml explains them. The prompt of a chat ends before its last message if that is an assistant
+    message. The worked examples (few_shot) are the training questions with the lowest hashes, but never the question
+    itself.
     """
 
     section: ClassVar[str] = "data"
@@ -169,8 +153,9 @@ class RecordKeys(RowSource):
         if not turns or turns[-1]["role"] != "user":
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
         answer = self._answer(worked_answer)
-        if missing := [name for name in self.metadata_fields if name not in fields]:
-            raise RowError(f"there is no field {missing[0]!r} (data.metadata_fields), {only(fields)}")
+        for name in self.metadata_fields:
+            if name not in fields:
+                raise RowError(f"there is no field {name!r} (data.metadata_fields), {only(fields)}")
         metadata = {name: fields[name] for name in self.metadata_fields}
         question = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=metadata)
         return [RecordRow(identity=identity(turns), made=question)]
@@ -244,11 +229,8 @@ def chat(
 ) -> tuple[Message, ...]:
     """The messages of a prompt: a system message, examples, then the turns.
 
-    Args:
-        turns: the turns of the row. If the first is a system message, it takes the place of `system_prompt`.
-        system_prompt: the system message, or None.
-        prompt_template: the last message, where {question} stands for the last turn's text.
-        examples: turns of worked examples.
+    A system message at the start of `turns` takes the place of `system_prompt`. In `prompt_template`, the last message,
+    {question} stands for the last turn's text.
 
     >>> chat([{"role": "user", "content": "2 + 2?"}], None, "Q: {question}")
     ({'role': 'user', 'content': 'Q: 2 + 2?'},)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlft.config.model import ANSWER
 from rlft.data.jsonl import FIX, existing_file, objects
-from rlft.data.prompts import chunked, prompts_for_step, token_ids, tokenised
+from rlft.data.prompts import chunked, prompts_for_step, tokenised
 from rlft.data.records import only
 from rlft.system.seeds import derive
 from rlft.types import Batch, Group, Prompt, UserError, require
@@ -44,8 +44,8 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
 
     Args:
         path: a JSONL file, or embedded:<name>, which ships with rlft.
-        field: the key of the text.
-        given_field: the key of its context; None: the texts have none.
+        field: the field of the text.
+        given_field: the field of its context; None: the texts have none.
 
     Raises:
         UserError: the file does not exist, cannot be read or is empty; a line is not a JSON object, one of its two
@@ -248,8 +248,8 @@ def with_hint(prompt: Prompt, hint: str) -> Prompt:
 
 def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> Tensor:
     """int64 `[B, P]`: for each row of a Batch, the tokens of its prompt with the hint, padded with -1."""
-    ids = token_ids([with_hint(group.prompt, hint) for group in groups], tokenizer, style)
-    rows = [prompt_ids for group, prompt_ids in zip(groups, ids, strict=True) for _ in group.rollouts]
+    hinted = tokenised((with_hint(group.prompt, hint) for group in groups), tokenizer, style)
+    rows = [prompt.token_ids for group, prompt in zip(groups, hinted, strict=True) for _ in group.rollouts]
     prompts_BP = torch.full((len(rows), max(map(len, rows))), -1)
     for b, row in enumerate(rows):
         prompts_BP[b, : len(row)] = torch.tensor(row)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlft.environment.protocol import Call
-from rlft.tokens.chat_template import render
 from rlft.tokens.ends import num_common
+from rlft.tokens.text import render
 from rlft.types import Schema, UserError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from rlft.tokens.chat_template import render
 from rlft.tokens.ends import closing_of, special_pattern, special_tokens
+from rlft.tokens.text import render
 from rlft.types import UserError
 
 if TYPE_CHECKING:

@@ -55,12 +55,7 @@ class Which(StrEnum):
 class AnswerKeys:
     """The config keys of every reward that looks for an answer.
 
-    Attributes:
-        answer_in: `tag` for <answer>18</answer>, `boxed` for \\boxed{18}, `hashes` for GSM8K's "#### 18", `text` for
-            the whole completion, `pattern` for the first group of a regular expression.
-        tag: name of the tag (answer_in: tag).
-        pattern: the regular expression (answer_in: pattern), else None.
-        which: `only` takes an answer given once; `last` takes the last of several.
+    configs/reward/exact_match.yaml explains them.
     """
 
     answer_in: AnswerIn
@@ -70,7 +65,9 @@ class AnswerKeys:
 
     def __post_init__(self) -> None:
         if self.answer_in == AnswerIn.pattern:
-            _check_pattern(self.pattern)
+            remedy = r"write a regular expression with one group, such as 'Answer: ([0-9]+)'"
+            num_groups = check_regex(self.pattern, remedy)
+            require(num_groups, "pattern", "has no group for the answer", got=self.pattern, remedy=remedy)
 
     def extract(self, text: str) -> str | None:
         """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one).
@@ -229,13 +226,12 @@ def _each_once(text: str, tag: str) -> bool:
     return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
 
 
-def _check_pattern(pattern: str | None) -> None:
-    remedy = r"write a regular expression with one group, such as 'Answer: ([0-9]+)'"
+def check_regex(pattern: str | None, remedy: str) -> int:
+    """The number of groups of a regular expression. UserError of the key `pattern` for what is none."""
     try:
-        groups = re.compile(pattern or "").groups
+        return re.compile(pattern or "").groups
     except re.error as error:
         raise UserError("pattern", f"is not a regular expression ({error})", got=pattern, remedy=remedy) from None
-    require(groups, "pattern", "has no group for the answer", got=pattern, remedy=remedy)
 
 
 def written_for(pattern: str, answer: str) -> str | None:

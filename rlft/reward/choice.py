@@ -43,10 +43,7 @@ class ReferenceIs(StrEnum):
 def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
     """The letter of the only choice that an answer names, else None. An answer that is letter and text is a letter.
 
-    Args:
-        answer: the answer.
-        choices: {letter: text}; empty: any capital letter is a choice.
-        ignore_case: whether letters and texts are compared without case.
+    `choices` is {letter: text}; where it is empty, any capital letter is a choice.
 
     >>> [named(text, {}, ignore_case=True) for text in ("B", "(B)", "b.", "Option B", "A or B", "AB")]
     ['B', 'B', 'B', 'B', None, None]
@@ -71,9 +68,9 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
 
 
 def choices_of(value: Any) -> dict[str, str]:
-    """{letter: text}, from any of the forms that data sets use. ValueError for other values.
+    """{letter: text}, from any of the forms that data sets use; ValueError for other values.
 
-    The forms are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
+    These are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
 
     >>> choices_of(["Rome", "Paris"]) == choices_of({"label": ["A", "B"], "text": ["Rome", "Paris"]})
     True
@@ -96,14 +93,7 @@ def choices_of(value: Any) -> dict[str, str]:
 class Choice(AnswerKeys):
     """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0.
 
-    The other keys say where the answer is (AnswerKeys).
-
-    Attributes:
-        ignore_case: whether letters and texts are compared without case.
-        choices_field: key of the prompt's metadata that holds the choices (`choices_of`): their letters and texts
-            count. None: any letter counts, and no text.
-        reference_is: `choice`, `index`, or `auto`: an index where it is a whole number that is no choice's letter or
-            text. `examine` refuses data for which `auto` could mean both.
+    configs/reward/choice.yaml explains the keys. `examine` refuses data for which reference_is=auto could mean both.
     """
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)

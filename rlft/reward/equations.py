@@ -59,12 +59,8 @@ class Equations(AnswerKeys):
     with process supervision it has no advantage at all: combine it with a reward of completions as a whole
     (exact_match, format), so that saying nothing is not better than saying something wrong.
 
-    The other keys say where the answer is (AnswerKeys); plain numbers are compared by value.
-
-    Attributes:
-        equation_weight: score of an equation that holds.
-        answer_weight: score of a right answer.
-        max_equations: the most equations that are steps, so that endless true equations do not pay.
+    Plain numbers are compared by value. configs/reward/equations.yaml explains the keys: `max_equations` makes endless
+    true equations not pay.
     """
 
     scores_steps: ClassVar[bool] = True

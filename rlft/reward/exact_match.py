@@ -25,11 +25,7 @@ def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) ->
 class ExactMatch(AnswerKeys):
     """1.0 for each completion whose answer is the reference answer, else 0.0.
 
-    The other keys say where the answer is (AnswerKeys).
-
-    Attributes:
-        numeric: whether plain decimal numbers are compared by value (1,000 = 1000.0).
-        ignore_case: whether letters are compared without case.
+    configs/reward/exact_match.yaml explains the keys.
     """
 
     numeric: bool

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 from rlft.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import Group, Unscored, UserError
+from rlft.types import Group, Unscored, UserError, require
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -52,25 +52,14 @@ Read = Callable[[Any, int], list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request.
-
-    Attributes:
-        body: what is posted.
-        completions: index, in their group, of the completions to which the answer's scores belong, in order.
-    """
+    """What is posted, and the indices, in their group, of the completions to which the answer's scores belong."""
 
     body: Mapping[str, Any]
     completions: Sequence[int]
 
 
 class NoScores(Exception):
-    """An attempt failed.
-
-    Args:
-        problem: why.
-        final: whether another attempt would fail, too.
-        wait_s: seconds that the server wants to pass before another attempt.
-    """
+    """An attempt failed; another would fail too if `final`, and is to wait for `wait_s` seconds."""
 
     def __init__(self, problem: str, *, final: bool = False, wait_s: float = 0.0) -> None:
         self.final, self.wait_s = final, wait_s
@@ -81,19 +70,8 @@ class NoScores(Exception):
 class ServerKeys:
     """The config keys of every reward that sends requests to a server.
 
-    Attributes:
-        url: address to which requests are posted.
-        token_variable: name of the environment variable whose value is sent as a bearer token; None for no token.
-        headers: further headers of each request.
-        timeout: seconds for one attempt.
-        group_timeout: the scorer's limit for a group in seconds, of which nine tenths are for requests, including
-            retries and pauses.
-        retries: number of further attempts if the server cannot be reached, answers 408, 429 or 5xx, is too slow, or
-            gives an invalid answer.
-        backoff: seconds before the first further attempt, doubled for each later one, and shortened by up to a half at
-            random; a longer Retry-After of the server has priority.
-        concurrency: the most requests under way at once, in each worker.
-        try_first: whether a request is sent once before the run loads its model.
+    configs/reward/http.yaml explains them. The pause before another attempt is shortened by up to a half at random; a
+    longer Retry-After of the server has priority.
     """
 
     url: str
@@ -110,15 +88,14 @@ class ServerKeys:
         check_url(self.url)
         if self.token_variable is not None:
             read_token(self.token_variable)
-        if any(name.lower() == "authorization" for name in self.headers):
-            problem = "must not hold Authorization: configs are saved with every run"
-            remedy = "put the token in an environment variable and name it in token_variable"
-            raise UserError("headers", problem, remedy=remedy)
-        if self.timeout > self.deadline_s:
-            limit = f"{self.group_timeout:g} s a group"
-            problem = f"exceeds the {self.deadline_s:g} s for requests that scoring.timeout leaves ({limit})"
-            remedy = f"set scoring.timeout={math.ceil(self.timeout / SHARE_FOR_REQUESTS)} or more, or a shorter timeout"
-            raise UserError("timeout", problem, got=f"{self.timeout:g}", remedy=remedy)
+        has_token = any(name.lower() == "authorization" for name in self.headers)
+        problem = "must not hold Authorization: configs are saved with every run"
+        remedy = "put the token in an environment variable and name it in token_variable"
+        require(not has_token, "headers", problem, remedy=remedy)
+        limit = f"{self.group_timeout:g} s a group"
+        problem = f"exceeds the {self.deadline_s:g} s for requests that scoring.timeout leaves ({limit})"
+        remedy = f"set scoring.timeout={math.ceil(self.timeout / SHARE_FOR_REQUESTS)} or more, or a shorter timeout"
+        require(self.timeout <= self.deadline_s, "timeout", problem, got=f"{self.timeout:g}", remedy=remedy)
 
     @property
     def deadline_s(self) -> float:
@@ -212,14 +189,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Http(ServerKeys):
-    """The server's score of each completion, unchanged.
-
-    The other keys say how requests are sent (ServerKeys).
-
-    Attributes:
-        batch_size: the most completions in one request; None for the whole group.
-        send_metadata: whether requests include the prompt's metadata, which must then be plain JSON.
-    """
+    """The server's score of each completion, unchanged."""
 
     batch_size: PositiveInt | None
     send_metadata: bool
@@ -245,17 +215,17 @@ class Http(ServerKeys):
 
 def check_url(url: str) -> None:
     """Refuses what is not an http(s) address, and an address that holds a password. Raises UserError."""
+    example = "try http://localhost:8000/score"
     try:
         parts = urlsplit(url)
         printable = url.isprintable() and " " not in url
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and printable
     except ValueError:
-        raise UserError("url", "is no address", got=url, remedy="try http://localhost:8000/score") from None
-    if parts.username is not None or parts.password is not None:
-        problem = "must not hold a user name or password: configs are saved with every run"
-        raise UserError("url", problem, remedy="put a token in an environment variable and name it in token_variable")
-    if not is_valid:
-        raise UserError("url", "is no http:// or https:// address", got=url, remedy="try http://localhost:8000/score")
+        raise UserError("url", "is no address", got=url, remedy=example) from None
+    problem = "must not hold a user name or password: configs are saved with every run"
+    remedy = "put a token in an environment variable and name it in token_variable"
+    require(parts.username is None and parts.password is None, "url", problem, remedy=remedy)
+    require(is_valid, "url", "is no http:// or https:// address", got=url, remedy=example)
 
 
 def shown_url(url: str) -> str:

@@ -59,11 +59,8 @@ class Length(ExactMatch):
     The other keys are exact_match's and say which answers are right. Only mode `kimi` uses them; the other modes judge
     right and wrong answers alike and need no reference answer. A completion without an answer is wrong.
 
-    Attributes:
-        mode: `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit).
-        target: the target length in tokens (mode target).
-        limit: the most tokens without a penalty (mode limit).
-        penalty: what each token over the limit costs (mode limit).
+    `mode` is `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit); configs/reward/length.yaml
+    explains the keys of each.
     """
 
     mode: LengthMode

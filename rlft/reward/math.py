@@ -126,11 +126,7 @@ def digits(expression: Any) -> float:
 class Math(AnswerKeys):
     r"""1.0 for each completion whose answer is mathematically equal to the reference answer, else 0.0.
 
-    The other keys say where the answer is (AnswerKeys).
-
-    Attributes:
-        unevaluated: whether an unevaluated sum or product, such as 6*3, is accepted if the reference is a number.
-        max_chars: the most characters of an answer; longer ones are wrong. It bounds the parser's work.
+    configs/reward/math.yaml explains the keys; `max_chars` bounds the parser's work.
     """
 
     unevaluated: bool
@@ -147,10 +143,7 @@ class Math(AnswerKeys):
 def _equal_expressions(answer: str, reference: str, *, needs_value: bool) -> bool:
     """Whether the library finds two plain answers equal in time, and they are not apart in a way that it overlooks.
 
-    Args:
-        answer: the answer.
-        reference: the reference answer.
-        needs_value: whether the answer must be a value without variables.
+    With `needs_value` the answer must be a value without variables.
     """
     _library()  # loading it is not the answer's time
     try:

@@ -29,7 +29,7 @@ from rlft.system import locks
 from rlft.system.disk import writing
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming, say
-from rlft.tokens.chat_template import AUTO_DATE, today
+from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError
 
 PATHS = "paths"

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from rlft.tokens.chat_template import render
-from rlft.tokens.text import CALL_ID, TOOL
+from rlft.tokens.text import CALL_ID, TOOL, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,15 +139,13 @@ def closing_of(
     special: re.Pattern[str],
     eos: str,
 ) -> Closing:
-    """What the template puts after this turn and before whatever follows it.
+    """What the template puts after an assistant's turn and before whatever follows it.
 
     Args:
         render: the template.
         opening: messages before the turn.
-        turn: the assistant's message, whose last text is `said`.
-        answer: the message after it, whose text is `reply`.
-        said: a text that the template leaves as it is.
-        reply: another one.
+        turn: the assistant's message, whose last text is `said`, which the template leaves as it is.
+        answer: the message after it, whose text is `reply`, another such text.
         special: finds special tokens.
         eos: the tokenizer's end token; "" if it has none.
     """

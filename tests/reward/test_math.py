@@ -4,14 +4,14 @@ import time
 import math_verify
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED
 
-from rlft.reward.answer import AnswerIn, Which
+from rlft.reward.answer import AnswerIn
 from rlft.reward.math import MAX_SECONDS, Math, equal
 
 
 def math_reward(**keys) -> Math:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
-    return Math(**{**defaults, "unevaluated": False, "max_chars": 200, **keys})
+    return Math(**{**TAGGED, "unevaluated": False, "max_chars": 200, **keys})
 
 
 VERDICTS = [

@@ -42,7 +42,7 @@ from rlft.plan.run_plan import Plan
 from rlft.runs import references, run_folder, run_status
 from rlft.runs.paths import is_path_key
 from rlft.system.terminal import override
-from rlft.tokens.chat_template import AUTO_DATE, today
+from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError
 
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "rollouts", "checkpoint")

@@ -12,8 +12,7 @@ from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.endpoint.bodies import Refusal
 from rlft.environment.protocol import Call
 from rlft.environment.turn_template import OPENING, TurnTemplate
-from rlft.tokens.chat_template import render
-from rlft.tokens.text import decode
+from rlft.tokens.text import decode, render
 from rlft.types import NOTHING, Shown, UserError
 
 if TYPE_CHECKING:
