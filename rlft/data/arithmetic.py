@@ -25,18 +25,10 @@ def split_of(*problem: int | str) -> Split:
 def drawn_prompts(
     problems: Iterable[tuple[str, str, int]], split: Split, count: int, most_draws: int, *, what: str, more: str
 ) -> list[Prompt]:
-    """The first `count` distinct problems of a split.
+    """The first `count` distinct problems of a split, of an endless series of (id, question, answer).
 
-    Args:
-        problems: (the problem as it is written, which becomes the id; question; answer) of each draw, without end.
-        split: the split.
-        count: number of prompts.
-        most_draws: number of draws after which a split is assumed to have no more.
-        what: the problems in words, for the error.
-        more: what to raise to have more of them.
-
-    Raises:
-        UserError: there are fewer.
+    A UserError says that there are not that many, after `most_draws` draws; `what` names the problems in it, and
+    `more` what to raise.
     """
     prompts: dict[str, Prompt] = {}
     for identity, asked, answer in islice(problems, most_draws + 1):

@@ -101,15 +101,8 @@ def scan(
 ) -> PromptSet:
     """Tokenises the prompts of a split; prompts over the limit are dropped or refused.
 
-    Args:
-        prompts: the prompts.
-        tokenizer: the model's tokenizer.
-        max_prompt_tokens: the most tokens of a prompt.
-        over_limit: whether longer prompts are dropped or refused.
-        split: the split of the prompts.
-        style: `chat` uses the tokenizer's chat template. `raw`, or a tokenizer without one, joins the texts of the
-            messages with blank lines.
-        shown: what prompts show of an environment, which only the chat template can render.
+    Style `chat` uses the tokenizer's chat template, which alone can render what is `shown` of an environment. `raw`, or
+    a tokenizer without a template, joins the texts of the messages with blank lines.
 
     Raises:
         UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat

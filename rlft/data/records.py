@@ -41,12 +41,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRow(Generic[Made]):
-    """An object made of a row.
-
-    Attributes:
-        identity: hash of the row's question, the same for equal questions whatever the rest of the row is.
-        made: the object.
-    """
+    """What is made of a row, with a hash of its question, which equal questions share whatever else the rows hold."""
 
     identity: str
     made: Made
@@ -57,11 +52,7 @@ Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
 
 
 class RowSource(ABC):
-    """What a component that is configured by a section reads its rows from: JSONL files, or a hub set.
-
-    Attributes:
-        section: the section of the config that its keys belong to.
-    """
+    """A component with rows, from JSONL files or a hub set; `section` is the part of the config with its keys."""
 
     __slots__ = ()
 
@@ -74,14 +65,9 @@ class RowSource(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The question of a row and its answer.
+    """The question of a row, a chat up to the last user message, with its answer and what goes with the prompt.
 
-    Attributes:
-        id: id of the row.
-        turns: the chat up to the last user message.
-        worked_answer: the whole text of the answer.
-        answer: the part of it that rewards compare with.
-        metadata: {field: value} of the fields that go with the prompt.
+    Rewards compare with `answer`, a part of the whole text, `worked_answer`.
     """
 
     id: str
@@ -304,19 +290,14 @@ def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blan
     """
     value = _field(fields, name)
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
-        return _written_out(value, name)
+        if not math.isfinite(value):  # tables use NaN for a missing value
+            raise RowError(f"field {name!r} holds no number, it is {value}")
+        return format(Decimal(str(value)), "f")  # without an exponent: 0.00001 for 1e-05
     if not isinstance(value, str):
         raise RowError(f"field {name!r} must be a string{' or number' if numbers else ''}, it is {kind(value)}")
     if not blank and not value.strip():
         raise RowError(f"field {name!r} is empty")
     return value
-
-
-def _written_out(value: float, name: str) -> str:
-    """A number without an exponent: 0.00001 for 1e-05. NaN, which tables use for a missing value, is a RowError."""
-    if not math.isfinite(value):
-        raise RowError(f"field {name!r} holds no number, it is {value}")
-    return format(Decimal(str(value)), "f")
 
 
 def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
