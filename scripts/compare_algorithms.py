@@ -47,7 +47,7 @@ from rlft.config import overrides as command_line
 from rlft.config.flat import flatten
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.runs import run_folder
-from rlft.tokens.chat_template import AUTO_DATE
+from rlft.tokens.text import AUTO_DATE
 from rlft.types import UserError
 
 if TYPE_CHECKING:

@@ -51,13 +51,13 @@ PLACES = {
     "math_verify": {"reward/math"},
     "datasets": {"data/hub"},
     "py3langid": {"reward/language"},
-    "httpx2": {"reward/remote"},
+    "httpx2": {"reward/http"},
     "optuna": {"commands/sweep/trials"},
     "matplotlib": {"commands/sweep/page"},
 }
 HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym", "httpx2")
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
-HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts", "data/teacher_prompts", "data/turns"}
+HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
     "algorithms", "arguments", "ask", "chat", "doctor/command", "eval", "export/command", "launch", "own",
     "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
@@ -67,7 +67,6 @@ LIGHT_COMMANDS = (
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
     "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
-    "data": {"lines"},
     "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip

@@ -5,20 +5,44 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from rlft.config.bounds import PositiveInt, Seed
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Prompt, Split, UserError, require
 
 HELD_OUT_SHARE = 0.1
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def split_of(a: int, operation: str, b: int) -> Split:
-    """The split a problem belongs to, by a hash of the problem itself: no seed or size can make the two overlap."""
-    digest = hashlib.sha256(f"{a}{operation}{b}".encode()).digest()
+def split_of(*problem: int | str) -> Split:
+    """The split of a problem, by a hash of what is written of it: no seed or size can make the two splits overlap."""
+    digest = hashlib.sha256("".join(map(str, problem)).encode()).digest()
     return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
+
+
+def drawn_prompts(
+    problems: Iterable[tuple[str, str, int]], split: Split, count: int, most_draws: int, *, what: str, more: str
+) -> list[Prompt]:
+    """The first `count` distinct problems of a split, of an endless series of (id, question, answer).
+
+    A UserError says that there are not that many, after `most_draws` draws; `what` names the problems in it, and
+    `more` what to raise.
+    """
+    prompts: dict[str, Prompt] = {}
+    for identity, asked, answer in islice(problems, most_draws + 1):
+        if split_of(identity) is split and identity not in prompts:
+            messages = ({"role": "user", "content": asked},)
+            prompts[identity] = Prompt(id=identity, messages=messages, answer=str(answer))
+        if len(prompts) == count:
+            return list(prompts.values())
+    raise UserError(
+        "data.size" if split is Split.train else "data.held_out_size",
+        f"there are not that many distinct {split} {what}",
+        got=count,
+        remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}{more}",
+    )
 
 
 def question(a: int, operation: str, b: int) -> str:
@@ -29,12 +53,8 @@ def question(a: int, operation: str, b: int) -> str:
 class Arithmetic:
     """Problems such as "What is 47 + 85?", answer "132".
 
-    Attributes:
-        difficulty: number of digits of each number, 1 to 9. The embedded model was taught 1 and 2.
-        operations: any of "+", "-" (a difference is never negative) and "*", which the embedded model was not taught.
-        size: number of training prompts. A split with fewer distinct problems than requested is refused.
-        held_out_size: number of held-out prompts.
-        seed: decides which problems are drawn and in which order, but not which split a problem belongs to.
+    configs/data/arithmetic.yaml explains the keys. The embedded model was taught numbers of 1 and 2 digits, and no
+    products. A split with fewer distinct problems than requested is refused.
     """
 
     difficulty: PositiveInt
@@ -46,31 +66,16 @@ class Arithmetic:
     def load(self, split: Split) -> list[Prompt]:
         self.check()
         count = self.size if split is Split.train else self.held_out_size
-        prompts: dict[str, Prompt] = {}
-        for draws, (a, operation, b) in enumerate(self._problems(split), 1):
-            identity = f"{a}{operation}{b}"
-            if split_of(a, operation, b) is split and identity not in prompts:
-                answer = OPERATIONS[operation](a, b)
-                messages = ({"role": "user", "content": question(a, operation, b)},)
-                prompts[identity] = Prompt(id=identity, messages=messages, answer=str(answer))
-            if len(prompts) == count:
-                return list(prompts.values())
-            if draws > min(200 * count, 20 * self._num_problems) + 10_000:
-                break
-        key = "data.size" if split is Split.train else "data.held_out_size"
-        raise UserError(
-            key,
-            f"there are not that many distinct {split} problems of difficulty {self.difficulty}",
-            got=count,
-            remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}a higher data.difficulty",
-        )
+        most_draws = min(200 * count, 20 * self._num_problems) + 10_000
+        what, more = f"problems of difficulty {self.difficulty}", "a higher data.difficulty"
+        return drawn_prompts(self._problems(split), split, count, most_draws, what=what, more=more)
 
     @property
     def _num_problems(self) -> int:
         """Upper bound on the number of distinct problems in both splits together."""
         return len(self.operations) * 10 ** (2 * self.difficulty)
 
-    def _problems(self, split: Split) -> Iterator[tuple[int, str, int]]:
+    def _problems(self, split: Split) -> Iterator[tuple[str, str, int]]:
         rng = random.Random(f"{self.seed}-{split}")
         low, high = (0 if self.difficulty == 1 else 10 ** (self.difficulty - 1)), 10**self.difficulty - 1
         while True:
@@ -78,19 +83,14 @@ class Arithmetic:
             operation = rng.choice(list(self.operations))
             if operation == "-" and a < b:
                 a, b = b, a
-            yield a, operation, b
+            yield f"{a}{operation}{b}", question(a, operation, b), OPERATIONS[operation](a, b)
 
     def check(self) -> None:
         """Refuses keys for which there is no problem. Raises UserError."""
-        if not 1 <= self.difficulty <= 9:
-            raise UserError(
-                "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy="try data.difficulty=2"
-            )
-        unknown = sorted(set(self.operations) - set(OPERATIONS))
-        if unknown or not self.operations:
-            raise UserError(
-                "data.operations",
-                "must be a list of +, - and *",
-                got=list(self.operations),
-                remedy='try data.operations=["+"]',
-            )
+        is_valid = 1 <= self.difficulty <= 9
+        remedy = "try data.difficulty=2"
+        require(is_valid, "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy=remedy)
+        is_valid = self.operations and set(self.operations) <= set(OPERATIONS)
+        remedy = 'try data.operations=["+"]'
+        operations = list(self.operations)
+        require(is_valid, "data.operations", "must be a list of +, - and *", got=operations, remedy=remedy)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlft.config.bounds import PositiveInt, Seed
-from rlft.data.arithmetic import HELD_OUT_SHARE, OPERATIONS
-from rlft.types import Prompt, Split, UserError
+from rlft.data.arithmetic import OPERATIONS, drawn_prompts, split_of
+from rlft.types import Prompt, Split, require
 
 LARGEST_FACTOR = 9
 
@@ -46,9 +45,8 @@ class Chain:
 
     @property
     def split(self) -> Split:
-        """The split of the chain, by a hash of the chain itself: no seed or size can make the two splits overlap."""
-        digest = hashlib.sha256(self.identity.encode()).digest()
-        return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
+        """The split of the chain, by a hash of the chain itself."""
+        return split_of(self.identity)
 
 
 def draw(rng: random.Random, steps: int, largest: int) -> Chain:
@@ -85,12 +83,8 @@ def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -
 class Chains:
     """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result.
 
-    Attributes:
-        steps: number of sums, differences and products in a chain, 1 to 20. The embedded model was taught 5.
-        largest: upper bound of all numbers and results, 9 to 9999. The embedded model was taught 20.
-        size: number of training prompts. A split with fewer distinct chains than requested is refused.
-        held_out_size: number of held-out prompts.
-        seed: decides which chains are drawn and in which order, but not which split a chain belongs to.
+    configs/data/chains.yaml explains the keys. The embedded model was taught 5 steps with numbers up to 20. A split
+    with fewer distinct chains than requested is refused.
     """
 
     steps: PositiveInt
@@ -102,21 +96,9 @@ class Chains:
     def load(self, split: Split) -> list[Prompt]:
         self.check()
         count = self.size if split is Split.train else self.held_out_size
-        prompts: dict[str, Prompt] = {}
-        for draws, chain in enumerate(self._chains(split), 1):
-            if chain.split is split and chain.identity not in prompts:
-                messages = ({"role": "user", "content": chain.question},)
-                prompts[chain.identity] = Prompt(id=chain.identity, messages=messages, answer=str(chain.results[-1]))
-            if len(prompts) == count:
-                return list(prompts.values())
-            if draws > 200 * count + 10_000:
-                break
-        raise UserError(
-            "data.size" if split is Split.train else "data.held_out_size",
-            f"there are not that many distinct {split} chains of data.steps={self.steps} data.largest={self.largest}",
-            got=count,
-            remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}more data.steps",
-        )
+        what = f"chains of data.steps={self.steps} data.largest={self.largest}"
+        problems = ((chain.identity, chain.question, chain.results[-1]) for chain in self._chains(split))
+        return drawn_prompts(problems, split, count, 200 * count + 10_000, what=what, more="more data.steps")
 
     def _chains(self, split: Split) -> Iterator[Chain]:
         rng = random.Random(f"{self.seed}-{split}")
@@ -125,7 +107,7 @@ class Chains:
 
     def check(self) -> None:
         """Refuses keys for which there is no chain. Raises UserError."""
-        if not 1 <= self.steps <= 20:
-            raise UserError("data.steps", "must be 1 to 20", got=self.steps, remedy="try data.steps=5")
-        if not 9 <= self.largest <= 9999:
-            raise UserError("data.largest", "must be 9 to 9999", got=self.largest, remedy="try data.largest=20")
+        is_possible = 1 <= self.steps <= 20
+        require(is_possible, "data.steps", "must be 1 to 20", got=self.steps, remedy="try data.steps=5")
+        is_possible = 9 <= self.largest <= 9999
+        require(is_possible, "data.largest", "must be 9 to 9999", got=self.largest, remedy="try data.largest=20")

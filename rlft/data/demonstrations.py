@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import (
-    Read,
     RecordRow,
     RowError,
+    RowSource,
     chat,
     check_template,
     completion_of,
@@ -29,26 +29,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemonstrationKeys:
+class DemonstrationKeys(RowSource):
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
     - a chat, a list of {"role", "content"} in messages_field
     - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in completion_field
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
-    Attributes:
-        prompt_field: field of the prompt.
-        completion_field: field of its completion.
-        messages_field: field of the chat.
-        turns: what is learned of a chat: `last`, its last assistant message; `all`, each assistant message, given the
-            turns before it. Messages after the last assistant message are not used.
-        system_prompt: as in RecordKeys.
-        prompt_template: as in RecordKeys; it is applied to the user message that is answered.
-        token_ids: what is learned of a sampled line: `sampled`, exactly the sampled tokens, which requires the
-            tokenizer they were sampled with (`sampled_with` returns its fingerprint); `text`, the completion's text,
-            tokenised again. With `text`, completions that the length limit cut are left out, because the model would
-            learn to end where they did not end.
+    configs/demonstrations/jsonl.yaml explains the keys. With turns=all each assistant message of a chat is learned,
+    given the turns before it; messages after the last assistant message are not used. With token_ids=sampled exactly
+    the sampled tokens are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its
+    fingerprint). With token_ids=text completions that the length limit cut are left out, because the model would learn
+    to end where they did not end.
     """
+
+    section: ClassVar[str] = "demonstrations"
 
     prompt_field: str
     completion_field: str
@@ -59,11 +54,11 @@ class DemonstrationKeys:
     token_ids: Literal["sampled", "text"]
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, "demonstrations")
+        check_template(self.prompt_template, self.section)
 
-    def demonstrations(self, read: Read[Demonstration | None], split: Split) -> list[Demonstration]:
-        """The split's demonstrations in the order of the data."""
-        rows = read(split, self.parse)
+    def load(self, split: Split) -> list[Demonstration]:
+        """The split's demonstrations in the order of the data; no question is in both splits. Raises UserError."""
+        rows = self.read(split, self.parse)
         demonstrations = [row.made for row in rows if row.made is not None]
         if not demonstrations:
             problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
@@ -131,19 +126,7 @@ class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
     counted from 0. For a sampled line it is the line's prompt_id, so that completions of one prompt share it.
     """
 
-    section: ClassVar[str] = "demonstrations"
-
-    def load(self, split: Split) -> list[Demonstration]:
-        """The split's demonstrations in file order; no question is in both splits. Raises UserError."""
-        return self.demonstrations(self.read, split)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubDemonstrations(HubSet, DemonstrationKeys):
     """Demonstrations in a hub set or local files in its format, with the keys of DemonstrationKeys."""
-
-    section: ClassVar[str] = "demonstrations"
-
-    def load(self, split: Split) -> list[Demonstration]:
-        """The split's demonstrations in the order of the set; no question is in both splits. Raises UserError."""
-        return self.demonstrations(self.read, split)

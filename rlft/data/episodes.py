@@ -13,11 +13,7 @@ from rlft.types import Prompt, Split
 class Episodes:
     """Prompts with the same text. The metadata `seed` of each is what the environment derives the task from.
 
-    Attributes:
-        text: text of every prompt.
-        size: number of training prompts.
-        held_out_size: number of held-out prompts; no seed is in both splits.
-        seed: the seed from which the prompts' seeds are derived.
+    configs/data/episodes.yaml explains the keys; no seed is in both splits.
     """
 
     text: str

@@ -6,35 +6,27 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rlft.config.bounds import PositiveFraction
 from rlft.data.jsonl import hash_split, rows, training
-from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowError
+from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowError, RowSource
 from rlft.system.hub import hub_answers
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Split, UserError, require
+
+UNREACHABLE = "the hub cannot be reached and its cache here has no such set"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubSet:
+class HubSet(RowSource):
     """The config keys with which a component names the hub set, or the local files in its format, that it reads.
 
-    Attributes:
-        section: the section of the config that the keys belong to.
-        path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's parquet files, as
-            `hf download` leaves them); or one .jsonl file. A path that exists locally, or that looks like a path
-            (starts with / . ~ or ends with .jsonl), is local.
-        subset: the set's configuration; None if it has only one.
-        revision: branch, tag or commit on the hub.
-        train_split: name of the set's training split.
-        held_out_split: name of its held-out split, or None. Questions that are in both splits are left out of training.
-        held_out_fraction: the share that is held out, by a hash of the question, where held_out_split is None or path
-            is a single .jsonl file.
+    configs/data/gsm8k.yaml explains them. A path that exists locally, or that looks like a path (starts with / . ~ or
+    ends with .jsonl), is local. Questions that are in both splits are left out of training.
     """
 
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
 
-    section: ClassVar[str]
     path: str
     subset: str | None
     revision: str | None
@@ -61,28 +53,17 @@ class HubSet:
         return training(self._rows(self.train_split, "train_split", path, parse), held_out, self.path, key)
 
     def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
-        """The rows of one of the set's splits.
-
-        Args:
-            name: name of the split.
-            named_by: the config key that holds that name.
-            folder: the local folder of the set; None if it is on the hub.
-            parse: makes rows of a record.
-        """
+        """The rows of the split `name`, which the key `named_by` names, in a local folder; None: on the hub."""
+        key = f"{self.section}.path"
         if folder is None:
             return self._parsed(self._download(name, f"{self.section}.{named_by}"), name, self.path, parse)
         file = folder / f"{name}.jsonl"
         if file.is_file():
-            return rows(file, parse, f"{self.section}.path")
+            return rows(file, parse, key)
         tables = parquet_files(folder, self.subset, name)
-        if tables:
-            return self._parsed(_parquet_records(tables, f"{self.section}.path"), name, str(folder), parse)
-        raise UserError(
-            f"{self.section}.path",
-            f"the folder has no {name}.jsonl",
-            got=self.path,
-            remedy=f"put {self._files()} there, or give a .jsonl file",
-        )
+        remedy = f"put {self._files()} there, or give a .jsonl file"
+        require(tables, key, f"the folder has no {name}.jsonl", got=self.path, remedy=remedy)
+        return self._parsed(_parquet_records(tables, key), name, str(folder), parse)
 
     def _parsed(self, records: Any, name: str, source: str, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         key, other_fields = f"{self.section}.path", f"name other fields ({self.section}.*_field)"
@@ -93,8 +74,7 @@ class HubSet:
             except RowError as error:
                 problem = f"{source}, {name}, row {number}: {error}"
                 raise UserError(key, problem, remedy=error.remedy or other_fields) from None
-        if not rows:
-            raise UserError(key, f"the split {name} is empty", got=source, remedy="choose another set or split")
+        require(rows, key, f"the split {name} is empty", got=source, remedy="choose another set or split")
         return rows
 
     def _download(self, name: str, key: str) -> Any:
@@ -105,42 +85,21 @@ class HubSet:
             try:
                 return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
             except DatasetNotFoundError as error:
-                if online:
-                    raise UserError(
-                        f"{self.section}.path",
-                        "is neither a local path nor a set on the hub that you may read",
-                        got=self.path,
-                        remedy=self._local_remedy(),
-                    ) from error
-                raise self._unreachable() from error
+                problem = "is neither a local path nor a set on the hub that you may read"
+                raise self._not_loaded(problem if online else UNREACHABLE) from error
             except (OSError, DatasetsError) as error:
-                if online and not isinstance(error, ConnectionError):
-                    raise UserError(
-                        f"{self.section}.path",
-                        f"cannot be loaded ({error})",
-                        got=self.path,
-                        remedy=self._local_remedy(),
-                    ) from error
-                raise self._unreachable() from error
+                reached = online and not isinstance(error, ConnectionError)
+                raise self._not_loaded(f"cannot be loaded ({error})" if reached else UNREACHABLE) from error
             except ValueError as error:
                 # "BuilderConfig 'x' not found. ...", "Config name is missing. ..." or 'Unknown split "x". ...'
                 wrong_key, got = (f"{self.section}.subset", self.subset) if "onfig" in str(error) else (key, name)
-                problem = " ".join(str(error).split())[:300]
-                raise UserError(
-                    wrong_key, f"does not fit the set ({problem})", got=got, remedy="choose another"
-                ) from error
+                problem = f"does not fit the set ({' '.join(str(error).split())[:300]})"
+                raise UserError(wrong_key, problem, got=got, remedy="choose another") from error
 
-    def _unreachable(self) -> UserError:
-        return UserError(
-            f"{self.section}.path",
-            "the hub cannot be reached and its cache here has no such set",
-            got=self.path,
-            remedy=self._local_remedy(),
-        )
-
-    def _local_remedy(self) -> str:
+    def _not_loaded(self, problem: str) -> UserError:
         local = f"{self.section}.path=<folder with {self._files()}, or a .jsonl file>"
-        return f"use local copies: {local}, and for the model model.path=<folder>"
+        remedy = f"use local copies: {local}, and for the model model.path=<folder>"
+        return UserError(f"{self.section}.path", problem, got=self.path, remedy=remedy)
 
     def _files(self) -> str:
         return " and ".join(f"{name}.jsonl" for name in (self.train_split, self.held_out_split) if name is not None)
@@ -150,33 +109,19 @@ class HubSet:
 class Hub(HubSet, RecordKeys):
     """Prompts in a hub set or local files in its format. The keys of RecordKeys say which field holds what."""
 
-    section: ClassVar[str] = "data"
-
-    def load(self, split: Split) -> Sequence[Prompt]:
-        """The split's prompts, in the order of the set. Raises UserError."""
-        return self.prompts(self.read, split)
-
 
 def local_path(path: str, key: str) -> Path | None:
     """The local file or folder that `path` refers to; None for a hub id.
 
-    Args:
-        path: a local path or a hub id.
-        key: the config key that holds it.
-
     Raises:
-        UserError: a local path does not exist.
+        UserError: a local path does not exist; it names `key`, the config key that holds the path.
     """
     local = Path(path).expanduser()
     if local.exists():
         return local
-    if path.startswith(("/", ".", "~")) or path.endswith(".jsonl"):
-        raise UserError(
-            key,
-            "there is no such file or folder",
-            got=path,
-            remedy="give an existing one, or the id of a hub set",
-        )
+    looks_local = path.startswith(("/", ".", "~")) or path.endswith(".jsonl")
+    remedy = "give an existing one, or the id of a hub set"
+    require(not looks_local, key, "there is no such file or folder", got=path, remedy=remedy)
     return None
 
 
@@ -193,11 +138,7 @@ def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
 def offline_unless(online: bool) -> Iterator[bool]:
     """Makes `datasets` use only its cache, instead of retrying, where the hub does not answer.
 
-    Args:
-        online: whether the hub answers.
-
-    Yields:
-        Whether `datasets` may use the hub.
+    Yields whether it may use the hub.
     """
     import datasets.config
 

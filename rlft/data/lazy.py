@@ -32,29 +32,10 @@ class Lazy(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | Lazy[Item]:
         selected = range(len(self))[index]
-        return self.at(selected) if isinstance(selected, int) else LazySlice(self, selected)
+        return self.at(selected) if isinstance(selected, int) else Chosen(self, selected)
 
     def __iter__(self) -> Iterator[Item]:
         return self.between(0, len(self))
-
-
-class LazySlice(Lazy[Item]):
-    """The items of a lazy sequence at these indices."""
-
-    def __init__(self, whole: Lazy[Item], indices: range) -> None:
-        self._whole, self._indices = whole, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def at(self, index: int) -> Item:
-        return self._whole.at(self._indices[index])
-
-    def between(self, start: int, stop: int) -> Iterator[Item]:
-        indices = self._indices[start:stop]
-        if indices.step == 1:
-            return self._whole.between(indices.start, indices.stop)
-        return map(self._whole.at, indices)
 
 
 CHUNK = 1000
@@ -62,7 +43,7 @@ CHUNK = 1000
 
 
 class Chosen(Lazy[Item]):
-    """The items of a lazy sequence at these ascending indices."""
+    """The items of a lazy sequence at these indices, which ascend or are a range."""
 
     def __init__(self, items: Lazy[Item], indices: Sequence[int]) -> None:
         self._items, self._indices = items, indices

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import (
-    Read,
     RecordRow,
     RowError,
+    RowSource,
     chat,
     check_template,
     completion_of,
@@ -74,7 +74,7 @@ class RankingSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceKeys:
+class PreferenceKeys(RowSource):
     """The config keys that say how a row becomes a ranking. A row has one of three shapes:
 
     - a pair in chosen_field and rejected_field: two texts (or one assistant message each) with a prompt, or two whole
@@ -84,24 +84,12 @@ class PreferenceKeys:
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
       lines of a prompt are ranked together
 
-    Attributes:
-        prompt_field: field of the prompt, a text or a chat up to the user's last message.
-        messages_field: another field of the prompt, a chat up to the user's last message; it takes precedence.
-        chosen_field: field of the better completion or chat of a pair.
-        rejected_field: field of the worse one.
-        margin_field: field with the difference in score of a pair, a number; None: the difference is 1. The rejected
-            completion scores 0.
-        completions_field: field of the list of completions.
-        scores_field: field of their scores.
-        ranked: whether a list without scores is in order, best first, so that n completions score n - 1, ..., 0;
-            False: such a list is refused.
-        rank_by: what sampled completions are ranked by: `reward` (the weighted total) or a reward's name.
-        token_ids: what is learned of a sampled line: `sampled`, exactly the sampled tokens, which requires the
-            tokenizer they were sampled with (`sampled_with` returns its fingerprint); `text`, the completion's text,
-            tokenised again.
-        system_prompt: as in RecordKeys.
-        prompt_template: as in RecordKeys.
+    configs/preferences/jsonl.yaml explains the keys. A chat in messages_field takes precedence over prompt_field. The
+    rejected completion of a pair scores 0, the chosen one its margin. With token_ids=sampled exactly the sampled tokens
+    are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its fingerprint).
     """
+
+    section: ClassVar[str] = "preferences"
 
     prompt_field: str
     messages_field: str
@@ -117,15 +105,15 @@ class PreferenceKeys:
     prompt_template: str
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, "preferences")
+        check_template(self.prompt_template, self.section)
 
-    def rank(self, read: Read[Candidates], split: Split) -> RankingSet:
-        """The split's rankings in the order in which their prompts first occur.
+    def load(self, split: Split) -> RankingSet:
+        """The split's rankings in the order in which their prompts first occur; no question is in both splits.
 
         Raises:
             UserError: no ranking has two different completions with different scores.
         """
-        rows = [row.made for row in read(split, self.parse)]
+        rows = [row.made for row in self.read(split, self.parse)]
         check_prompt_ids([row.prompt for row in rows], "preferences.path")
         candidates: dict[str, list[Candidate]] = {}
         for row in rows:
@@ -257,19 +245,7 @@ class JsonlPreferences(JsonlFiles, PreferenceKeys):
     A prompt's id is `<file>:<line>`; for sampled lines it is the prompt_id on the line.
     """
 
-    section: ClassVar[str] = "preferences"
-
-    def load(self, split: Split) -> RankingSet:
-        """The split's rankings in file order; no question is in both splits. Raises UserError."""
-        return self.rank(self.read, split)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPreferences(HubSet, PreferenceKeys):
     """Rankings in a hub set or local files in its format. The keys of PreferenceKeys say which field holds what."""
-
-    section: ClassVar[str] = "preferences"
-
-    def load(self, split: Split) -> RankingSet:
-        """The split's rankings in the order of the set; no question is in both splits. Raises UserError."""
-        return self.rank(self.read, split)

@@ -17,9 +17,8 @@ import numpy as np
 
 from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
-from rlft.tokens.chat_template import rendered
-from rlft.tokens.text import tail
-from rlft.types import NOTHING, Prompt, Shown, Split, UserError
+from rlft.tokens.text import rendered, tail
+from rlft.types import NOTHING, Prompt, Shown, Split, UserError, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +50,7 @@ class PromptSet:
     """The tokenised prompts of one split.
 
     Attributes:
-        prompts: the prompts in the order of the data, with token_ids. For streamed data (rlft/data/streamed.py) this is
+        prompts: the prompts in the order of the data, with token_ids. For streamed data (rlft/data/jsonl.py) this is
             a lazy sequence, which reads and tokenises a prompt at each access.
         num_tokens: the number of tokens of each prompt.
         num_dropped: the number of prompts that exceeded the limit.
@@ -102,22 +101,14 @@ def scan(
 ) -> PromptSet:
     """Tokenises the prompts of a split; prompts over the limit are dropped or refused.
 
-    Args:
-        prompts: the prompts.
-        tokenizer: the model's tokenizer.
-        max_prompt_tokens: the most tokens of a prompt.
-        over_limit: whether longer prompts are dropped or refused.
-        split: the split of the prompts.
-        style: `chat` uses the tokenizer's chat template. `raw`, or a tokenizer without one, joins the texts of the
-            messages with blank lines.
-        shown: what prompts show of an environment, which only the chat template can render.
+    Style `chat` uses the tokenizer's chat template, which alone can render what is `shown` of an environment. `raw`, or
+    a tokenizer without a template, joins the texts of the messages with blank lines.
 
     Raises:
         UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat
             template does not accept the messages; or a prompt has no token.
     """
-    if not len(prompts):
-        raise UserError("data", f"the {split} split is empty", remedy="choose other data")
+    require(len(prompts), "data", f"the {split} split is empty", remedy="choose other data")
     if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines
         _check_ids(prompts, split)
     kept_in_memory: list[Prompt] = []
@@ -138,10 +129,7 @@ def scan(
         digest.update(fingerprinted(prompt))
         if not isinstance(prompts, Lazy):
             kept_in_memory.append(prompt)
-    if empty.number:
-        raise _no_tokens(empty, len(prompts), split)
-    if long.number and (over_limit == "refuse" or not kept):
-        raise _over_limit(long, len(prompts), max_prompt_tokens, over_limit, split)
+    _check_lengths(empty, long, len(prompts), max_prompt_tokens, over_limit, split)
     kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
     if isinstance(prompts, Lazy):
         kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style, shown)
@@ -232,15 +220,10 @@ def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> list[tuple[int, ...]]:
-    """The tokens of each prompt, up to the start of its completion; `style` is as in `scan`."""
-    return [prompt.token_ids for prompt in tokenised(prompts, tokenizer, style)]
-
-
 def tokenised(
     prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
 ) -> Iterator[Prompt]:
-    """The prompts with their tokens, up to the start of their completions."""
+    """The prompts with their tokens, up to the start of their completions; `style` and `shown` are as in `scan`."""
     for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
         texts, ids = _tokenise(chunk, tokenizer, style, shown)
         by_template = uses_template(tokenizer, style)
@@ -278,16 +261,8 @@ def _tokenise(
         texts = rendered(tokenizer, conversations, tools=shown.tools, start=True)
     except TemplateError as error:
         has_system = any(p.messages[0]["role"] == "system" for p in prompts)
-        remedy = (
-            "set data.system_prompt=null and say it in data.prompt_template"
-            if has_system
-            else "use data whose turns it takes"
-        )
-        raise UserError(
-            "data.system_prompt" if has_system else "data",
-            f"the model's chat template refuses it ({error})",
-            remedy=remedy,
-        ) from error
+        problem = f"the model's chat template refuses it ({error})"
+        raise _refused(problem, is_system=has_system, otherwise="use data whose turns it takes") from error
     except Exception as error:  # a template is a program of somebody else's: it may raise anything
         raise UserError(
             "model.path",
@@ -311,16 +286,19 @@ def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text
         wanted = set(WORD.findall(SWITCH.sub("", content)))
         if 2 * len(wanted - words) < len(wanted) or not wanted:
             continue
-        is_system = message["role"] == "system"
         problem = f"the model's chat template leaves out the {message['role']}'s message of prompt {prompt.id!r}"
-        raise UserError(
-            "data.system_prompt" if is_system else "data",
+        raise _refused(
             f"{problem}, so the policy never reads it",
             got=repr(content.strip()[:60]),
-            remedy="set data.system_prompt=null and say it in data.prompt_template"
-            if is_system
-            else "use data whose turns it writes, or prompts.style=raw",
+            is_system=message["role"] == "system",
+            otherwise="use data whose turns it writes, or prompts.style=raw",
         )
+
+
+def _refused(problem: str, *, is_system: bool, otherwise: str, got: str | None = None) -> UserError:
+    """The error of a message that the template does not take; `otherwise` is the remedy if it is no system message."""
+    remedy = "set data.system_prompt=null and say it in data.prompt_template" if is_system else otherwise
+    return UserError("data.system_prompt" if is_system else "data", problem, got=got, remedy=remedy)
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
@@ -331,28 +309,20 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
 def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
     repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
     if repeated:
-        raise UserError(
-            "data",
-            f"{len(repeated)} ids occur more than once in the {split} split",
-            got=repeated[0],
-            remedy="give each prompt its own id",
-        )
+        problem = f"{len(repeated)} ids occur more than once in the {split} split"
+        raise UserError("data", problem, got=repeated[0], remedy="give each prompt its own id")
 
 
-def _no_tokens(empty: LengthTally, number: int, split: Split) -> UserError:
-    return UserError(
-        "data",
-        f"{empty.number} of {number} {split} prompts have no token, so nothing can be predicted from them",
-        got=empty.first,
-        remedy="leave them out, or use prompts.style=chat, whose template gives each some tokens",
-    )
-
-
-def _over_limit(long: LengthTally, number: int, limit: int, over_limit: str, split: Split) -> UserError:
-    raised = f"raise prompts.max_tokens (the longest has {long.most_tokens})"
-    return UserError(
-        "prompts.max_tokens",
-        f"{long.number} of {number} {split} prompts are longer, first {long.first} with {long.first_tokens}",
-        got=limit,
-        remedy=f"{raised}, or set prompts.over_limit=drop" if over_limit == "refuse" else raised,
-    )
+def _check_lengths(
+    empty: LengthTally, long: LengthTally, number: int, limit: int, over_limit: str, split: Split
+) -> None:
+    """Refuses prompts without a token; and too long ones, unless they are dropped and some of the `number` are left."""
+    problem = f"{empty.number} of {number} {split} prompts have no token, so nothing can be predicted from them"
+    remedy = "leave them out, or use prompts.style=chat, whose template gives each some tokens"
+    require(not empty.number, "data", problem, got=empty.first, remedy=remedy)
+    problem = f"{long.number} of {number} {split} prompts are longer, first {long.first} with {long.first_tokens}"
+    remedy = f"raise prompts.max_tokens (the longest has {long.most_tokens})"
+    is_fine = long.number < number
+    if over_limit == "refuse":
+        remedy, is_fine = f"{remedy}, or set prompts.over_limit=drop", not long.number
+    require(is_fine, "prompts.max_tokens", problem, got=limit, remedy=remedy)

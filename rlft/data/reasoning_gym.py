@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.records import chat, check_template, identity, split_of
 from rlft.system.process import signals
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Prompt, Split, UserError, require
 
 HELD_OUT_SHARE = 0.1
 CHUNK = 2000
@@ -41,14 +41,8 @@ Entry = dict[str, Any]
 class ReasoningGym:
     """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
 
-    Attributes:
-        task: name of the task; `composite` mixes several, listed in options.datasets as {name, weight, config}.
-        options: options of the task, None for its defaults; `seed` and `size` are not among them.
-        size: number of training prompts. A task with fewer distinct questions than requested is refused.
-        held_out_size: number of held-out prompts.
-        seed: decides which questions are drawn and in which order, but not their split: the question's hash does.
-        system_prompt: the first message, or None.
-        prompt_template: the user's message, where {question} stands for the task's text.
+    configs/data/reasoning_gym.yaml explains the keys. The task `composite` mixes several, listed in options.datasets as
+    {name, weight, config}. A task with fewer distinct questions than requested is refused.
     """
 
     task: str
@@ -79,10 +73,9 @@ class ReasoningGym:
 
 
 def check_installed(key: str, name: str) -> None:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(
-            key, "the reasoning-gym library is not installed", got=name, remedy="pip install 'rlft[reasoning-gym]'"
-        )
+    is_installed = importlib.util.find_spec("reasoning_gym") is not None
+    problem, remedy = "the reasoning-gym library is not installed", "pip install 'rlft[reasoning-gym]'"
+    require(is_installed, key, problem, got=name, remedy=remedy)
 
 
 @lru_cache(maxsize=4)
@@ -159,14 +152,10 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
         similar = difflib.get_close_matches(task, DATASETS, n=3)
         remedy = f"did you mean {', '.join(similar)}?" if similar else f"choose one of {', '.join(sorted(DATASETS))}"
         raise UserError("data.task", "is not a task of reasoning-gym", got=task, remedy=remedy)
-    reserved = sorted({"seed", "size"} & set(options))
-    if reserved:
-        raise UserError(
-            f"data.options.{reserved[0]}",
-            "is not the task's to choose",
-            got=options[reserved[0]],
-            remedy=f"set data.{reserved[0]}",
-        )
+    if reserved := sorted({"seed", "size"} & set(options)):
+        name = reserved[0]
+        problem = "is not the task's to choose"
+        raise UserError(f"data.options.{name}", problem, got=options[name], remedy=f"set data.{name}")
     try:
         if task == "composite":
             parts = [reasoning_gym.composite.DatasetSpec(**part) for part in options.get("datasets", ())]
@@ -176,9 +165,8 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
         # The library checks options by assert; a misspelt one is a TypeError of its config class.
         option_names = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
         problem = f"{task} refuses them ({str(error) or type(error).__name__})"
-        raise UserError(
-            "data.options", problem, got=dict(options), remedy=f"its options are {', '.join(option_names) or 'none'}"
-        ) from error
+        remedy = f"its options are {', '.join(option_names) or 'none'}"
+        raise UserError("data.options", problem, got=dict(options), remedy=remedy) from error
 
 
 def main() -> None:
@@ -211,11 +199,9 @@ def _received(stream: Any) -> Iterator[tuple[str, Any]]:
 def _too_few(task: str, sizes: Mapping[Split, int], counts: Mapping[Split, int]) -> UserError:
     split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
     key = "data.size" if split is Split.train else "data.held_out_size"
-    use_at_most = f"use at most {counts[split]}, or " if counts[split] else "use "
-    remedy = f"{use_at_most}options with more variety"
-    return UserError(
-        key, f"there are not that many distinct {split} questions of {task}", got=sizes[split], remedy=remedy
-    )
+    problem = f"there are not that many distinct {split} questions of {task}"
+    remedy = f"use {f'at most {counts[split]}, or ' if counts[split] else ''}options with more variety"
+    return UserError(key, problem, got=sizes[split], remedy=remedy)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,16 @@ import hashlib
 import logging
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.data.lazy import mapped
-from rlft.types import Message, Prompt, Split, UserError
+from rlft.types import Message, Prompt, Split, UserError, require
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,7 @@ Made = TypeVar("Made")
 
 
 class RowError(Exception):
-    """An error in one row, which the reader of the rows turns into a UserError.
-
-    Args:
-        problem: what is wrong.
-        remedy: what to do; None: name another field.
-    """
+    """An error in one row, which the reader of the rows turns into a UserError; remedy None: name another field."""
 
     def __init__(self, problem: str, *, remedy: str | None = None) -> None:
         self.remedy = remedy
@@ -45,12 +41,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRow(Generic[Made]):
-    """An object made of a row.
-
-    Attributes:
-        identity: hash of the row's question, the same for equal questions whatever the rest of the row is.
-        made: the object.
-    """
+    """What is made of a row, with a hash of its question, which equal questions share whatever else the rows hold."""
 
     identity: str
     made: Made
@@ -59,20 +50,24 @@ class RecordRow(Generic[Made]):
 Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
 """A function that maps (fields, id) of a row to the objects made of it, all with one identity. It raises RowError."""
 
-Read = Callable[[Split, Parse[Made]], Sequence[RecordRow[Made]]]
-"""A function that returns the rows of a split in the order of the data. It raises UserError."""
+
+class RowSource(ABC):
+    """A component with rows, from JSONL files or a hub set; `section` is the part of the config with its keys."""
+
+    __slots__ = ()
+
+    section: ClassVar[str]
+
+    @abstractmethod
+    def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
+        """The rows of a split in the order of the data. Raises UserError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The question of a row and its answer.
+    """The question of a row, a chat up to the last user message, with its answer and what goes with the prompt.
 
-    Attributes:
-        id: id of the row.
-        turns: the chat up to the last user message.
-        worked_answer: the whole text of the answer.
-        answer: the part of it that rewards compare with.
-        metadata: {field: value} of the fields that go with the prompt.
+    Rewards compare with `answer`, a part of the whole text, `worked_answer`.
     """
 
     id: str
@@ -83,24 +78,15 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordKeys:
+class RecordKeys(RowSource):
     """The config keys that say how a row becomes a prompt.
 
-    Attributes:
-        prompt_field: the field of the question, a text; not used where messages_field is set.
-        messages_field: the field of a chat, a list of {"role", "content"}. If its last message is an assistant message,
-            the prompt ends before that.
-        answer_field: the field of the answer, a text or number; None: the chat's last assistant message.
-        answer_pattern: regular expression; its last match in the answer's text (the first group, if any) is the answer.
-        answer_remove: characters removed from the answer, such as the commas of "1,000".
-        system_prompt: the first message of a prompt whose chat has no system message.
-        prompt_template: the (last) user message, where {question} stands for the text in the row.
-        few_shot: number of worked examples before each question, as user and assistant turns: the training questions
-            with the lowest hashes, never the question itself.
-        few_shot_template: an example's assistant turn, where {answer} stands for the whole text of the answer's field
-            and {final} for the part that answer_pattern matches.
-        metadata_fields: fields that go with the prompt as they are, for rewards that read them.
+    configs/data/jsonl.yaml explains them. The prompt of a chat ends before its last message if that is an assistant
+    message. The worked examples (few_shot) are the training questions with the lowest hashes, but never the question
+    itself.
     """
+
+    section: ClassVar[str] = "data"
 
     prompt_field: str
     messages_field: str | None
@@ -115,37 +101,31 @@ class RecordKeys:
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
-        if not _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template):
-            raise UserError(
-                "data.few_shot_template",
-                "has neither {answer} nor {final}",
-                got=repr(self.few_shot_template),
-                remedy="put {answer} where the worked answer goes",
-            )
-        if self.answer_field is None and self.messages_field is None:
-            raise UserError(
-                "data.answer_field",
-                "is null, and without data.messages_field no other field can hold the answer",
-                remedy="name the field of the answer",
-            )
+        require(
+            _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template),
+            "data.few_shot_template",
+            "has neither {answer} nor {final}",
+            got=repr(self.few_shot_template),
+            remedy="put {answer} where the worked answer goes",
+        )
+        problem = "is null, and without data.messages_field no other field can hold the answer"
+        has_answer = self.answer_field is not None or self.messages_field is not None
+        require(has_answer, "data.answer_field", problem, remedy="name the field of the answer")
         try:
             re.compile(self.answer_pattern or "")
         except re.error as error:
-            raise UserError(
-                "data.answer_pattern",
-                f"is not a regular expression ({error})",
-                got=self.answer_pattern,
-                remedy="fix it, or use null",
-            ) from None
+            problem = f"is not a regular expression ({error})"
+            remedy = "fix it, or use null"
+            raise UserError("data.answer_pattern", problem, got=self.answer_pattern, remedy=remedy) from None
 
-    def prompts(self, read: Read[Question], split: Split) -> Sequence[Prompt]:
-        """The split's prompts in the order of the data."""
-        rows = read(split, self.parse)
+    def load(self, split: Split) -> Sequence[Prompt]:
+        """The split's prompts in the order of the data. Raises UserError, which names a bad row."""
+        rows = self.read(split, self.parse)
         if self.answer_pattern is not None:
             self._warn_of_cut_numbers(rows)
         if not self.few_shot:
             return mapped(rows, lambda row: self._prompt(row.made, ()))
-        training = rows if split is Split.train else read(Split.train, self.parse)
+        training = rows if split is Split.train else self.read(Split.train, self.parse)
         # One more than is shown, because a question is never one of its own examples.
         examples = first_by_identity(training, self.few_shot + 1)
         return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, examples)))
@@ -159,8 +139,9 @@ class RecordKeys:
         if not turns or turns[-1]["role"] != "user":
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
         answer = self._answer(worked_answer)
-        if missing := [name for name in self.metadata_fields if name not in fields]:
-            raise RowError(f"there is no field {missing[0]!r} (data.metadata_fields), {only(fields)}")
+        for name in self.metadata_fields:
+            if name not in fields:
+                raise RowError(f"there is no field {name!r} (data.metadata_fields), {only(fields)}")
         metadata = {name: fields[name] for name in self.metadata_fields}
         question = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=metadata)
         return [RecordRow(identity=identity(turns), made=question)]
@@ -217,13 +198,9 @@ class RecordKeys:
     def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
         others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
-        if len(others) < self.few_shot:
-            raise UserError(
-                "data.few_shot",
-                f"there are only {len(others)} training questions besides {row.made.id} to show",
-                got=self.few_shot,
-                remedy=f"use data.few_shot={len(others)}, or more data",
-            )
+        problem = f"there are only {len(others)} training questions besides {row.made.id} to show"
+        remedy = f"use data.few_shot={len(others)}, or more data"
+        require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
         return [turn for example in others for turn in self._example(example)]
 
     def _example(self, example: Question) -> tuple[Message, ...]:
@@ -238,11 +215,8 @@ def chat(
 ) -> tuple[Message, ...]:
     """The messages of a prompt: a system message, examples, then the turns.
 
-    Args:
-        turns: the turns of the row. If the first is a system message, it takes the place of `system_prompt`.
-        system_prompt: the system message, or None.
-        prompt_template: the last message, where {question} stands for the last turn's text.
-        examples: turns of worked examples.
+    A system message at the start of `turns` takes the place of `system_prompt`. In `prompt_template`, the last message,
+    {question} stands for the last turn's text.
 
     >>> chat([{"role": "user", "content": "2 + 2?"}], None, "Q: {question}")
     ({'role': 'user', 'content': 'Q: 2 + 2?'},)
@@ -256,13 +230,13 @@ def chat(
 
 def check_template(prompt_template: str, section: str = "data") -> None:
     """Raises UserError for a template without {question}; `section` is the section of the config with the template."""
-    if PLACEHOLDER not in prompt_template:
-        raise UserError(
-            f"{section}.prompt_template",
-            f"has no {PLACEHOLDER}",
-            got=repr(prompt_template),
-            remedy=f"put {PLACEHOLDER} where the question goes",
-        )
+    require(
+        PLACEHOLDER in prompt_template,
+        f"{section}.prompt_template",
+        f"has no {PLACEHOLDER}",
+        got=repr(prompt_template),
+        remedy=f"put {PLACEHOLDER} where the question goes",
+    )
 
 
 def identity(turns: Sequence[Message]) -> str:
@@ -271,9 +245,14 @@ def identity(turns: Sequence[Message]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def number_of(question_identity: str) -> int:
+    """The first 64 bits of an identity."""
+    return int(question_identity[:16], 16)
+
+
 def split_of(question_identity: str, held_out_fraction: float) -> Split:
     """The split a question belongs to, by its hash alone: no order, seed or size can make the two splits overlap."""
-    return Split.held_out if int(question_identity[:16], 16) < held_out_fraction * 2**64 else Split.train
+    return Split.held_out if number_of(question_identity) < held_out_fraction * 2**64 else Split.train
 
 
 def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[RecordRow[Made]]:
@@ -292,23 +271,6 @@ def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[Reco
     return [first[identity] for identity in sorted(first)]
 
 
-def without(
-    rows: Iterable[RecordRow[Made]], held_out: Iterable[RecordRow[Made]], where: object
-) -> list[RecordRow[Made]]:
-    """The rows whose questions are not held out, with a warning about the number of the others."""
-    held_out_identities = {row.identity for row in held_out}
-    rows = list(rows)
-    kept = [row for row in rows if row.identity not in held_out_identities]
-    warn_of_held_out(where, len(rows) - len(kept))
-    return kept
-
-
-def warn_of_held_out(where: object, number: int) -> None:
-    """Warns of the number of training questions that are left out, if there are any."""
-    if number:
-        logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
-
-
 def _cuts_number(text: str, begin: int, end: int) -> bool:
     """Whether text[begin:end] begins or ends inside a number.
 
@@ -323,30 +285,19 @@ def _cuts_number(text: str, begin: int, end: int) -> bool:
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
     """The text in a field.
 
-    Args:
-        fields: the row.
-        name: name of the field.
-        numbers: whether the field may hold a number, which is returned as text.
-        blank: whether the text may be blank.
-
-    Raises:
-        RowError: the field is missing, has another type, or is blank.
+    With `numbers` it may be a number, which is returned as text; with `blank` the text may be blank. RowError if the
+    field is missing, has another type, or is blank.
     """
     value = _field(fields, name)
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
-        return _written_out(value, name)
+        if not math.isfinite(value):  # tables use NaN for a missing value
+            raise RowError(f"field {name!r} holds no number, it is {value}")
+        return format(Decimal(str(value)), "f")  # without an exponent: 0.00001 for 1e-05
     if not isinstance(value, str):
         raise RowError(f"field {name!r} must be a string{' or number' if numbers else ''}, it is {kind(value)}")
     if not blank and not value.strip():
         raise RowError(f"field {name!r} is empty")
     return value
-
-
-def _written_out(value: float, name: str) -> str:
-    """A number without an exponent: 0.00001 for 1e-05. NaN, which tables use for a missing value, is a RowError."""
-    if not math.isfinite(value):
-        raise RowError(f"field {name!r} holds no number, it is {value}")
-    return format(Decimal(str(value)), "f")
 
 
 def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
@@ -355,11 +306,8 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
     for i, message in enumerate(value):
-        if (
-            not isinstance(message, Mapping)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
+        is_message = isinstance(message, Mapping) and message.get("role") in ROLES
+        if not is_message or not isinstance(message.get("content"), str):
             raise RowError(f'message {i} of field {name!r} must be {{"role": {" | ".join(ROLES)}, "content": text}}')
         if message["role"] == "system" and i > 0:
             raise RowError(f"message {i} of field {name!r} is a system message; only the first may be")
@@ -394,7 +342,7 @@ def has(fields: Mapping[str, Any], *names: str) -> bool:
 def kind(value: Any) -> str:
     """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    if isinstance(value, list) and not value:
+    if value == []:
         return "an empty list"
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlft.data.records import RowError, kind, messages_of
-from rlft.types import FinishReason, Prompt, Rollout, UserError
+from rlft.types import FinishReason, Prompt, Rollout, require
 
 TOKENIZER = "tokenizer"
 """Key of the tokenizer's fingerprint, in a line and in the metadata of prompts whose sampled token ids are learned."""
@@ -35,13 +35,7 @@ class Sampled:
 
 
 def sampled_line(
-    rollout: Rollout,
-    *,
-    index: int,
-    rewards: Mapping[str, float],
-    reward: float | None,
-    model: str,
-    tokenizer: str,
+    rollout: Rollout, *, index: int, rewards: Mapping[str, float], reward: float | None, model: str, tokenizer: str
 ) -> dict[str, Any]:
     """The line of one completion, without NaN or infinity; see the top of this file for its keys."""
     completion = rollout.completion
@@ -56,9 +50,9 @@ def sampled_line(
         "index": index,
         "prompt": [dict(message) for message in rollout.prompt.messages],
         "answer": rollout.prompt.answer,
-        "completion": rollout.completion.text,
-        "token_ids": [int(token) for token in rollout.completion.token_ids],
-        "finish_reason": str(rollout.completion.finish_reason),
+        "completion": completion.text,
+        "token_ids": [int(token) for token in completion.token_ids],
+        "finish_reason": str(completion.finish_reason),
         "rewards": {name: _finite(value) for name, value in sorted(rewards.items())},
         "reward": None if reward is None else _finite(reward),
         "model": model,
@@ -73,11 +67,7 @@ def is_sampled(fields: Mapping[str, Any]) -> bool:
 
 
 def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
-    """The contents of a line.
-
-    Args:
-        fields: the line.
-        with_tokens: whether its token ids are used, so that the prompt's metadata must name the tokenizer.
+    """The contents of a line; with `with_tokens` its token ids are used, and the prompt's metadata names the tokenizer.
 
     Raises:
         RowError: a key is missing or of another type, or there are no tokens to use.
@@ -114,36 +104,23 @@ def sampled_with(prompts: Iterable[Prompt]) -> set[str]:
 
 
 def check_tokenizer(fingerprints: Iterable[str], expected: str, key: str) -> None:
-    """Refuses token ids of another tokenizer than the model's.
+    """Refuses token ids of another tokenizer than the model's, of which `expected` is the fingerprint.
 
-    Args:
-        fingerprints: fingerprints of the tokenizers with which the data were sampled.
-        expected: fingerprint of the model's tokenizer.
-        key: the config key that names the files, such as demonstrations.path.
-
-    Raises:
-        UserError: a fingerprint is not `expected`.
+    `key` is the config key that names the files, such as demonstrations.path.
     """
     others = sorted(set(fingerprints) - {expected})
-    if others:
-        raise UserError(
-            key,
-            f"was sampled with another tokenizer ({', '.join(others)}) than this model's ({expected})",
-            remedy=f"set {key.partition('.')[0]}.token_ids=text to tokenise its texts again, or sample with this model",
-        )
+    problem = f"was sampled with another tokenizer ({', '.join(others)}) than this model's ({expected})"
+    remedy = f"set {key.partition('.')[0]}.token_ids=text to tokenise its texts again, or sample with this model"
+    require(not others, key, problem, remedy=remedy)
 
 
 def check_prompt_ids(prompts: Iterable[Prompt], key: str) -> None:
     """Refuses an id that several prompts have, as can happen where samples of different data share a file."""
     prompt_of_id: dict[str, Prompt] = {}
     for prompt in prompts:
-        if prompt_of_id.setdefault(prompt.id, prompt).messages != prompt.messages:
-            raise UserError(
-                key,
-                "two different prompts have the same id",
-                got=prompt.id,
-                remedy="put only samples of the same data into one file",
-            )
+        is_same = prompt_of_id.setdefault(prompt.id, prompt).messages == prompt.messages
+        remedy = "put only samples of the same data into one file"
+        require(is_same, key, "two different prompts have the same id", got=prompt.id, remedy=remedy)
 
 
 def _finite(value: float) -> float | None:

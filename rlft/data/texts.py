@@ -1,24 +1,30 @@
-"""Reads and tokenises pretraining text for PPO-ptx (InstructGPT, arXiv 2203.02155), before the model is loaded.
+"""What a run reads besides its prompts: pretraining text, and prompts with a hint that only the teacher reads.
 
-PPO-ptx adds gamma_ptx * (-mean log-prob per token of such text) to the loss, so that the policy keeps modelling it. A
-text may begin with a given part, which the model reads but does not learn to predict, like the question of a chat.
+PPO-ptx (InstructGPT, arXiv 2203.02155) adds gamma_ptx * (-mean log-prob per token of pretraining text) to the loss, so
+that the policy keeps modelling it. A text may begin with a given part, which the model reads but does not learn to
+predict, like the question of a chat.
+
+With a hint, a base that has read the answer teaches itself without it. This is self-distillation as in "context
+distillation" (Snell 2022, arXiv 2209.15189), on the student's own samples.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlft.data.jsonl import existing_file
-from rlft.data.lines import objects
-from rlft.data.prompts import chunked, prompts_for_step
+from rlft.config.model import ANSWER
+from rlft.data.jsonl import FIX, existing_file, objects
+from rlft.data.prompts import chunked, prompts_for_step, tokenised
+from rlft.data.records import only
 from rlft.system.seeds import derive
-from rlft.types import Batch, UserError
+from rlft.types import Batch, Group, Prompt, UserError, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,52 +44,35 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
 
     Args:
         path: a JSONL file, or embedded:<name>, which ships with rlft.
-        field: the key of the text.
-        given_field: the key of its context; None: the texts have none.
+        field: the field of the text.
+        given_field: the field of its context; None: the texts have none.
 
     Raises:
         UserError: the file does not exist, cannot be read or is empty; a line is not a JSON object, one of its two
             fields is missing or of another type, or its text is empty; both keys are the same.
     """
     file = existing_file(path, "pretrain.path")
-    if given_field == field:
-        raise UserError(
-            "pretrain.given_field",
-            "is the key of the text itself (pretrain.field)",
-            got=given_field,
-            remedy="name the field of what stands before the text, or set it to null",
-        )
+    problem = "is the key of the text itself (pretrain.field)"
+    remedy = "name the field of what stands before the text, or set it to null"
+    require(given_field != field, "pretrain.given_field", problem, got=given_field, remedy=remedy)
     texts = []
     for number, fields in objects(file, "pretrain.path"):
         where = f"{file}:{number}"
         context = "" if given_field is None else _string(fields, "pretrain.given_field", given_field, where)
         text = _string(fields, "pretrain.field", field, where)
-        if not text.strip():
-            raise UserError("pretrain.path", f"{where}: the text is empty", remedy="fix or remove that line")
+        require(text.strip(), "pretrain.path", f"{where}: the text is empty", remedy=FIX)
         texts.append(Text(context=context, text=text))
-    if not texts:
-        raise UserError("pretrain.path", "holds no texts", got=file, remedy="give a file with one JSON object a line")
+    require(texts, "pretrain.path", "holds no texts", got=file, remedy="give a file with one JSON object a line")
     return texts
 
 
 def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
     """The text in `field`; key: the config key that names it."""
-    content = "the text" if key == "pretrain.field" else "what stands before the text"
-    if field not in fields:
-        raise UserError(
-            key,
-            f"{where}: there is no such field, only {', '.join(map(repr, fields)) or 'none at all'}",
-            got=field,
-            remedy=f"name the field that holds {content}",
-        )
+    remedy = f"name the field that holds {'the text' if key == 'pretrain.field' else 'what stands before the text'}"
+    require(field in fields, key, f"{where}: there is no such field, {only(fields)}", got=field, remedy=remedy)
     value = fields[field]
-    if not isinstance(value, str):
-        raise UserError(
-            key,
-            f"{where}: it must hold a string, it holds {type(value).__name__}",
-            got=field,
-            remedy=f"name the field that holds {content}, or fix that line",
-        )
+    problem = f"{where}: it must hold a string, it holds {type(value).__name__}"
+    require(isinstance(value, str), key, problem, got=field, remedy=f"{remedy}, or fix that line")
     return value
 
 
@@ -159,36 +148,31 @@ def scan_texts(
     Raises:
         UserError: the limit is below 2 tokens, or there are too few texts to hold out that many or to fill an update.
     """
-    if max_tokens < MIN_TOKENS:
-        raise UserError(
-            "pretrain.max_tokens",
-            "a text's first token is given, so it needs a second one to learn from",
-            got=max_tokens,
-            remedy="use 2 or more",
-        )
-    tokenised = _tokenise(texts, tokenizer)
-    learnable = [text for text in tokenised if text.num_given < min(len(text.ids), max_tokens)]
+    problem = "a text's first token is given, so it needs a second one to learn from"
+    require(max_tokens >= MIN_TOKENS, "pretrain.max_tokens", problem, got=max_tokens, remedy="use 2 or more")
+    whole = _tokenise(texts, tokenizer)
+    learnable = [text for text in whole if text.num_given < min(len(text.ids), max_tokens)]
     kept = [replace(text, ids=text.ids[:max_tokens]) for text in learnable]
     digests = [hashlib.sha256(text.ids.tobytes()).digest() for text in kept]
     distinct = dict(zip(digests, kept, strict=True))
-    if len(distinct) <= held_out:
-        raise UserError(
-            "pretrain.held_out",
-            f"there are only {len(distinct)} different texts with a token to learn within "
-            f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
-            got=held_out,
-            remedy="use fewer, more text, or a higher pretrain.max_tokens",
-        )
+    require(
+        len(distinct) > held_out,
+        "pretrain.held_out",
+        f"there are only {len(distinct)} different texts with a token to learn within "
+        f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
+        got=held_out,
+        remedy="use fewer, more text, or a higher pretrain.max_tokens",
+    )
     held_out_digests = set(sorted(distinct)[:held_out])
     train_texts = [text for text, digest in zip(kept, digests, strict=True) if digest not in held_out_digests]
-    if len(train_texts) < sequences_per_update:
-        raise UserError(
-            "pretrain.sequences_per_update",
-            f"pretrain.held_out={held_out} leaves only {len(train_texts)} texts to train on",
-            got=sequences_per_update,
-            remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
-        )
-    num_dropped, num_cut = len(tokenised) - len(learnable), sum(len(text.ids) > max_tokens for text in learnable)
+    require(
+        len(train_texts) >= sequences_per_update,
+        "pretrain.sequences_per_update",
+        f"pretrain.held_out={held_out} leaves only {len(train_texts)} texts to train on",
+        got=sequences_per_update,
+        remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
+    )
+    num_dropped, num_cut = len(whole) - len(learnable), sum(len(text.ids) > max_tokens for text in learnable)
     return PretrainText(
         train_texts=tuple(train_texts),
         held_out_texts=tuple(text for digest, text in distinct.items() if digest in held_out_digests),
@@ -197,7 +181,7 @@ def scan_texts(
         num_dropped=num_dropped,
         num_cut=num_cut,
         fingerprint=_fingerprint(kept, digests),
-        note=_note(len(tokenised), num_dropped, num_cut, max_tokens),
+        note=_note(len(whole), num_dropped, num_cut, max_tokens),
     )
 
 
@@ -249,10 +233,42 @@ def _fingerprint(texts: Sequence[TextTokens], digests: Sequence[bytes]) -> str:
 
 
 def _note(num_texts: int, num_dropped: int, num_cut: int, max_tokens: int) -> str | None:
-    texts = [
-        f"{num_cut} were cut after pretrain.max_tokens={max_tokens}" if num_cut else "",
-        f"{num_dropped} with no token to learn within pretrain.max_tokens={max_tokens} were dropped"
-        if num_dropped
-        else "",
-    ]
-    return f"of {num_texts} pretraining texts {', '.join(filter(None, texts))}" if any(texts) else None
+    within = f"pretrain.max_tokens={max_tokens}"
+    cut = f"{num_cut} were cut after {within}" if num_cut else ""
+    dropped = f"{num_dropped} with no token to learn within {within} were dropped" if num_dropped else ""
+    return f"of {num_texts} pretraining texts {', '.join(filter(None, (cut, dropped)))}" if cut or dropped else None
+
+
+def with_hint(prompt: Prompt, hint: str) -> Prompt:
+    """The prompt with the hint at the end of its last message, after a blank line; not tokenised."""
+    last = prompt.messages[-1]
+    text = f"{last['content']}\n\n{hint.replace(ANSWER, prompt.answer)}"
+    return replace(prompt, messages=(*prompt.messages[:-1], {**last, "content": text}), token_ids=())
+
+
+def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> Tensor:
+    """int64 `[B, P]`: for each row of a Batch, the tokens of its prompt with the hint, padded with -1."""
+    hinted = tokenised((with_hint(group.prompt, hint) for group in groups), tokenizer, style)
+    rows = [prompt.token_ids for group, prompt in zip(groups, hinted, strict=True) for _ in group.rollouts]
+    prompts_BP = torch.full((len(rows), max(map(len, rows))), -1)
+    for b, row in enumerate(rows):
+        prompts_BP[b, : len(row)] = torch.tensor(row)
+    return prompts_BP
+
+
+def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:
+    """Number of tokens of the longest of these prompts with the hint.
+
+    Raises:
+        UserError: the hint shows the answer, and some of the prompts have none.
+    """
+    longest, without = 0, []
+    for prompt in tokenised((with_hint(prompt, hint) for prompt in prompts), tokenizer, style):
+        longest = max(longest, len(prompt.token_ids))
+        if ANSWER in hint and not prompt.answer.strip():
+            without.append(prompt.id)
+    if without:
+        problem = f"shows the prompt's answer, and {len(without)} train prompts have none, first {without[0]}"
+        remedy = f"leave {ANSWER} out, or name the field that has the answer (data.answer_field)"
+        raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
+    return longest

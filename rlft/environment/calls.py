@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlft.environment.protocol import Call
-from rlft.tokens.chat_template import render
 from rlft.tokens.ends import num_common
+from rlft.tokens.text import render
 from rlft.types import Schema, UserError
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from jinja2.exceptions import TemplateError
 
 from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.protocol import Call, Environment
-from rlft.tokens.chat_template import render
 from rlft.tokens.ends import closing_of, special_pattern, special_tokens
-from rlft.tokens.text import decode
+from rlft.tokens.text import decode, render
 from rlft.types import NOTHING, Schema, Shown, UserError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rlft.algorithm.objective import Objective
 from rlft.batch import collate, select
 from rlft.config.schema import RunConfig
 from rlft.data.prompts import left_out
-from rlft.data.teacher_prompts import teacher_prompts
+from rlft.data.texts import teacher_prompts
 from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding

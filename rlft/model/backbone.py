@@ -30,9 +30,8 @@ from rlft.model.kernels.selection import Kernels
 from rlft.model.text_model import load_model, own_class
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
-from rlft.tokens.chat_template import dated
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
-from rlft.tokens.text import with_ends
+from rlft.tokens.text import dated, with_ends
 from rlft.types import UserError
 
 OLDEST_WITH_BFLOAT16 = (8, 0)

@@ -28,7 +28,7 @@ from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.model.rows import Row, batch_of_rows, numbers_of_rows
 from rlft.system.hub import hub_answers
-from rlft.tokens.chat_template import date_of, dated, render
+from rlft.tokens.text import date_of, dated, render
 from rlft.types import Batch, Completion, Group, Prompt, UserError
 
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]

@@ -16,8 +16,7 @@ from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teac
 from rlft.config.resolved import Resolved
 from rlft.config.schema import RunConfig
 from rlft.data.prompts import PromptSet, left_out, scan
-from rlft.data.teacher_prompts import longest_with_hint
-from rlft.data.texts import PretrainText, load_texts, scan_texts
+from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops

@@ -22,7 +22,7 @@ from rlft.environment.protocol import Environment
 from rlft.generation.stops import shown_texts
 from rlft.plan.scoring_rules import check_metadata
 from rlft.reward.answer import AnswerIn, AnswerKeys
-from rlft.reward.remote import ServerKeys, shown_url
+from rlft.reward.http import ServerKeys, shown_url
 from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score

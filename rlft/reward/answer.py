@@ -3,22 +3,30 @@
 Completions are hostile text: an optimiser writes them. So everything here is linear in the length of the text
 (str.find, and patterns without nested repetition), digits are ASCII digits, and a completion that gives several answers
 has none unless the config says which one counts.
+
+The other way round, a completion is written that gives an answer, where a regular expression finds it too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import re._constants as op  # pyright: ignore[reportMissingImports]
+import re._parser as parser  # pyright: ignore[reportMissingImports]
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
-from typing import cast
+from typing import Any
 
-from rlft.reward.pattern_text import written_for
-from rlft.types import Group, Prompt, Reward, Unscorable, UserError
+from rlft.types import Group, Prompt, Unscorable, UserError, require
 
 MAX_ANSWER_CHARS = 2000
 MAX_NUMBER_CHARS = 100
+
+CATEGORIES = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w", "CATEGORY_NOT_DIGIT": r"\D",
+              "CATEGORY_NOT_SPACE": r"\S", "CATEGORY_NOT_WORD": r"\W"}  # fmt: skip
+SAMPLES = ("a", " ", "0", "A", "-", "é")
+"""Characters for the parts of a pattern that allow many."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HEADING = re.compile(r"[#*_ ]*(?:[A-Za-z]|[0-9]+[.):] *[A-Za-z])")
@@ -47,12 +55,7 @@ class Which(StrEnum):
 class AnswerKeys:
     """The config keys of every reward that looks for an answer.
 
-    Attributes:
-        answer_in: `tag` for <answer>18</answer>, `boxed` for \\boxed{18}, `hashes` for GSM8K's "#### 18", `text` for
-            the whole completion, `pattern` for the first group of a regular expression.
-        tag: name of the tag (answer_in: tag).
-        pattern: the regular expression (answer_in: pattern), else None.
-        which: `only` takes an answer given once; `last` takes the last of several.
+    configs/reward/exact_match.yaml explains them.
     """
 
     answer_in: AnswerIn
@@ -62,7 +65,9 @@ class AnswerKeys:
 
     def __post_init__(self) -> None:
         if self.answer_in == AnswerIn.pattern:
-            _check_pattern(self.pattern)
+            remedy = r"write a regular expression with one group, such as 'Answer: ([0-9]+)'"
+            num_groups = check_regex(self.pattern, remedy)
+            require(num_groups, "pattern", "has no group for the answer", got=self.pattern, remedy=remedy)
 
     def extract(self, text: str) -> str | None:
         """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one).
@@ -99,9 +104,19 @@ class AnswerKeys:
         """
         return self.written(prompt.answer)
 
+    def __call__(self, group: Group) -> list[Any]:
+        """1.0 for each completion that gives the reference answer, else 0.0; a reward may score otherwise."""
+        return [float(right) for right in self.right(group)]
+
     def right(self, group: Group) -> list[bool]:
-        """Whether each completion gives the reference answer."""
-        return [score == 1.0 for score in cast("Reward", self)(group)]
+        """Whether each completion gives the reference answer. Unscorable if there is none."""
+        reference = reference_answer(group.prompt)
+        answers = [self.extract(rollout.completion.text) for rollout in group.rollouts]
+        return [answer is not None and self.is_right(answer, reference) for answer in answers]
+
+    def is_right(self, answer: str, reference: str) -> bool:
+        """Whether an answer is the reference answer, by this reward's own comparison."""
+        raise NotImplementedError
 
     def _answers(self, text: str) -> Iterator[str]:
         match self.answer_in:
@@ -185,11 +200,11 @@ def plain_number(text: str) -> Decimal | None:
     return Decimal(text.replace(",", ""))
 
 
-def reference_answer(answer: str, prompt_id: str) -> str:
+def reference_answer(prompt: Prompt) -> str:
     """The prompt's reference answer, stripped. Unscorable if there is none: nothing could be scored correctly."""
-    if not answer.strip():
-        raise Unscorable(f"prompt {prompt_id!r} has no reference answer to compare with")
-    return answer.strip()
+    if not prompt.answer.strip():
+        raise Unscorable(f"prompt {prompt.id!r} has no reference answer to compare with")
+    return prompt.answer.strip()
 
 
 def closing_brace(text: str, start: int) -> int | None:
@@ -211,11 +226,81 @@ def _each_once(text: str, tag: str) -> bool:
     return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
 
 
-def _check_pattern(pattern: str | None) -> None:
-    remedy = r"write a regular expression with one group, such as 'Answer: ([0-9]+)'"
+def check_regex(pattern: str | None, remedy: str) -> int:
+    """The number of groups of a regular expression. UserError of the key `pattern` for what is none."""
     try:
-        groups = re.compile(pattern or "").groups
+        return re.compile(pattern or "").groups
     except re.error as error:
         raise UserError("pattern", f"is not a regular expression ({error})", got=pattern, remedy=remedy) from None
-    if groups == 0:
-        raise UserError("pattern", "has no group for the answer", got=pattern, remedy=remedy)
+
+
+def written_for(pattern: str, answer: str) -> str | None:
+    r"""The shortest text for the pattern, with the answer in place of its first group; None for one that finds nothing.
+
+    The answer may still not be what the pattern finds: it may cut it, or not match it.
+
+    >>> written_for(r"(?i)answer:\s*(-?\d+)", "18"), written_for(r"#### (\d+)", "1,080")
+    ('answer:18', '#### 1,080')
+    >>> written_for(r"(?P<x>a)(?!a)(?P=x)", "a") is None
+    True
+    """
+    try:
+        parts = parser.parse(pattern)
+        found = re.search(pattern, "".join(_shortest(parts, None)))
+        return None if found is None else "".join(_shortest(parts, answer))
+    except (_Unknown, re.error, RecursionError):
+        return None
+
+
+class _Unknown(Exception):
+    """A part of a pattern for which no text is made."""
+
+
+def _shortest(parts: Iterable[tuple[Any, Any]], answer: str | None) -> Iterator[str]:
+    """The shortest texts of these parts of a pattern; group 1 becomes the answer, or its own shortest text if None."""
+    for kind, value in parts:
+        if kind is op.LITERAL:
+            yield chr(value)
+        elif kind in (op.ANY, op.NOT_LITERAL):
+            yield next(c for c in SAMPLES if ord(c) != value)
+        elif kind is op.IN:
+            yield _member(value)
+        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT):
+            least, _, repeated = value
+            has_answer = any(part[0] is op.SUBPATTERN and part[1][0] == 1 for part in repeated)
+            yield "".join(_shortest(repeated, answer)) * max(least, int(has_answer))
+        elif kind is op.SUBPATTERN:
+            yield answer if value[0] == 1 and answer is not None else "".join(_shortest(value[3], answer))
+        elif kind is op.ATOMIC_GROUP:
+            yield from _shortest(value, answer)
+        elif kind is op.BRANCH:
+            yield from _shortest(_with_the_answer(value[1]), answer)
+        elif kind is op.ASSERT and value[0] < 0:  # what has to stand before
+            yield from _shortest(value[1], answer)
+        elif kind not in (op.AT, op.ASSERT, op.ASSERT_NOT):
+            raise _Unknown
+
+
+def _with_the_answer(branches: list[Any]) -> Any:
+    """The branch with the first group, or else the first branch."""
+    return next((b for b in branches if any(p[0] is op.SUBPATTERN and p[1][0] == 1 for p in b)), branches[0])
+
+
+def _member(members: list[tuple[Any, Any]]) -> str:
+    """A character of a set such as [a-z] or [^0-9]."""
+    excludes = members[0][0] is op.NEGATE
+    named = [
+        chr(value if kind is op.LITERAL else value[0]) for kind, value in members if kind in (op.LITERAL, op.RANGE)
+    ]
+    for character in SAMPLES if excludes else (*named, *SAMPLES):
+        if any(_is_in(character, kind, value) for kind, value in members) is not excludes:
+            return character
+    raise _Unknown
+
+
+def _is_in(character: str, kind: Any, value: Any) -> bool:
+    if kind is op.RANGE:
+        return value[0] <= ord(character) <= value[1]
+    if kind is op.CATEGORY:
+        return re.fullmatch(CATEGORIES[str(value)], character) is not None
+    return kind is op.LITERAL and ord(character) == value

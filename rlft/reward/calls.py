@@ -16,9 +16,6 @@ class Calls:
 
     A turn without calls is no step. Which tools are called, and why, does not matter: combine it with a reward for the
     result of the conversation.
-
-    Attributes:
-        max_turns: the most turns with calls that are steps.
     """
 
     scores_steps: ClassVar[bool] = True

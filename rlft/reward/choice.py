@@ -43,10 +43,7 @@ class ReferenceIs(StrEnum):
 def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
     """The letter of the only choice that an answer names, else None. An answer that is letter and text is a letter.
 
-    Args:
-        answer: the answer.
-        choices: {letter: text}; empty: any capital letter is a choice.
-        ignore_case: whether letters and texts are compared without case.
+    `choices` is {letter: text}; where it is empty, any capital letter is a choice.
 
     >>> [named(text, {}, ignore_case=True) for text in ("B", "(B)", "b.", "Option B", "A or B", "AB")]
     ['B', 'B', 'B', 'B', None, None]
@@ -71,9 +68,9 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
 
 
 def choices_of(value: Any) -> dict[str, str]:
-    """{letter: text}, from any of the forms that data sets use. ValueError for other values.
+    """{letter: text}, from any of the forms that data sets use; ValueError for other values.
 
-    The forms are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
+    These are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
 
     >>> choices_of(["Rome", "Paris"]) == choices_of({"label": ["A", "B"], "text": ["Rome", "Paris"]})
     True
@@ -96,14 +93,7 @@ def choices_of(value: Any) -> dict[str, str]:
 class Choice(AnswerKeys):
     """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0.
 
-    The other keys say where the answer is (AnswerKeys).
-
-    Attributes:
-        ignore_case: whether letters and texts are compared without case.
-        choices_field: key of the prompt's metadata that holds the choices (`choices_of`): their letters and texts
-            count. None: any letter counts, and no text.
-        reference_is: `choice`, `index`, or `auto`: an index where it is a whole number that is no choice's letter or
-            text. `examine` refuses data for which `auto` could mean both.
+    configs/reward/choice.yaml explains the keys. `examine` refuses data for which reference_is=auto could mean both.
     """
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)
@@ -112,10 +102,11 @@ class Choice(AnswerKeys):
     choices_field: str | None
     reference_is: ReferenceIs = ReferenceIs.auto
 
-    def __call__(self, group: Group) -> list[float]:
+    def right(self, group: Group) -> list[bool]:
         choices = self._choices(group.prompt)
-        right = self._right(group.prompt, choices)
-        return [float(self._is_right(rollout.completion.text, right, choices)) for rollout in group.rollouts]
+        letter = self._right(group.prompt, choices)
+        answers = [self.extract(rollout.completion.text) for rollout in group.rollouts]
+        return [a is not None and named(a, choices, ignore_case=self.ignore_case) == letter for a in answers]
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
         """Says that references are indices. UserError where they may be indices or texts: they are one in all rows."""
@@ -151,7 +142,7 @@ class Choice(AnswerKeys):
 
     def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> str:
         """The letter that the prompt's reference answer names. Unscorable if it names none."""
-        reference = reference_answer(prompt.answer, prompt.id)
+        reference = reference_answer(prompt)
         right = None
         if self.reference_is is not ReferenceIs.index:
             right = named(reference, choices, ignore_case=self.ignore_case)
@@ -166,11 +157,12 @@ class Choice(AnswerKeys):
         return self.written(self._right(prompt, self._choices(prompt)))
 
     def _choices(self, prompt: Prompt) -> dict[str, str]:
-        return {} if self.choices_field is None else _choices(prompt, self.choices_field)
-
-    def _is_right(self, text: str, right: str, choices: Mapping[str, str]) -> bool:
-        answer = self.extract(text)
-        return answer is not None and named(answer, choices, ignore_case=self.ignore_case) == right
+        if self.choices_field is None:
+            return {}
+        if self.choices_field not in prompt.metadata:
+            known = ", ".join(prompt.metadata) or "nothing"
+            raise ValueError(f"prompt {prompt.id!r} has no {self.choices_field!r} in its metadata, only {known}")
+        return choices_of(prompt.metadata[self.choices_field])
 
 
 def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: bool) -> bool:
@@ -187,11 +179,8 @@ def _at_index(reference: str, choices: Mapping[str, str]) -> str | None:
     ('B', None)
     """
     letters = list(choices)
-    return (
-        letters[int(reference)]
-        if reference.isdecimal() and len(reference) < 3 and int(reference) < len(letters)
-        else None
-    )
+    is_index = reference.isdecimal() and len(reference) < 3 and int(reference) < len(letters)
+    return letters[int(reference)] if is_index else None
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:
@@ -200,10 +189,3 @@ def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | N
     if label in labels:
         return label
     return next((known for known in labels if ignore_case and known.casefold() == label.casefold()), None)
-
-
-def _choices(prompt: Prompt, field: str) -> dict[str, str]:
-    if field not in prompt.metadata:
-        known = ", ".join(prompt.metadata) or "nothing"
-        raise ValueError(f"prompt {prompt.id!r} has no {field!r} in its metadata, only {known}")
-    return choices_of(prompt.metadata[field])

@@ -34,7 +34,7 @@ from rlft.system.process.running_time import RunningTime
 from rlft.system.sandbox import bubblewrap, protocol, trials
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
 from rlft.system.sandbox.trials import Required, check_isolation
-from rlft.types import Group, Prompt, UserError
+from rlft.types import Group, Prompt, UserError, require
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves
 
@@ -78,21 +78,9 @@ Tests = list[Pair] | list[str]
 class Code:
     """1.0 (or the share of tests passed) for each completion whose program passes its tests, else 0.0.
 
-    The limits `cpu_seconds` to `file_bytes` are those of `sandbox.Limits`, for each test by stdin, or for all other
-    tests together.
-
-    Attributes:
-        program_in: `fence` for the last ```python block, `tag` for the last <tag> block, `text` for the whole
-            completion.
-        tag: name of the tag.
-        tests_field: field of the prompt's metadata that holds the tests; None: the prompt's answer holds them.
-        score: `all` or `fraction`.
-        workers: number of programs that run at the same time for one group.
-        group_timeout: the scorer's time limit for a group, in seconds.
-        seconds: wall time of one program with all its tests. If a group is so large that not all of its programs could
-            take as long within `group_timeout`, each gets an equal share instead.
-        isolation: `strict` also refuses if memory is not bounded, and has priority over `allow_unsafe`.
-        allow_unsafe: whether programs may run unisolated, with this user's rights, if no isolation works.
+    configs/reward/code.yaml explains the keys. The limits `cpu_seconds` to `file_bytes` are for each test by stdin, or
+    for all other tests together. If a group is so large that not all of its programs could take `seconds` within
+    `group_timeout`, each gets an equal share instead. isolation=strict has priority over allow_unsafe.
 
     Raises:
         UserError: no isolation works here and `allow_unsafe` is false, or the isolation is less than `isolation`.
@@ -117,9 +105,9 @@ class Code:
     allow_unsafe: bool
 
     def __post_init__(self) -> None:
-        if self.group_timeout <= SPARE_S:
-            problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
-            raise UserError("group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
+        problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
+        is_enough = self.group_timeout > SPARE_S
+        require(is_enough, "group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
         check_isolation(self.isolation, allow_unsafe=self.allow_unsafe)
 
     def note(self) -> str:
@@ -155,9 +143,8 @@ class Code:
                 doubtful.setdefault(doubt, []).append(prompt.id)
         if refused:
             problem = f"{len(refused)} of {len(prompts)} prompts have tests that cannot be used; {refused[0]}"
-            raise UserError(
-                "tests_field", problem, got=self.tests_field or "null", remedy="fix these prompts or leave them out"
-            )
+            remedy = "fix these prompts or leave them out"
+            raise UserError("tests_field", problem, got=self.tests_field or "null", remedy=remedy)
         notes = [f"{len(ids)} {doubt.value} (the first: {ids[0]!r})" for doubt, ids in sorted(doubtful.items())]
         return f"of {len(prompts)} prompts with tests, {'; '.join(notes)}" if notes else None
 

@@ -31,13 +31,8 @@ class Cosine(ExactMatch):
 
     The other keys are exact_match's and say which answers are right; a completion without an answer is wrong.
 
-    Attributes:
-        max_tokens: L_max.
-        right_at_0: value of a right answer at no tokens (r_0^c).
-        right_at_max: value of a right answer at max_tokens (r_L^c).
-        wrong_at_0: value of a wrong answer at no tokens (r_0^w).
-        wrong_at_max: value of a wrong answer at max_tokens (r_L^w).
-        exceeded: value of a completion that exceeds the limit, right or wrong (r_e).
+    configs/reward/cosine.yaml explains the keys. In the paper max_tokens is L_max, the right_* are r_0^c and r_L^c, the
+    wrong_* r_0^w and r_L^w, exceeded is r_e.
     """
 
     max_tokens: PositiveInt
@@ -57,9 +52,6 @@ class Cosine(ExactMatch):
 
     def __call__(self, group: Group) -> list[float]:
         return [self._value(r.completion, right) for r, right in zip(group.rollouts, self.right(group), strict=True)]
-
-    def right(self, group: Group) -> list[bool]:
-        return [score == 1.0 for score in ExactMatch.__call__(self, group)]
 
     def _value(self, completion: Completion, is_right: bool) -> float:
         num_tokens = completion.num_sampled

@@ -59,12 +59,8 @@ class Equations(AnswerKeys):
     with process supervision it has no advantage at all: combine it with a reward of completions as a whole
     (exact_match, format), so that saying nothing is not better than saying something wrong.
 
-    The other keys say where the answer is (AnswerKeys); plain numbers are compared by value.
-
-    Attributes:
-        equation_weight: score of an equation that holds.
-        answer_weight: score of a right answer.
-        max_equations: the most equations that are steps, so that endless true equations do not pay.
+    Plain numbers are compared by value. configs/reward/equations.yaml explains the keys: `max_equations` makes endless
+    true equations not pay.
     """
 
     scores_steps: ClassVar[bool] = True
@@ -74,24 +70,18 @@ class Equations(AnswerKeys):
     max_equations: PositiveInt
 
     def __call__(self, group: Group) -> list[StepScores]:
-        reference = reference_answer(group.prompt.answer, group.prompt.id)
+        reference = reference_answer(group.prompt)
         return [self._steps(rollout.completion.text, reference) for rollout in group.rollouts]
 
-    def right(self, group: Group) -> list[bool]:
-        reference = reference_answer(group.prompt.answer, group.prompt.id)
-        answers = [self.extract(rollout.completion.text) for rollout in group.rollouts]
-        return [answer is not None and _is_right(answer, reference) for answer in answers]
+    def is_right(self, answer: str, reference: str) -> bool:
+        return matches(answer, reference, numeric=True, ignore_case=False)
 
     def _steps(self, text: str, reference: str) -> StepScores:
         steps = islice(equations(text), self.max_equations)
         by_end = {end: self.equation_weight * holds for end, holds in steps}
         answer = self.extract(text)
         if answer is not None:
-            right = _is_right(answer, reference)
+            right = self.is_right(answer, reference)
             # If the text ends with an equation, both are the same step.
             by_end[len(text)] = by_end.get(len(text), 0.0) + self.answer_weight * right
         return StepScores(values=tuple(by_end.values()), ends=tuple(by_end))
-
-
-def _is_right(answer: str, reference: str) -> bool:
-    return matches(answer, reference, numeric=True, ignore_case=False)

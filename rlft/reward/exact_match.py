@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlft.reward.answer import AnswerKeys, plain_number, reference_answer
-from rlft.types import Group
+from rlft.reward.answer import AnswerKeys, plain_number
 
 
 def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) -> bool:
@@ -26,20 +25,11 @@ def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) ->
 class ExactMatch(AnswerKeys):
     """1.0 for each completion whose answer is the reference answer, else 0.0.
 
-    The other keys say where the answer is (AnswerKeys).
-
-    Attributes:
-        numeric: whether plain decimal numbers are compared by value (1,000 = 1000.0).
-        ignore_case: whether letters are compared without case.
+    configs/reward/exact_match.yaml explains the keys.
     """
 
     numeric: bool
     ignore_case: bool
 
-    def __call__(self, group: Group) -> list[float]:
-        reference = reference_answer(group.prompt.answer, group.prompt.id)
-        return [float(self._is_right(rollout.completion.text, reference)) for rollout in group.rollouts]
-
-    def _is_right(self, text: str, reference: str) -> bool:
-        answer = self.extract(text)
-        return answer is not None and matches(answer, reference, numeric=self.numeric, ignore_case=self.ignore_case)
+    def is_right(self, answer: str, reference: str) -> bool:
+        return matches(answer, reference, numeric=self.numeric, ignore_case=self.ignore_case)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.types import Group, UserError
+from rlft.reward.answer import check_regex
+from rlft.types import Group, require
 
 
 class FormatMode(StrEnum):
@@ -90,11 +91,7 @@ def follows_pattern(text: str, pattern: str) -> bool:
 class Format:
     """1.0 for each completion that keeps to the template; otherwise 0.0 (strict) or a part of 1 (soft).
 
-    Attributes:
-        mode: `strict` or `soft`.
-        tags: names of the template's blocks, in order.
-        pattern: a regular expression for the whole completion, instead of the tags (only with mode strict, since it has
-            no parts); None for the tags.
+    configs/reward/format.yaml explains the keys; a pattern has no parts, so it needs mode strict.
     """
 
     mode: FormatMode
@@ -102,10 +99,14 @@ class Format:
     pattern: str | None
 
     def __post_init__(self) -> None:
-        if not self.tags or len(set(self.tags)) < len(self.tags) or not all(self.tags):
-            raise UserError("tags", "must be different names", got=list(self.tags), remedy="try [think, answer]")
+        are_different = self.tags and len(set(self.tags)) == len(self.tags) and all(self.tags)
+        remedy = "try [think, answer]"
+        require(are_different, "tags", "must be different names", got=list(self.tags), remedy=remedy)
         if self.pattern is not None:
-            _check_pattern(self.pattern, self.mode)
+            problem = "a pattern is matched or not, and has no parts to count"
+            remedy = "use mode=strict, or pattern=null"
+            require(self.mode == FormatMode.strict, "mode", problem, got=self.mode, remedy=remedy)
+            check_regex(self.pattern, r"fix it, for instance '.*#### -?[0-9]+'")
 
     def __call__(self, group: Group) -> list[float]:
         return [float(self._score(rollout.completion.text)) for rollout in group.rollouts]
@@ -114,14 +115,3 @@ class Format:
         if self.pattern is not None:
             return follows_pattern(text, self.pattern)
         return follows_template(text, self.tags) if self.mode == FormatMode.strict else soft_score(text, self.tags)
-
-
-def _check_pattern(pattern: str, mode: FormatMode) -> None:
-    if mode != FormatMode.strict:
-        problem = "a pattern is matched or not, and has no parts to count"
-        raise UserError("mode", problem, got=mode, remedy="use mode=strict, or pattern=null")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        remedy = r"fix it, for instance '.*#### -?[0-9]+'"
-        raise UserError("pattern", f"is not a regular expression ({error})", got=pattern, remedy=remedy) from None

@@ -19,9 +19,9 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlft.reward.remote import Request, ServerKeys, scores_in
+from rlft.reward.http import Request, ServerKeys, scores_in
 from rlft.system.seeds import derive
-from rlft.types import Group, UserError
+from rlft.types import Group, UserError, require
 
 INSTRUCTIONS = """\
 The next message is a JSON object: `question` is a conversation, `answers` is a list of {num}, numbered, to its last \
@@ -58,18 +58,8 @@ class ResponseFormat(StrEnum):
 class Judge(ServerKeys):
     """The judge's rating of each completion, with lowest .. highest mapped to 0 .. 1.
 
-    The other keys say how requests are sent (ServerKeys).
-
-    Attributes:
-        model: the judge's name on its server; None sends none, for servers with one model.
-        mode: `each` sends each completion alone, `group` all siblings in one request, which compares them better and
-            costs less.
-        rubric: what is good and bad, in words; instructions about input and reply are added.
-        show_reference: whether the judge sees the prompt's reference answer, if it has one.
-        lowest: the lowest rating; a rating outside the scale makes the request be sent again.
-        highest: the highest rating.
-        response_format: see ResponseFormat.
-        options: further keys of the request, such as temperature.
+    configs/reward/judge.yaml explains the keys. Mode `group` compares siblings better and costs less. A rating outside
+    the scale makes the request be sent again.
     """
 
     model: str | None
@@ -86,13 +76,13 @@ class Judge(ServerKeys):
         if not urlsplit(self.url).path.endswith(PATH):
             remedy = f"try {self.url.rstrip('/')}{PATH}" if self.url.endswith(("/v1", "/v1/")) else "give it in full"
             raise UserError("url", f"must be the address of an OpenAI-compatible {PATH}", got=self.url, remedy=remedy)
-        if not self.lowest < self.highest:
-            problem = f"must be above lowest={self.lowest:g}"
-            raise UserError("highest", problem, got=f"{self.highest:g}", remedy="try lowest=1 highest=10")
-        if not self.rubric.strip():
-            raise UserError("rubric", "is empty: the judge would not know what is good", remedy="say it in a sentence")
-        if taken := [key for key in ("model", "messages", "response_format", "stream", "n") if key in self.options]:
-            raise UserError(f"options.{taken[0]}", "is set by the reward itself", remedy="leave it out")
+        problem, remedy = f"must be above lowest={self.lowest:g}", "try lowest=1 highest=10"
+        require(self.lowest < self.highest, "highest", problem, got=f"{self.highest:g}", remedy=remedy)
+        problem = "is empty: the judge would not know what is good"
+        require(self.rubric.strip(), "rubric", problem, remedy="say it in a sentence")
+        for key in ("model", "messages", "response_format", "stream", "n"):
+            problem = "is set by the reward itself"
+            require(key not in self.options, f"options.{key}", problem, remedy="leave it out")
 
     def __call__(self, group: Group) -> list[float]:
         order = list(range(len(group.rollouts)))

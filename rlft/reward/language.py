@@ -116,14 +116,9 @@ def script(letter: str) -> str:
 class Language:
     """The share, 0 to 1, of each completion's words that are in the target language.
 
-    Attributes:
-        target: an ISO 639-1 code such as `de`, or `prompt` for the language of most words of the prompt's last user
-            message (an instruction in another language around the question counts too: then name the language).
-        window: number of words that are judged together; fewer notice a change of language sooner, and are misjudged
-            more often.
-        min_words: the fewest words that can be judged, in a completion or in the prompt.
-        too_little: the score for fewer words. It should not exceed that of the right language, so that saying nothing
-            gains nothing.
+    configs/reward/language.yaml explains the keys. An instruction in another language around the question counts, too:
+    then name the target. A smaller window notices a change of language sooner, and is misjudged more often.
+    `too_little` should not exceed the score of the right language, so that saying nothing gains nothing.
     """
 
     target: str

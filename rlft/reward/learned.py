@@ -16,12 +16,7 @@ from rlft.types import Group
 class Learned:
     """What the trainer needs to compute `scale * (score - center)` of each completion.
 
-    Attributes:
-        path: folder of a reward adapter made for this base, or folder or hub id of a sequence-classification model;
-            None for a new adapter whose head is zero, which scores everything 0 until it is trained.
-        token_budget: the most tokens in one forward.
-        center: number that is subtracted from each score.
-        scale: factor of the difference.
+    configs/reward/learned.yaml explains the keys.
     """
 
     runs_in_trainer: ClassVar[bool] = True

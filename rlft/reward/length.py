@@ -59,11 +59,8 @@ class Length(ExactMatch):
     The other keys are exact_match's and say which answers are right. Only mode `kimi` uses them; the other modes judge
     right and wrong answers alike and need no reference answer. A completion without an answer is wrong.
 
-    Attributes:
-        mode: `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit).
-        target: the target length in tokens (mode target).
-        limit: the most tokens without a penalty (mode limit).
-        penalty: what each token over the limit costs (mode limit).
+    `mode` is `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit); configs/reward/length.yaml
+    explains the keys of each.
     """
 
     mode: LengthMode
@@ -86,9 +83,6 @@ class Length(ExactMatch):
             return [near_target(length, self.target) for length in lengths]
         assert self.limit is not None
         return [below_limit(length, self.limit, self.penalty) for length in lengths]
-
-    def right(self, group: Group) -> list[bool]:
-        return [score == 1.0 for score in ExactMatch.__call__(self, group)]
 
     def reference_text(self, prompt: Prompt) -> str | None:
         return ExactMatch.reference_text(self, prompt) if self.mode == LengthMode.kimi else None

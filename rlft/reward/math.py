@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.config.bounds import PositiveInt
-from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.answer import AnswerKeys
 from rlft.reward.notation import differ, number, plain, same_number, same_text, without_percent, without_unit, words
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
-from rlft.types import Group
 
 MAX_SECONDS = 0.8
 """Seconds of processor time in which an answer has to be compared."""
@@ -127,11 +126,7 @@ def digits(expression: Any) -> float:
 class Math(AnswerKeys):
     r"""1.0 for each completion whose answer is mathematically equal to the reference answer, else 0.0.
 
-    The other keys say where the answer is (AnswerKeys).
-
-    Attributes:
-        unevaluated: whether an unevaluated sum or product, such as 6*3, is accepted if the reference is a number.
-        max_chars: the most characters of an answer; longer ones are wrong. It bounds the parser's work.
+    configs/reward/math.yaml explains the keys; `max_chars` bounds the parser's work.
     """
 
     unevaluated: bool
@@ -141,24 +136,14 @@ class Math(AnswerKeys):
         """Loads the library, one second, before any time limit runs."""
         _library()
 
-    def __call__(self, group: Group) -> list[float]:
-        reference = reference_answer(group.prompt.answer, group.prompt.id)
-        return [float(self._is_right(rollout.completion.text, reference)) for rollout in group.rollouts]
-
-    def _is_right(self, text: str, reference: str) -> bool:
-        answer = self.extract(text)
-        if answer is None:
-            return False
+    def is_right(self, answer: str, reference: str) -> bool:
         return equal(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
 
 
 def _equal_expressions(answer: str, reference: str, *, needs_value: bool) -> bool:
     """Whether the library finds two plain answers equal in time, and they are not apart in a way that it overlooks.
 
-    Args:
-        answer: the answer.
-        reference: the reference answer.
-        needs_value: whether the answer must be a value without variables.
+    With `needs_value` the answer must be a value without variables.
     """
     _library()  # loading it is not the answer's time
     try:

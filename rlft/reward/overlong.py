@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlft.config.bounds import PositiveInt
-from rlft.types import Group, UserError
+from rlft.types import Group, require
 
 
 def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
@@ -22,19 +22,16 @@ def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
 class Overlong:
     """The penalty of each completion by its length in tokens, its end token included.
 
-    Attributes:
-        max_tokens: L_max, the limit of generation.
-        cache: L_cache, the number of tokens before the limit over which the penalty grows; None for a fifth of L_max,
-            as in the paper.
+    configs/reward/overlong.yaml explains the keys: max_tokens is L_max, cache is L_cache.
     """
 
     max_tokens: PositiveInt
     cache: int | None
 
     def __post_init__(self) -> None:
-        if self.cache is not None and not 0 < self.cache <= self.max_tokens:
-            problem = f"must be from 1 to max_tokens={self.max_tokens} tokens"
-            raise UserError("cache", problem, got=self.cache, remedy="try a fifth of max_tokens")
+        is_valid = self.cache is None or 0 < self.cache <= self.max_tokens
+        problem = f"must be from 1 to max_tokens={self.max_tokens} tokens"
+        require(is_valid, "cache", problem, got=self.cache, remedy="try a fifth of max_tokens")
 
     def __call__(self, group: Group) -> list[float]:
         lengths = [rollout.completion.num_sampled for rollout in group.rollouts]

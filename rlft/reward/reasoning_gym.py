@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys
-from rlft.types import Group, Prompt, UserError
+from rlft.types import Group, Prompt, UserError, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,7 @@ class ReasoningGym(AnswerKeys):
         _library()
 
     def __call__(self, group: Group) -> list[float]:
-        task = _task(group.prompt)
-        verifier = _verifier(task["task"], json.dumps(task["options"], sort_keys=True))
+        task, verifier = _task(group.prompt)
         return [score(verifier, self.extract(rollout.completion.text), task["entry"]) for rollout in group.rollouts]
 
     def reference_text(self, prompt: Prompt) -> str | None:
@@ -38,8 +37,7 @@ class ReasoningGym(AnswerKeys):
 
     def right(self, group: Group) -> list[bool]:
         """Whether each completion scores what the library's own answer does, which some verifiers give less than 1."""
-        task = _task(group.prompt)
-        verifier = _verifier(task["task"], json.dumps(task["options"], sort_keys=True))
+        task, verifier = _task(group.prompt)
         best = min(1.0, score(verifier, task["entry"]["answer"], task["entry"]))
         return [value >= best for value in self(group)]
 
@@ -57,15 +55,13 @@ def score(verifier: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _task(prompt: Prompt) -> Mapping[str, Any]:
-    if ReasoningGym.needs_metadata not in prompt.metadata:
-        raise UserError(
-            "reward",
-            "the verifiers of reasoning-gym know only its own questions",
-            got="reasoning_gym",
-            remedy="set data=reasoning_gym",
-        )
-    return prompt.metadata[ReasoningGym.needs_metadata]
+def _task(prompt: Prompt) -> tuple[Mapping[str, Any], Any]:
+    """(what the data keep with the prompt for its verifier, the verifier)."""
+    is_ours = ReasoningGym.needs_metadata in prompt.metadata
+    problem = "the verifiers of reasoning-gym know only its own questions"
+    require(is_ours, "reward", problem, got="reasoning_gym", remedy="set data=reasoning_gym")
+    task = prompt.metadata[ReasoningGym.needs_metadata]
+    return task, _verifier(task["task"], json.dumps(task["options"], sort_keys=True))
 
 
 @lru_cache(maxsize=16)
@@ -82,10 +78,7 @@ def _library() -> Any:
         import reasoning_gym
         import reasoning_gym.composite
     except ImportError as error:
-        raise UserError(
-            "reward",
-            f"the reasoning-gym library cannot be imported ({error})",
-            got="reasoning_gym",
-            remedy="pip install 'rlft[reasoning-gym]'",
-        ) from None
+        problem = f"the reasoning-gym library cannot be imported ({error})"
+        remedy = "pip install 'rlft[reasoning-gym]'"
+        raise UserError("reward", problem, got="reasoning_gym", remedy=remedy) from None
     return reasoning_gym

@@ -39,11 +39,7 @@ def repeated_share(items: Sequence[Hashable], n: int) -> float:
 class Repetition:
     """-max_penalty times the share of repeated n-grams of each completion: 0 if nothing is repeated.
 
-    Attributes:
-        unit: `words` (between white space, without case) or `tokens` (the completion's token ids), which also suit
-            languages that are written without spaces.
-        ngram: n, in units.
-        max_penalty: the penalty if all n-grams were repeated.
+    configs/reward/repetition.yaml explains the keys.
     """
 
     unit: Unit

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -41,12 +41,8 @@ from rlft.system import locks
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, write_atomically
 from rlft.system.terminal import resuming, say
-from rlft.tokens.chat_template import AUTO_DATE, today
+from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
-
-if TYPE_CHECKING:
-    pass
-
 
 WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "progress.json", "samples.jsonl")
 """Files that runs write."""

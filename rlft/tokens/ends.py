@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from rlft.tokens.chat_template import render
 from rlft.tokens.text import CALL_ID, TOOL
+from rlft.tokens.text import render as chat_template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +94,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any 
     eos_text = str(tokenizer.eos_token) if eos is not None else ""
     special = special_tokens(tokenizer)
     pattern = special_pattern(special)
-    render = _renderer(tokenizer)
+    render = partial(chat_template_text, tokenizer)
     turn, answer = {"role": "assistant", "content": SAID}, {"role": "user", "content": REPLY}
     closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos_text)
     called = _end_of_calls(tokenizer, pattern, eos_text)
@@ -101,7 +102,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any 
         notes = _without_end(eos_text)
         return _ends(tokenizer, [*own, *called, *configured], closing=tuple(own), last=closing.last, notes=notes)
     ids = list(tokenizer(closing.run, add_special_tokens=False)["input_ids"])
-    if (name := _last(pattern, closing.run)) in _inside(render, pattern):
+    if (name := pattern.findall(closing.run)[-1]) in _inside(render, pattern):
         closing_ids, notes = (*ids, *own), _also_inside(name, eos_text)
         ends = [*own, *called, *configured]
         return _ends(tokenizer, ends, lead=closing.lead, closing=closing_ids, last=closing.last, notes=notes)
@@ -140,15 +141,13 @@ def closing_of(
     special: re.Pattern[str],
     eos: str,
 ) -> Closing:
-    """What the template puts after this turn and before whatever follows it.
+    """What the template puts after an assistant's turn and before whatever follows it.
 
     Args:
         render: the template.
         opening: messages before the turn.
-        turn: the assistant's message, whose last text is `said`.
-        answer: the message after it, whose text is `reply`.
-        said: a text that the template leaves as it is.
-        reply: another one.
+        turn: the assistant's message, whose last text is `said`, which the template leaves as it is.
+        answer: the message after it, whose text is `reply`, another such text.
         special: finds special tokens.
         eos: the tokenizer's end token; "" if it has none.
     """
@@ -200,10 +199,6 @@ def _ends(
     return TurnEnds(ids=distinct, lead=lead, closing=closing, last=last, names=names, notes=notes)
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Render:
-    return lambda messages: render(tokenizer, messages, tools=tools)
-
-
 def _rendered(render: Render, messages: Sequence[Message]) -> str:
     """The text of the messages; "" if the template does not take them: it is a program of somebody else's."""
     try:
@@ -227,10 +222,6 @@ def _leading(render: Render, opening: Sequence[Message], special: re.Pattern[str
         position = match.end() + len(text[match.end() :]) - len(text[match.end() :].lstrip())
 
 
-def _last(special: re.Pattern[str], run: str) -> str:
-    return special.findall(run)[-1]
-
-
 def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
     """The special tokens that the template puts between an assistant's thoughts and its answer."""
     thinking = {"role": "assistant", "content": SAID, **dict.fromkeys(THINKING_FIELDS, THOUGHT)}
@@ -241,7 +232,7 @@ def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
 
 def _end_of_calls(tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], eos: str) -> list[int]:
     """The token that ends a turn with a call of a tool; none if the template shows no tools."""
-    render = _renderer(tokenizer, [TOOL])
+    render = partial(chat_template_text, tokenizer, tools=[TOOL])
     for arguments in ({"argument": SAID}, json.dumps({"argument": SAID})):
         call = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": arguments}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -252,7 +243,7 @@ def _end_of_calls(tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], 
             continue
         closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
         own = before[num_common(before, _rendered(render, [QUESTION])) :]
-        if closing.run and (end := _last(special, closing.run)) not in special.findall(own):
+        if closing.run and (end := special.findall(closing.run)[-1]) not in special.findall(own):
             return [special_tokens(tokenizer)[end]]
         return []
     return []

@@ -8,6 +8,7 @@ import yaml
 
 from rlft.config.catalog import config_folder
 from rlft.config.instantiate import instantiate
+from rlft.data import hub
 from rlft.data.sampled import sampled_line
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 
@@ -48,6 +49,23 @@ def write() -> Callable[..., Path]:
         return path
 
     return write_lines
+
+
+@pytest.fixture
+def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """{split: its rows} of every set on a hub that answers; an exception in place of rows is raised."""
+    import datasets
+
+    sets: dict[str, Any] = {}
+
+    def load_dataset(path: str, subset: str | None, *, split: str, revision: str | None) -> Any:
+        if isinstance(sets[split], Exception):
+            raise sets[split]
+        return sets[split]
+
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return sets
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from rlft.data import hub
 from rlft.data.sampled import sampled_with
 from rlft.types import Demonstration, Split, UserError
 
@@ -166,7 +164,6 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(learned, tmp_path: Pa
     [
         ({"path": "missing.jsonl"}, "demonstrations.path"),
         ({"held_out_path": "missing.jsonl"}, "demonstrations.held_out_path"),
-        ({"held_out_path": "good.jsonl"}, "demonstrations.held_out_path"),
         ({"held_out_fraction": 1.0}, "demonstrations.held_out_fraction"),
         ({"prompt_template": "x"}, "demonstrations.prompt_template"),
         ({"turns": "first"}, "demonstrations.turns"),
@@ -184,12 +181,8 @@ def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
-def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, monkeypatch) -> None:
-    import datasets
-
-    rows = [{"messages": [user(f"{i}?"), says(f"{i}!")], "source": None} for i in range(200)]
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: {"train": rows}[split])
+def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, hub_sets) -> None:
+    hub_sets["train"] = [{"messages": [user(f"{i}?"), says(f"{i}!")], "source": None} for i in range(200)]
     data = make_demonstrations("hub", path="some/set")
     train, held_out = data.load(Split.train), data.load(Split.held_out)
     # Binomial(200, 0.1): 20 +- 4.2; four standard deviations.
@@ -205,11 +198,8 @@ def test_a_hub_set_with_a_held_out_split_uses_it(make_demonstrations, write, tmp
     assert [d.prompt.id for d in data.load(Split.train)] == ["sft.jsonl:2", "sft.jsonl:3"]  # 0? is held out
 
 
-def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, monkeypatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **keys: [json.loads('{"text": "a"}')])
+def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, hub_sets) -> None:
+    hub_sets["train"] = [{"text": "a"}]
     with pytest.raises(UserError) as refusal:
         make_demonstrations("hub", path="some/set").load(Split.train)
     assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is not a chat")

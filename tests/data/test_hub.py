@@ -12,7 +12,6 @@ import pytest
 import rlft
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
-from rlft.data import hub
 from rlft.data.hub import local_path, parquet_files
 from rlft.system.hub import PROBE_SECONDS
 from rlft.types import Split, UserError
@@ -186,40 +185,29 @@ def test_a_cached_set_works_offline(gsm8k_mini: Path, tmp_path: Path, monkeypatc
         ),
     ],
 )
-def test_what_the_hub_refuses_is_told_by_its_key(make_data, monkeypatch, error, key: str, problem: str) -> None:
+def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key: str, problem: str) -> None:
     import datasets
 
     if isinstance(error, str):
         error = getattr(datasets.exceptions, error, ConnectionError)("said the library")
-
-    def load_dataset(*arguments: object, **keys: object) -> None:
-        raise error
-
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub_sets.update(train=error, test=error)
     with pytest.raises(UserError) as refusal:
         make_data("gsm8k").load(Split.train)
     assert refusal.value.key == key
     assert problem in str(refusal.value)
 
 
-def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, monkeypatch) -> None:
-    import datasets
-
-    sets = {
-        "test": [{"question": "1?", "answer": "#### 1"}],
-        "train": [{"question": "2?", "answer": "#### 2"}, {"q": 3}],
-    }
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: sets[split])
+def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, hub_sets) -> None:
+    hub_sets["test"] = [{"question": "1?", "answer": "#### 1"}]
+    hub_sets["train"] = [{"question": "2?", "answer": "#### 2"}, {"q": 3}]
     data = make_data("gsm8k")
     assert [(p.id, p.answer) for p in data.load(Split.held_out)] == [("test:0", "1")]
     with pytest.raises(UserError, match="openai/gsm8k, train, row 1: there is no field 'question'"):
         data.load(Split.train)
-    sets["train"] = [{"question": "1?", "answer": "#### 1"}]
+    hub_sets["train"] = hub_sets["test"]
     with pytest.raises(UserError, match="every training question is also held out"):
         data.load(Split.train)
-    sets["train"] = []
+    hub_sets["train"] = []
     with pytest.raises(UserError, match="the split train is empty"):
         data.load(Split.train)
 

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from rlft.data import hub
 from rlft.data.preferences import RankingSet
 from rlft.data.sampled import sampled_with
 from rlft.types import Ranking, Split, UserError
@@ -236,13 +235,9 @@ def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
     assert refusal.value.key == key
 
 
-def test_a_hub_set_is_read_as_a_file_is(make_preferences, monkeypatch) -> None:
-    import datasets
-
+def test_a_hub_set_is_read_as_a_file_is(make_preferences, hub_sets) -> None:
     rows = [{"chosen": [user(f"{i}"), says("a")], "rejected": [user(f"{i}"), says("b")]} for i in range(3)]
-    sets = {"train_prefs": rows, "test_prefs": rows[:1]}
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: sets[split])
+    hub_sets.update(train_prefs=rows, test_prefs=rows[:1])
     data = make_preferences("hub", path="some/set", train_split="train_prefs", held_out_split="test_prefs")
     assert [r.prompt.id for r in data.load(Split.held_out).rankings] == ["test_prefs:0"]
     assert [r.prompt.id for r in data.load(Split.train).rankings] == ["train_prefs:1", "train_prefs:2"]

@@ -5,14 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlft.data.records import RowError
-from rlft.data.sampled import (
-    check_prompt_ids,
-    check_tokenizer,
-    is_sampled,
-    parse_sampled,
-    sampled_line,
-    sampled_with,
-)
+from rlft.data.sampled import check_tokenizer, is_sampled, parse_sampled, sampled_line
 from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout, Turn, UserError
 
 
@@ -78,15 +71,6 @@ def test_a_line_that_was_changed_by_hand_is_refused(sample, changed, problem: st
     assert str(refusal.value).startswith(problem)
 
 
-def test_prompts_name_the_tokenizer_only_where_its_tokens_are_used(sample) -> None:
-    lines = [sample("1", "2"), sample("2", "3", tokenizer="ffffffffffff")]
-    assert sampled_with(parse_sampled(line, with_tokens=True).prompt for line in lines) == {
-        "0123456789ab",
-        "ffffffffffff",
-    }
-    assert sampled_with(parse_sampled(line, with_tokens=False).prompt for line in lines) == set()
-
-
 def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
     check_tokenizer(set(), "0123456789ab", "demonstrations.path")
     check_tokenizer({"0123456789ab"}, "0123456789ab", "demonstrations.path")
@@ -96,13 +80,6 @@ def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
         "preferences.path: was sampled with another tokenizer (ffffffffffff) than this model's (0123456789ab); "
         "set preferences.token_ids=text to tokenise its texts again, or sample with this model"
     )
-
-
-def test_an_id_of_two_different_prompts_is_refused() -> None:
-    one, two = (Prompt(id="a:1", messages=({"role": "user", "content": text},), answer="") for text in "12")
-    check_prompt_ids([one, one], "demonstrations.path")
-    with pytest.raises(UserError, match=r"^demonstrations\.path: two different prompts have the same id, got a:1"):
-        check_prompt_ids([one, two], "demonstrations.path")
 
 
 def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlft.data import streamed
+from rlft.data import jsonl
 from rlft.data.lazy import Lazy
 from rlft.data.prompts import PromptSet, TokenisedPrompts, scan, untokenised
 from rlft.data.records import RecordRow, first_by_identity
@@ -32,7 +32,7 @@ def mine(tmp_path: Path) -> Path:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on everything is large."""
-    return lambda: monkeypatch.setattr(streamed, "STREAMED_BYTES", 0)
+    return lambda: monkeypatch.setattr(jsonl, "STREAMED_BYTES", 0)
 
 
 def write(file: Path, numbers: Sequence[int]) -> None:
@@ -175,13 +175,13 @@ def test_a_file_is_parsed_once_for_both_its_splits(
 ) -> None:
     streams()
     component, passes = make_data("jsonl", path=str(mine)), []
-    whole = streamed.JsonlSource.all
+    whole = jsonl.lines
 
-    def counted(source: streamed.JsonlSource) -> Any:
-        passes.append(source.file)
-        return whole(source)
+    def counted(file: Path, key: str) -> Any:
+        passes.append(file)
+        return whole(file, key)
 
-    monkeypatch.setattr(streamed.JsonlSource, "all", counted)
+    monkeypatch.setattr(jsonl, "lines", counted)
     assert len(component.load(Split.train)) + len(component.load(Split.held_out)) == 60
     assert passes == [mine]
     write(mine, range(61))  # another version of the file is another file

@@ -61,7 +61,23 @@ REFUSALS = {
         b'{"text": "a"}\n{"text": " \\n"}',
         "pretrain.path: {file}:2: the text is empty; fix or remove that line",
     ),
+    "not JSON": (b"plain text", "pretrain.path: {file}:1: is not JSON (Expecting value); fix or remove that line"),
+    "nothing given": (
+        b'{"given": "q", "text": "a"}\n{"text": "a"}',
+        "pretrain.given_field: {file}:2: there is no such field, only 'text', got given; "
+        "name the field that holds what stands before the text",
+    ),
+    "null given": (
+        b'{"given": null, "text": "a"}',
+        "pretrain.given_field: {file}:1: it must hold a string, it holds NoneType, got given; "
+        "name the field that holds what stands before the text, or fix that line",
+    ),
+    "nothing after what is given": (
+        b'{"given": "q", "text": ""}',
+        "pretrain.path: {file}:1: the text is empty; fix or remove that line",
+    ),
 }
+"""Where a line has a field `given`, that is read, too."""
 
 
 @pytest.mark.parametrize(("content", "message"), REFUSALS.values(), ids=REFUSALS)
@@ -69,37 +85,9 @@ def test_what_holds_no_texts_is_refused_by_its_line(tmp_path: Path, content: byt
     file = tmp_path / "a.jsonl"
     if content is not None:
         file.write_bytes(content)
+    given = "given" if b"given" in (content or b"") else None
     with pytest.raises(UserError) as refusal:
-        load_texts(str(file), "text", None)
-    assert str(refusal.value) == message.format(file=file)
-
-
-GIVEN_REFUSALS = {
-    "missing": (
-        b'{"given": "q", "text": "a"}\n{"text": "a"}',
-        "pretrain.given_field: {file}:2: there is no such field, only 'text', got given; "
-        "name the field that holds what stands before the text",
-    ),
-    "null": (
-        b'{"given": null, "text": "a"}',
-        "pretrain.given_field: {file}:1: it must hold a string, it holds NoneType, got given; "
-        "name the field that holds what stands before the text, or fix that line",
-    ),
-    "nothing after it": (
-        b'{"given": "q", "text": ""}',
-        "pretrain.path: {file}:1: the text is empty; fix or remove that line",
-    ),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), GIVEN_REFUSALS.values(), ids=GIVEN_REFUSALS)
-def test_a_line_without_its_given_part_or_with_nothing_else_is_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(content)
-    with pytest.raises(UserError) as refusal:
-        load_texts(str(file), "text", "given")
+        load_texts(str(file), "text", given)
     assert str(refusal.value) == message.format(file=file)
 
 
@@ -110,14 +98,6 @@ def test_one_key_cannot_be_both_given_and_learned(tmp_path: Path) -> None:
         "pretrain.given_field: is the key of the text itself (pretrain.field), got text; "
         "name the field of what stands before the text, or set it to null"
     )
-
-
-def test_a_line_that_is_not_json_is_refused_under_the_key_of_the_text(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("plain text\n")
-    with pytest.raises(UserError) as refusal:
-        load_texts(str(file), "text", None)
-    assert str(refusal.value) == (f"pretrain.path: {file}:1: is not JSON (Expecting value); fix or remove that line")
 
 
 def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:

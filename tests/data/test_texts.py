@@ -14,12 +14,24 @@ import torch
 from torch import Tensor
 
 from rlft.data.prompts import permutation, prompts_for_step
-from rlft.data.texts import PretrainText, Text, TextTokens, as_batch, load_texts, scan_texts
+from rlft.data.texts import (
+    PretrainText,
+    Text,
+    TextTokens,
+    as_batch,
+    load_texts,
+    longest_with_hint,
+    scan_texts,
+    teacher_prompts,
+    with_hint,
+)
 from rlft.loop.metrics import text_loss
 from rlft.model.backbone import Backbone
 from rlft.model.forward import choose, packed_forward, padded_forward
 from rlft.model.packing import micro_batches
-from rlft.types import Batch, Outputs, UserError
+from rlft.types import Batch, Completion, FinishReason, Group, Outputs, Rollout, UserError
+
+LIMITS: dict[str, Any] = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
 
 
 def letters(texts: Sequence[str], **keys: Any) -> dict[str, list[list[int]]]:
@@ -33,8 +45,7 @@ def parted(texts: Sequence[str]) -> list[Text]:
 
 
 def scan(texts: Sequence[str], **keys: Any) -> PretrainText:
-    fixed = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
-    return scan_texts(parted(texts), letters, **fixed | keys)  # type: ignore[arg-type]
+    return scan_texts(parted(texts), letters, **LIMITS | keys)  # type: ignore[arg-type]
 
 
 def words(texts: Sequence[TextTokens]) -> list[str]:
@@ -93,8 +104,7 @@ def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself() -> No
         """A tokenizer whose tokens are characters, except that "ab" is one, "X"."""
         return letters([text.replace("ab", "X") for text in texts])
 
-    keys: dict[str, Any] = {"max_tokens": 9, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
-    found = scan_texts(parted(["ca^bd", "cab^d"]), pairs, **keys)  # type: ignore[arg-type]
+    found = scan_texts(parted(["ca^bd", "cab^d"]), pairs, **LIMITS)  # type: ignore[arg-type]
     assert sorted(written([*found.train_texts, *found.held_out_texts])) == ["cX^d", "ca^bd"]
 
 
@@ -109,9 +119,8 @@ def test_equal_tokens_are_on_one_side_whatever_is_given_of_them() -> None:
 
 def test_special_tokens_in_a_text_are_read_as_such_and_none_are_added(backbone: Backbone, caplog) -> None:
     long = "<|im_start|>" + "A" * 600  # more than the model's 512
-    keys = {"sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
     with caplog.at_level(logging.WARNING):
-        found = scan_texts(parted([long, "A<|im_end|>"]), backbone.tokenizer, max_tokens=3, **keys)
+        found = scan_texts(parted([long, "A<|im_end|>"]), backbone.tokenizer, **LIMITS | {"max_tokens": 3})
     # <|im_start|> and <|im_end|> are 1 and 2, then come the bytes in the order of their signs: "!" is 3, "A" is 35.
     assert sorted(text.ids.tolist() for text in (*found.train_texts, *found.held_out_texts)) == [[1, 35, 35], [35, 2]]
     assert caplog.text == ""
@@ -289,8 +298,7 @@ def some_texts() -> list[Text]:
 def test_the_loss_is_that_of_each_text_by_itself(backbone: Backbone, some_texts: list[Text]) -> None:
     """Each text alone in the model's own forward, without packing, padding or masks, is the reference."""
     tokenizer, model = backbone.tokenizer, backbone.model
-    keys = {"max_tokens": 20, "sequences_per_update": 3, "held_out": 1, "updates_per_step": 1}
-    found = scan_texts(some_texts, tokenizer, **keys)
+    found = scan_texts(some_texts, tokenizer, **LIMITS | {"max_tokens": 20, "sequences_per_update": 3})
     roles: Any = SimpleNamespace(forward=choose(model), to_device=lambda batch: batch)
     assert roles.forward.packed
     total = tokens = 0.0
@@ -306,7 +314,7 @@ def test_the_loss_is_that_of_each_text_by_itself(backbone: Backbone, some_texts:
 
 
 def test_packed_and_padded_rows_of_text_agree_in_loss_and_gradient(backbone: Backbone, some_texts: list[Text]) -> None:
-    keys = {"max_tokens": 20, "sequences_per_update": 3, "held_out": 1, "updates_per_step": 1}
+    keys = LIMITS | {"max_tokens": 20, "sequences_per_update": 3}
     batch = scan_texts(some_texts, backbone.tokenizer, **keys).batch(0, 0, 0)
     model: Any = backbone.model
     weight = model.get_input_embeddings().weight.requires_grad_(True)
@@ -327,7 +335,7 @@ def test_a_uniform_model_loses_the_logarithm_of_its_vocabulary(backbone: Backbon
     model: Any = backbone.model
     norm = model.base_model.norm.weight
     before = norm.data.clone()
-    keys = {"max_tokens": 20, "sequences_per_update": 1, "held_out": 3, "updates_per_step": 1}
+    keys = LIMITS | {"max_tokens": 20, "held_out": 3}
     batch = scan_texts(some_texts, backbone.tokenizer, **keys).held_out()
     roles: Any = SimpleNamespace(forward=choose(model), to_device=lambda batch: batch)
     try:
@@ -341,8 +349,37 @@ def test_a_uniform_model_loses_the_logarithm_of_its_vocabulary(backbone: Backbon
 def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(backbone: Backbone) -> None:
     """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats per token."""
     texts = load_texts("embedded:arithmetic-text", "text", "given")
-    keys = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 128, "updates_per_step": 1}
-    found = scan_texts(texts, backbone.tokenizer, **keys)
+    found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"held_out": 128})
     roles: Any = SimpleNamespace(forward=choose(backbone.model), to_device=lambda batch: batch)
     assert (found.num_dropped, found.num_cut) == (0, 0)
     assert text_loss(roles, found.held_out(), 4096) == pytest.approx(0.174, abs=0.0005)
+
+
+# -- what a teacher reads that the student does not --------------------------------------------------------------------
+def group_of(prompt, size):
+    said = Completion(text="1", token_ids=(5,), logprobs=(0.0,), finish_reason=FinishReason.stop)
+    return Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),) * size)
+
+
+def test_a_hint_stands_at_the_end_of_the_last_message_with_the_answer_in_it(make_prompt):
+    hinted = with_hint(make_prompt("What is 1 + 1?", "2"), "The answer is {answer}.")
+    assert hinted.messages == ({"role": "user", "content": "What is 1 + 1?\n\nThe answer is 2."},)
+    assert hinted.token_ids == ()
+
+
+def test_each_completion_has_its_prompts_tokens_with_the_hint(make_prompt, backbone):
+    one, two = make_prompt("1?", "1"), make_prompt("What is 20 + 20?", "40")
+    made = teacher_prompts([group_of(one, 2), group_of(two, 1)], "It is {answer}.", backbone.tokenizer, "chat")
+    expected = [make_prompt(f"{text}\n\nIt is {answer}.").token_ids for text, answer in (("1?", 1), (two.id, 40))]
+    assert made.dtype == torch.int64
+    assert [tuple(row[row >= 0].tolist()) for row in made] == [expected[0], expected[0], expected[1]]
+    assert (made[0, len(expected[0]) :] == -1).all()
+    assert longest_with_hint([one, two], "It is {answer}.", backbone.tokenizer, "chat") == len(expected[1])
+
+
+def test_an_answer_that_a_prompt_has_not_is_shown_to_no_teacher(make_prompt, backbone):
+    prompts = [make_prompt("1?", "1"), make_prompt("2?", " "), make_prompt("3?", "")]
+    with pytest.raises(UserError, match=r"2 train prompts have none, first 2\?, got 'It is {answer}\.'") as refused:
+        longest_with_hint(prompts, "It is {answer}.", backbone.tokenizer, "chat")
+    assert refused.value.key == "snapshot.teacher_hint"
+    assert longest_with_hint(prompts, "Think.", backbone.tokenizer, "chat") > 0

@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from rlft.reward.answer import AnswerIn, Which
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,3 +39,17 @@ def make_group(texts: Sequence[str], answer: str = "18", id: str = "p0") -> Grou
     return Group(
         prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=3) for c in completions)
     )
+
+
+def sized_group(texts: Sequence[str], lengths: Sequence[int], *, answer: str = "18", **keys: Any) -> Group:
+    """A group of completions with these texts and numbers of tokens; `keys` are further fields of each completion."""
+    made = make_group(texts, answer)
+    rollouts = tuple(
+        replace(rollout, completion=replace(rollout.completion, token_ids=[1] * length, **keys))
+        for rollout, length in zip(made.rollouts, lengths, strict=True)
+    )
+    return replace(made, rollouts=rollouts)
+
+
+TAGGED: dict[str, Any] = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
+"""The keys of AnswerKeys for answers in tags."""

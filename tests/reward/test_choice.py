@@ -2,16 +2,15 @@ from dataclasses import replace
 
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED
 
-from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.choice import Choice, choices_of
 
 CITIES = ["Rome", "Paris", "New York", "18"]
 
 
 def choice(**keys) -> Choice:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
-    return Choice(**{**defaults, "ignore_case": True, "choices_field": None, **keys})
+    return Choice(**{**TAGGED, "ignore_case": True, "choices_field": None, **keys})
 
 
 def with_choices(group, choices):
@@ -99,20 +98,9 @@ def test_verdicts_on_texts_that_are_numbers(group, answer, right):
     assert choice(choices_field="choices")(made) == [float(right)]
 
 
-@each(
-    ("text", "right"),
-    [
-        ("<answer>B</answer>", True),
-        ("<answer>B</answer>" * 50, False),
-        ("<answer>A</answer><answer>B</answer>", False),
-        ("Which city? A) Rome B) Paris", False),
-        ("Which city? <answer>A) Rome B) Paris</answer>", False),
-        ("B", False),
-        ("", False),
-    ],
-)
-def test_verdicts_on_where_the_answer_stands(group, text, right):
-    assert choice()(group([text], answer="B")) == [float(right)]
+def test_an_answer_given_twice_or_outside_its_place_is_none(group):
+    texts = ["<answer>B</answer>", "<answer>B</answer>" * 2, "<answer>A) Rome B) Paris</answer>", "B", ""]
+    assert choice()(group(texts, answer="B")) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_case_can_matter(group):

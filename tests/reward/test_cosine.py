@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED, sized_group
 
-from rlft.reward.answer import AnswerIn, Which
+from rlft.reward.answer import AnswerIn
 from rlft.reward.cosine import Cosine
 from rlft.types import FinishReason, UserError
 
@@ -12,57 +13,36 @@ RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
 
 def cosine(**keys) -> Cosine:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
     values = {"right_at_0": 2.0, "right_at_max": 1.0, "wrong_at_0": -10.0, "wrong_at_max": 0.0, "exceeded": -12.0}
-    return Cosine(**{**defaults, "numeric": True, "ignore_case": False, "max_tokens": 100, **values, **keys})
+    return Cosine(**{**TAGGED, "numeric": True, "ignore_case": False, "max_tokens": 100, **values, **keys})
 
 
-def sized(group, texts, lengths, finish_reason=FinishReason.stop, **keys):
-    """A group of completions with these texts and numbers of tokens."""
-    made = group(texts, **keys)
-    rollouts = tuple(
-        replace(r, completion=replace(r.completion, token_ids=[1] * n, finish_reason=finish_reason))
-        for r, n in zip(made.rollouts, lengths, strict=True)
-    )
-    return replace(made, rollouts=rollouts)
-
-
-def test_right_answers_earn_less_the_longer_they_are(group):
+def test_right_answers_earn_less_the_longer_they_are():
     # 1 + 0.5 * (2 - 1) * (1 + cos(pi n / 100)): cos is 1, sqrt(1/2), 0 and -1 at n = 0, 25, 50 and 100.
-    made = sized(group, [RIGHT] * 4, [0, 25, 50, 100])
+    made = sized_group([RIGHT] * 4, [0, 25, 50, 100])
     assert cosine()(made) == pytest.approx([2, 1.5 + math.sqrt(0.5) / 2, 1.5, 1], abs=1e-12)
 
 
-def test_wrong_answers_lose_less_the_longer_they_are(group):
+def test_wrong_answers_lose_less_the_longer_they_are():
     # 0 + 0.5 * (-10 - 0) * (1 + cos(pi n / 100)).
-    made = sized(group, [WRONG] * 4, [0, 25, 50, 100])
+    made = sized_group([WRONG] * 4, [0, 25, 50, 100])
     assert cosine()(made) == pytest.approx([-10, -5 - 5 * math.sqrt(0.5), -5, 0], abs=1e-12)
 
 
-def test_what_exceeds_the_limit_loses_a_fixed_value_right_or_wrong(group):
-    assert cosine()(sized(group, [RIGHT, WRONG], [101, 5000])) == [-12, -12]
+def test_what_exceeds_the_limit_loses_a_fixed_value_right_or_wrong():
+    assert cosine()(sized_group([RIGHT, WRONG], [101, 5000])) == [-12, -12]
     # Cut off by a limit of generation below max_tokens.
-    assert cosine()(sized(group, [RIGHT, WRONG], [60, 60], FinishReason.length)) == [-12, -12]
+    assert cosine()(sized_group([RIGHT, WRONG], [60, 60], finish_reason=FinishReason.length)) == [-12, -12]
 
 
-# At no tokens a right answer earns 2 and a wrong one -10. What is right is decided as in exact_match.
-@each(
-    ("text", "reference", "right"),
-    [
-        ("<answer>18</answer>", "18", True),
-        ("<answer>1,000</answer>", "1000", True),
-        ("<answer>18</answer>" * 50, "18", False),
-        ("<answer>17</answer><answer>18</answer>", "18", False),
-        ("What is 8 + 10? 18", "18", False),
-        ("<answer>8 + 10</answer>", "18", False),
-        ("<answer>１８</answer>", "18", False),
-        ("<answer>1e3</answer>", "1000", False),
-        ("<answer>18 apples</answer>", "18", False),
-        ("", "18", False),
-    ],
-)
-def test_verdicts_on_right_answers(group, text, reference, right):
-    assert cosine()(sized(group, [text], [0], answer=reference)) == [2.0 if right else -10.0]
+def test_what_is_right_is_decided_as_in_exact_match():
+    # At no tokens a right answer earns 2 and a wrong one -10.
+    for text, reference, right in (
+        ("1,000", "1000", True),
+        ("8 + 10", "18", False),
+        ("18</answer><answer>18", "18", False),
+    ):
+        assert cosine()(sized_group([f"<answer>{text}</answer>"], [0], answer=reference)) == [2.0 if right else -10.0]
 
 
 @each(("key", "value"), [("wrong_at_0", 1.0), ("wrong_at_max", 1.5), ("exceeded", 1.0), ("right_at_max", -0.5)])
@@ -78,9 +58,9 @@ def test_a_pattern_without_a_group_is_refused():
         cosine(answer_in=AnswerIn.pattern, pattern="[0-9]+")
 
 
-def test_what_an_environment_said_does_not_lengthen_a_completion(group):
-    made = sized(group, [RIGHT], [100])
+def test_what_an_environment_said_does_not_lengthen_a_completion():
+    made = sized_group([RIGHT], [100])
     [whole] = made.rollouts
     half = replace(whole.completion, mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
-    assert cosine()(replace(made, rollouts=(replace(whole, completion=half),))) == cosine()(sized(group, [RIGHT], [50]))
-    assert cosine()(made) != cosine()(sized(group, [RIGHT], [50]))
+    assert cosine()(replace(made, rollouts=(replace(whole, completion=half),))) == cosine()(sized_group([RIGHT], [50]))
+    assert cosine()(made) != cosine()(sized_group([RIGHT], [50]))

@@ -2,6 +2,7 @@ import time
 
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.equations import Equations, equations
@@ -9,9 +10,8 @@ from rlft.types import StepScores
 
 
 def reward(**keys) -> Equations:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
     weights = {"equation_weight": 1.0, "answer_weight": 1.0, "max_equations": 16}
-    return Equations(**{**defaults, **weights, **keys})
+    return Equations(**{**TAGGED, **weights, **keys})
 
 
 def found(text):

@@ -1,13 +1,12 @@
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED
 
-from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.exact_match import ExactMatch
 
 
 def exact_match(**keys) -> ExactMatch:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
-    return ExactMatch(**{**defaults, "numeric": True, "ignore_case": False, **keys})
+    return ExactMatch(**{**TAGGED, "numeric": True, "ignore_case": False, **keys})
 
 
 # What counts as the answer when the reference is a number: the number itself, plainly written, and nothing beside it.
@@ -55,23 +54,9 @@ def test_verdicts_on_numbers(group, answer, reference, right, why):
     assert scores == [float(right)], why
 
 
-@each(
-    ("text", "right"),
-    [
-        ("<answer>18</answer>", True),
-        ("<answer>17</answer><answer>18</answer>", False),
-        ("<answer>18</answer>" * 50, False),
-        ("What is 8 + 10? 18", False),
-        ("<answer>What is 8 + 10? 18</answer>", False),
-        ("What is 8 + 10? Write <answer>your number</answer>. <answer>18</answer>", False),
-        ("18", False),
-        ("<think>18</think>", False),
-        ("<answer>18", False),
-        ("", False),
-    ],
-)
-def test_verdicts_on_where_the_answer_stands(group, text, right):
-    assert exact_match()(group([text])) == [float(right)]
+def test_an_answer_given_twice_or_outside_its_place_is_none(group):
+    texts = ["<answer>18</answer>", "<answer>18</answer>" * 2, "<answer>8 + 10? 18</answer>", "<think>18</think>", ""]
+    assert exact_match()(group(texts)) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_numbers_are_text_where_they_are_not_compared_by_value(group):

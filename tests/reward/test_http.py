@@ -1,3 +1,8 @@
+"""How servers are asked: requests, retries, time limits, tokens, and what is refused before a run starts."""
+
+import logging
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,6 +10,7 @@ import pytest
 import yaml
 from scripted_server import Reply, ScriptedServer, scores
 
+from rlft.reward.http import Request, ServerKeys, scores_in
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.types import Unscored, UserError
 
@@ -19,13 +25,14 @@ def by_length(body):
 @pytest.fixture
 def server():
     with ScriptedServer() as running:
-        running.answer = by_length
+        running.answer = lambda body: scores(1.0)
         yield running
 
 
 @pytest.fixture
 def config(server):
     """Makes the `reward` section: the shipped keys, with this server and quick retries; keys override."""
+    server.answer = by_length
 
     def make(**keys):
         quick = {"url": f"{server.address}/score", "group_timeout": 4.0, "timeout": 1.0, "retries": 1, "backoff": 0.01}
@@ -71,18 +78,9 @@ def test_a_completion_arrives_as_it_was_whatever_stands_in_it(server, config, gr
     assert server.bodies[0]["completions"] == [text]
 
 
-def test_a_batch_that_fails_leaves_the_scores_of_the_others(server, config, group):
-    server.answer = lambda body: Reply(status=400) if body["completions"] == ["b"] else by_length(body)
-    with pytest.raises(Unscored) as failed:
-        specs(config(batch_size=1))["http"].build()(group(["a", "b", "ccc"]))
-    assert failed.value.scores == (1.0, None, 3.0)
-
-
 def test_wrong_keys_are_refused_by_their_full_name(config):
     for keys, message in [
-        ({"url": "localhost"}, "reward.http.url: is no http:// or https:// address, got localhost"),
         ({"token_variable": "NO_SUCH_TOKEN"}, "reward.http.token_variable: names an environment variable that is not"),
-        ({"timeout": 30.0}, "reward.http.timeout: exceeds the 3.6 s for requests that scoring.timeout leaves"),
         ({"batch_size": 0}, "reward.http.batch_size: "),
         ({"retries": -1}, "reward.http.retries: "),
         ({"headers": {"X-Run": 7}}, "reward.http.headers: "),
@@ -126,3 +124,229 @@ def test_a_slow_server_is_told_by_the_reward_before_the_scorer_cuts_it_off(serve
     score = Scorer(specs(config(group_timeout=3.0, timeout=2.7, retries=5)), 0, 3.0, 0.25)
     assert score([group(["a"])]).total.tolist() == [[0.25]]
     assert "no answer within 2.7 s" in score.last_failure
+
+
+# -- attempts and refusals ---------------------------------------------------------------------------------------------
+BUSY = Reply(status=503, text="busy")
+
+
+@pytest.fixture
+def make(server):
+    """Makes ServerKeys for the server, quick to try again; keys override."""
+
+    def build(**keys):
+        fixed = {"url": f"{server.address}/score", "token_variable": None, "headers": {}, "timeout": 1.0}
+        return ServerKeys(
+            **{**fixed, "group_timeout": 4.0, "retries": 2, "backoff": 0.01, "concurrency": 4, **keys}  # type: ignore
+        )
+
+    return build
+
+
+def ask(keys, num_requests=1):
+    """The scores of so many completions, each asked about in a request of its own."""
+    return keys.ask([Request(body={"number": i}, completions=[i]) for i in range(num_requests)], scores_in)
+
+
+def failure(keys, num_requests=1):
+    with pytest.raises(Unscored) as failed:
+        ask(keys, num_requests)
+    return failed.value
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Reply(status=500, text="out of memory"),
+        BUSY,
+        Reply(status=429),
+        Reply(status=408),
+        Reply(hangs_up=True),
+        scores(1.0, headers={"Content-Length": "90"}, drops=True),
+        Reply(text="<html>"),
+        scores(),
+    ],
+    ids=["500", "503", "429", "408", "hangs up", "cut short", "no JSON", "wrong number"],
+)
+def test_a_passing_trouble_is_gone_at_the_next_attempt(server, make, trouble):
+    server.script = [trouble]
+    assert ask(make()) == [1.0]
+    assert len(server.bodies) == 2
+
+
+def test_attempts_are_bounded_and_the_failure_names_address_and_answer(server, make):
+    server.answer = lambda body: BUSY
+    told = str(failure(make(retries=2)))
+    problem = "it answered 503 Service Unavailable 'busy' (attempt 3 of 3),"
+    assert told == f"got no scores from {server.address}/score: {problem}"
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 307])
+def test_an_answer_that_will_not_change_is_not_asked_for_again(server, make, status):
+    server.answer = lambda body: Reply(status=status, text="no", headers={"Location": "/elsewhere"})
+    assert f"it answered {status} " in str(failure(make()))
+    assert server.paths == ["/score"]
+
+
+def test_pauses_double(server, make):
+    server.answer = lambda body: BUSY
+    failure(make(retries=3, backoff=0.2))
+    pauses = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+    # 0.2, 0.4, 0.8 s, of which a random half may be left out; the machine may add to them.
+    assert [pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True)] == [True] * 3
+    assert sum(pauses) < 1.4 + 0.6
+
+
+def test_retry_after_is_obeyed(server, make):
+    server.script = [Reply(status=429, headers={"Retry-After": "1"})]
+    assert ask(make()) == [1.0]
+    assert server.times[1] - server.times[0] >= 1.0
+
+
+def test_a_server_that_wants_more_time_than_there_is_is_given_up_at_once(server, make):
+    server.script = [Reply(status=429, headers={"Retry-After": "60"})]
+    start = time.monotonic()
+    # 0.9 of group_timeout = 3.6 s
+    assert "(attempt 1 of 3; the 3.6 s that a group's requests may take leave no time for another)" in str(
+        failure(make())
+    )
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_slow_answer_is_cut_off_and_asked_for_again(server, make):
+    server.script = [Reply(delay_s=5.0)]
+    start = time.monotonic()
+    assert ask(make(timeout=0.3)) == [1.0]
+    assert 0.3 <= time.monotonic() - start < 4.5
+
+
+def test_an_answer_that_drips_meets_the_time_limit_too(server, make):
+    server.answer = lambda body: Reply(text=" " * 100, drip_s=0.1)  # 10 s, and never 0.3 s without a byte
+    start = time.monotonic()
+    assert "no answer within 0.3 s (attempt 1 of 1)" in str(failure(make(timeout=0.3, retries=0)))
+    assert time.monotonic() - start < 9
+
+
+def test_all_requests_of_a_group_meet_its_deadline(server, make):
+    server.answer = lambda body: Reply(delay_s=5.0)
+    start = time.monotonic()
+    # 0.9 * 1 s; six requests one after the other, each tried 11 times, would take 6 * 11 * 0.85 s.
+    failure(make(timeout=0.85, group_timeout=1.0, retries=10, concurrency=1), num_requests=6)
+    assert 0.9 <= time.monotonic() - start < 4.0
+
+
+def test_requests_run_at_once_but_not_more_than_allowed(server, make):
+    server.answer = lambda body: scores(body["number"], delay_s=0.1)
+    assert ask(make(concurrency=3), num_requests=9) == [float(i) for i in range(9)]
+    assert server.max_at_once == 3
+
+
+def test_one_failing_request_leaves_the_scores_of_the_others(server, make):
+    server.answer = lambda body: Reply(status=400) if body["number"] == 1 else scores(0.5)
+    assert failure(make(), num_requests=3).scores == (0.5, None, 0.5)
+    server.answer = lambda body: Reply(status=400)
+    assert failure(make(), num_requests=3).scores is None
+
+
+def test_scores_go_back_to_the_completions_that_were_asked_about(server, make):
+    server.answer = lambda body: scores(*body["want"])
+    requests = [Request(body={"want": [2, 0]}, completions=[2, 0]), Request(body={"want": [1]}, completions=[1])]
+    assert make().ask(requests, scores_in) == [0.0, 1.0, 2.0]
+
+
+def test_connections_are_kept_from_group_to_group(server, make):
+    keys = make()
+    for _ in range(5):
+        ask(keys)
+    assert server.num_connections == 1
+
+
+def test_a_connection_that_the_server_dropped_meanwhile_costs_no_attempt(server, make):
+    server.answer = lambda body: scores(1.0, drops=True)
+    keys = make(retries=0)
+    for _ in range(3):
+        assert ask(keys) == [1.0]
+        time.sleep(0.1)
+    assert server.num_connections == 3
+
+
+def test_nobody_at_the_address_is_told(make):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = str(failure(make(url=f"http://127.0.0.1:{port}/score?key=secret")))
+    assert told.startswith(f"got no scores from http://127.0.0.1:{port}/score: ConnectError: ")
+    assert "secret" not in told
+
+
+def test_token_and_headers_go_along(server, make, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "tok-1234\n")
+    ask(make(token_variable="REWARD_TOKEN", headers={"X-Run": "seven"}))
+    assert server.headers[0]["Authorization"] == "Bearer tok-1234"
+    assert server.headers[0]["X-Run"] == "seven"
+    assert server.headers[0]["Content-Type"] == "application/json"
+
+
+def test_no_token_is_sent_where_none_is_named(server, make):
+    ask(make())
+    assert "Authorization" not in server.headers[0]
+
+
+def test_the_token_is_never_told(server, make, monkeypatch, caplog):
+    monkeypatch.setenv("REWARD_TOKEN", "tok-1234")
+    server.answer = lambda body: Reply(status=401, text="who is tok-1234?")
+    with caplog.at_level(logging.DEBUG):
+        keys = make(token_variable="REWARD_TOKEN")
+        told = str(failure(keys))
+    assert "401 Unauthorized 'who is ...?'" in told
+    assert "tok-1234" not in caplog.text + repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<html>", "its answer is not JSON, got '<html>'"),
+        ("[1.0]", """its answer is not {"scores": [...]}, got '[1.0]'"""),
+        ('{"score": 1}', """its answer is not {"scores": [...]}, got '{"score": 1}'"""),
+        ('{"scores": [1, 2]}', "it answered 2 scores for 1 completions, got "),
+        ('{"scores": [NaN]}', "it answered nan, which is not a finite number, got "),
+        ('{"scores": [1e999]}', "it answered inf, which is not a finite number, got "),
+        ('{"scores": [1%s]}' % ("0" * 400), "which is not a finite number, got "),
+        ('{"scores": ["1"]}', "it answered '1', which is not a finite number, got "),
+        ('{"scores": [true]}', "it answered True, which is not a finite number, got "),
+        ('{"scores": [null]}', "it answered None, which is not a finite number, got "),
+    ],
+)
+def test_a_wrong_answer_is_told_as_it_came(server, make, text, message):
+    server.answer = lambda body: Reply(text=text)
+    told = str(failure(make(retries=0)))
+    assert message in told
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"url": "localhost:8000/score"}, "url: is no http:// or https:// address, got localhost:8000/score; try"),
+        ({"url": "ftp://host/score"}, "url: is no http:// or https:// address"),
+        ({"url": "http:///score"}, "url: is no http:// or https:// address"),
+        ({"url": "http://host name/score"}, "url: is no http:// or https:// address"),
+        ({"url": "http://host:99999/score"}, "url: is no address"),
+        ({"url": "https://me:pass@host/score"}, "url: must not hold a user name or password"),
+        ({"token_variable": "NO_SUCH_TOKEN"}, "token_variable: names an environment variable that is not set, got NO"),
+        ({"token_variable": "ODD_TOKEN"}, "token_variable: holds no token in plain ASCII, got ODD_TOKEN; export"),
+        ({"headers": {"authorization": "Bearer tok-1234"}}, "headers: must not hold Authorization"),
+        # 0.9 * 4 s = 3.6 s; 4.5 s = 0.9 * 5 s
+        (
+            {"timeout": 4.5},
+            "timeout: exceeds the 3.6 s for requests that scoring.timeout leaves (4 s a group), got 4.5; "
+            "set scoring.timeout=5 or more",
+        ),
+    ],
+)
+def test_a_wrong_key_is_refused_before_anything_is_asked(make, monkeypatch, keys, message):
+    monkeypatch.setenv("ODD_TOKEN", "tok-\n1234")
+    with pytest.raises(UserError) as refusal:
+        make(**keys)
+    assert str(refusal.value).startswith(message)
+    assert not any(secret in str(refusal.value) for secret in ("pass@", "1234"))

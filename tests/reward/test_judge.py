@@ -145,11 +145,7 @@ def test_a_hostile_completion_stays_one_string_in_its_place(server, make, group,
         (chat("I would say 7."), "the judge's reply is not JSON, got "),
         (chat('```json\n{"scores": [7]}\n```'), "the judge's reply is not JSON, got "),
         (chat('{"scores": [7]} as it is flawless'), "the judge's reply is not JSON, got "),
-        (chat("7"), """its answer is not {"scores": [...]}, got """),
-        (chat('{"score": 7}'), """its answer is not {"scores": [...]}, got """),
         (chat('{"scores": [7, 7]}'), "it answered 2 scores for 1 completions, got "),
-        (chat('{"scores": ["7"]}'), "it answered '7', which is not a finite number, got "),
-        (chat('{"scores": [NaN]}'), "it answered nan, which is not a finite number, got "),
         (rated(11), "the judge rated 11, outside 1 .. 10, got "),
         (rated(0.5), "the judge rated 0.5, outside 1 .. 10, got "),
         (Reply(text='{"choices": []}'), "its answer is not a chat completion, got "),
@@ -169,16 +165,6 @@ def test_a_reply_that_is_not_what_was_asked_for_is_asked_for_again_and_then_told
     assert "(attempt 2 of 2)" in str(failed.value)
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [Reply(status=500), Reply(status=429, headers={"Retry-After": "1"}), Reply(hangs_up=True), Reply(delay_s=3.0)],
-    ids=["500", "429", "hangs up", "slow"],
-)
-def test_a_passing_trouble_of_one_request_costs_no_completion(server, make, group, trouble):
-    server.script = [trouble]
-    assert make()(group(["a", "a" * 10])) == [0.0, 1.0]
-
-
 def test_only_the_completion_that_the_judge_cannot_rate_has_no_score(server, make, group):
     server.answer = lambda body: chat("hm") if texts(body) == ["odd"] else by_length(body)
     with pytest.raises(Unscored) as failed:
@@ -193,8 +179,6 @@ def test_wrong_keys_are_refused_by_their_full_name(config):
             "reward.judge.url: must be the address of an OpenAI-compatible /chat/completions, got http://host/v1; "
             "try http://host/v1/chat/completions",
         ),
-        ({"url": "host"}, "reward.judge.url: is no http:// or https:// address"),
-        ({"token_variable": "NO_SUCH_TOKEN"}, "reward.judge.token_variable: names an environment variable that is"),
         ({"timeout": 30.0}, "reward.judge.timeout: exceeds the 3.6 s for requests that scoring.timeout leaves"),
         ({"highest": 1.0}, "reward.judge.highest: must be above lowest=1, got 1; "),
         ({"rubric": " "}, "reward.judge.rubric: is empty"),

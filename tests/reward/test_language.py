@@ -11,26 +11,18 @@ from rlft.types import UserError
 
 CONFIG = {"_target_": "rlft.reward.language.Language", "weight": 1.0, "window": 12, "min_words": 4, "too_little": 0.0}
 
-ENGLISH = "So we first add the two numbers and then we check whether the result can be right"  # 17 words
-GERMAN = "Also addieren wir zuerst die beiden Zahlen und prüfen danach ob das Ergebnis richtig sein kann"  # 16 words
-FRENCH = "Nous additionnons donc les deux nombres et nous vérifions ensuite si le résultat est juste"
-SPANISH = "Primero sumamos los dos números y después comprobamos si el resultado puede ser correcto"
-RUSSIAN = "Сначала сложим два числа, потом проверим, может ли результат быть верным"
-CHINESE = "首先我们把两个数相加，然后检查结果是否正确"  # 20 characters and a comma
-JAPANESE = "まず二つの数を足してから、その結果が正しいかどうかを確かめます"
-KOREAN = "먼저 두 수를 더하고 나서 그 결과가 맞는지 확인합니다"
-THAI = "ก่อนอื่นเราบวกเลขสองจำนวนแล้วตรวจสอบว่าผลลัพธ์ถูกต้องหรือไม่"
 TEXTS = {
-    "en": ENGLISH,
-    "de": GERMAN,
-    "fr": FRENCH,
-    "es": SPANISH,
-    "ru": RUSSIAN,
-    "zh": CHINESE,
-    "ja": JAPANESE,
-    "ko": KOREAN,
-    "th": THAI,
+    "en": "So we first add the two numbers and then we check whether the result can be right",  # 17 words
+    "de": "Also addieren wir zuerst die beiden Zahlen und prüfen danach ob das Ergebnis richtig sein kann",  # 16 words
+    "fr": "Nous additionnons donc les deux nombres et nous vérifions ensuite si le résultat est juste",
+    "es": "Primero sumamos los dos números y después comprobamos si el resultado puede ser correcto",
+    "ru": "Сначала сложим два числа, потом проверим, может ли результат быть верным",
+    "zh": "首先我们把两个数相加，然后检查结果是否正确",  # 20 characters and a comma
+    "ja": "まず二つの数を足してから、その結果が正しいかどうかを確かめます",
+    "ko": "먼저 두 수를 더하고 나서 그 결과가 맞는지 확인합니다",
+    "th": "ก่อนอื่นเราบวกเลขสองจำนวนแล้วตรวจสอบว่าผลลัพธ์ถูกต้องหรือไม่",
 }
+ENGLISH, GERMAN, CHINESE = TEXTS["en"], TEXTS["de"], TEXTS["zh"]
 
 
 def language(**keys) -> Language:

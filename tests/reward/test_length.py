@@ -1,9 +1,8 @@
 from dataclasses import replace
 
 import pytest
-from in_one_test import each
+from reward_groups import TAGGED, sized_group
 
-from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.length import Length, LengthMode
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
@@ -12,72 +11,52 @@ RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
 
 def length(**keys) -> Length:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
     numbers = {"mode": LengthMode.kimi, "target": None, "limit": None, "penalty": 0.001}
-    return Length(**{**defaults, "numeric": True, "ignore_case": False, **numbers, **keys})
+    return Length(**{**TAGGED, "numeric": True, "ignore_case": False, **numbers, **keys})
 
 
-def sized(group, texts, lengths, **keys):
-    """A group of completions with these texts and numbers of tokens."""
-    made = group(texts, **keys)
-    rollouts = tuple(
-        replace(r, completion=replace(r.completion, token_ids=[1] * n))
-        for r, n in zip(made.rollouts, lengths, strict=True)
-    )
-    return replace(made, rollouts=rollouts)
-
-
-def test_kimis_reward_falls_from_a_half_to_minus_a_half_and_is_no_gain_for_wrong_answers(group):
+def test_kimis_reward_falls_from_a_half_to_minus_a_half_and_is_no_gain_for_wrong_answers():
     # lambda = 0.5 - (n - 100) / 400 for n = 100, 200, 300, 500: 0.5, 0.25, 0, -0.5; wrong ones min(0, lambda).
-    made = sized(group, [RIGHT] * 4 + [WRONG] * 4, [100, 200, 300, 500] * 2)
+    made = sized_group([RIGHT] * 4 + [WRONG] * 4, [100, 200, 300, 500] * 2)
     assert length()(made) == [0.5, 0.25, 0, -0.5, 0, 0, 0, -0.5]
 
 
-def test_wrong_answers_count_among_the_lengths(group):
+def test_wrong_answers_count_among_the_lengths():
     # The shortest is a wrong one of 0 tokens: lambda of the right one, 0.5 - 50/100, is 0.
-    assert length()(sized(group, [WRONG, RIGHT, WRONG], [0, 50, 100])) == [0, 0, -0.5]
+    assert length()(sized_group([WRONG, RIGHT, WRONG], [0, 50, 100])) == [0, 0, -0.5]
 
 
 @pytest.mark.parametrize("texts", [[RIGHT, WRONG, RIGHT], [RIGHT]])
-def test_equal_lengths_give_nothing(group, texts):
-    assert length()(sized(group, texts, [7] * len(texts))) == [0.0] * len(texts)
+def test_equal_lengths_give_nothing(texts):
+    assert length()(sized_group(texts, [7] * len(texts))) == [0.0] * len(texts)
 
 
-# The shorter of two completions: a right one gets 0.5, a wrong one nothing. What is right is decided as in exact_match.
-@each(
-    ("text", "reference", "right"),
-    [
-        ("<answer>18</answer>", "18", True),
-        ("<answer>1,000</answer>", "1000", True),
-        ("<answer>18</answer>" * 50, "18", False),
-        ("<answer>17</answer><answer>18</answer>", "18", False),
-        ("What is 8 + 10? 18", "18", False),
-        ("<answer>8 + 10</answer>", "18", False),
-        ("<answer>１８</answer>", "18", False),
-        ("<answer>1e3</answer>", "1000", False),
-        ("<answer>18 apples</answer>", "18", False),
-        ("", "18", False),
-    ],
-)
-def test_verdicts_on_right_answers(group, text, reference, right):
-    assert length()(sized(group, [text, "no answer"], [10, 20], answer=reference)) == [0.5 * right, -0.5]
+def test_what_is_right_is_decided_as_in_exact_match():
+    # The shorter of two completions: a right one gets 0.5, a wrong one nothing.
+    for text, reference, right in (
+        ("1,000", "1000", True),
+        ("8 + 10", "18", False),
+        ("18</answer><answer>18", "18", False),
+    ):
+        made = sized_group([f"<answer>{text}</answer>", "no answer"], [10, 20], answer=reference)
+        assert length()(made) == [0.5 * right, -0.5]
 
 
-def test_a_wished_length_is_missed_on_both_sides(group):
+def test_a_wished_length_is_missed_on_both_sides():
     # -|n - 40| / 40, at least -1.
-    made = sized(group, [RIGHT, WRONG] * 4, [40, 30, 50, 0, 80, 81, 4000, 41])
+    made = sized_group([RIGHT, WRONG] * 4, [40, 30, 50, 0, 80, 81, 4000, 41])
     assert length(mode=LengthMode.target, target=40)(made) == [0, -0.25, -0.25, -1, -1, -1, -1, -0.025]
 
 
-def test_tokens_over_a_limit_cost_a_penalty_each(group):
+def test_tokens_over_a_limit_cost_a_penalty_each():
     # -0.125 for each token over 40, at least -1: at 48.
-    made = sized(group, [RIGHT, WRONG] * 3, [0, 40, 41, 44, 48, 400])
+    made = sized_group([RIGHT, WRONG] * 3, [0, 40, 41, 44, 48, 400])
     assert length(mode=LengthMode.limit, limit=40, penalty=0.125)(made) == [0, 0, -0.125, -0.5, -1, -1]
 
 
 @pytest.mark.parametrize("keys", [{"mode": LengthMode.target, "target": 10}, {"mode": LengthMode.limit, "limit": 10}])
-def test_only_kimis_reward_needs_a_reference_answer(group, keys):
-    made = sized(group, ["poem"], [10], answer="")
+def test_only_kimis_reward_needs_a_reference_answer(keys):
+    made = sized_group(["poem"], [10], answer="")
     assert length(**keys)(made) == [0.0]
     with pytest.raises(ValueError, match="'p0' has no reference answer"):
         length()(made)
@@ -92,13 +71,8 @@ def test_a_mode_without_its_number_is_refused(mode):
         specs({"length": config | answer | rest})
 
 
-def test_a_pattern_without_a_group_is_refused():
-    with pytest.raises(UserError, match="pattern: has no group"):
-        length(answer_in=AnswerIn.pattern, pattern="[0-9]+")
-
-
-def test_what_an_environment_said_does_not_lengthen_a_completion(group):
-    made = sized(group, [RIGHT, RIGHT], [100, 50])
+def test_what_an_environment_said_does_not_lengthen_a_completion():
+    made = sized_group([RIGHT, RIGHT], [100, 50])
     first, second = made.rollouts
     half = replace(first.completion, mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
     assert length()(replace(made, rollouts=(replace(first, completion=half), second))) == [0, 0]

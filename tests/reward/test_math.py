@@ -4,37 +4,30 @@ import time
 import math_verify
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED
 
-from rlft.reward.answer import AnswerIn, Which
+from rlft.reward.answer import AnswerIn
 from rlft.reward.math import MAX_SECONDS, Math, equal
 
 
 def math_reward(**keys) -> Math:
-    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
-    return Math(**{**defaults, "unevaluated": False, "max_chars": 200, **keys})
+    return Math(**{**TAGGED, "unevaluated": False, "max_chars": 200, **keys})
 
 
 VERDICTS = [
     ("18", "18", True, "the number"),
-    ("18.0", "18", True, "the number"),
     ("1,000", "1000", True, "thousands separated"),
     ("$18", "18", True, "a currency sign"),
-    (r"\$18", "18", True, "a currency sign as LaTeX writes it"),
     (r"\boxed{18}", "18", True, "boxed inside the tag"),
     (r"18\text{ apples}", "18", True, "a unit set as text"),
     ("18 cm", "18", True, "a unit the library knows"),
     ("18 dollars", "18", False, "a word it doesn't know is a product of symbols"),
     ("18 thousand", "18", False, "nor may a word change the number"),
-    ("x = 18", "18", True, "the value of a variable"),
     ("−5", "-5", True, "a typographic minus"),
     (r"\frac{1}{2}", "0.5", True, "a fraction for a decimal"),
     ("1/2", "0.5", True, "a fraction for a decimal"),
-    ("0.5", r"\frac{1}{2}", True, "a decimal for a fraction"),
     (r"1\frac{1}{2}", "1.5", True, "a mixed number"),
-    (r"2\sqrt{2}", r"\sqrt{8}", True, "equal roots"),
-    ("x^2+2x+1", "(x+1)^2", True, "equal polynomials"),
     (r"\{2,1\}", r"\{1,2\}", True, "equal sets"),
-    ("(2,1)", "(1,2)", False, "different points"),
     ("[0,1)", "[0,1)", True, "equal intervals"),
     ("[0,1]", "[0,1)", False, "different intervals"),
     ("Paris", "Paris", True, "a word"),

@@ -57,29 +57,9 @@ def test_differences_that_a_parser_drops_are_seen_in_both_directions():
     assert not same_text("1 2", "12")
 
 
-@each(
-    "piece",
-    [
-        "{",
-        "}",
-        r"\text{",
-        "$",
-        "**",
-        r"\(",
-        "(",
-        ",",
-        "1,",
-        "_8",
-        " ",
-        r"\ ",
-        "a ",
-        "^",
-        "=",
-        "9",
-        ".",
-        r"\overline{3}",
-    ],
-)
+@each("piece", [
+    "{", "}", r"\text{", "$", "**", r"\(", "(", ",", "1,", "_8", " ", r"\ ", "a ", "^", "=", "9", ".", r"\overline{3}",
+])  # fmt: skip
 def test_long_answers_take_no_time(piece):
     text = piece * (2000 // len(piece))  # the longest answer that is looked at
     start = time.process_time()

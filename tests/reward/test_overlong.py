@@ -1,39 +1,33 @@
-from dataclasses import replace
-
 import pytest
+from reward_groups import sized_group
 
 from rlft.reward.overlong import Overlong
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
 
-def scores(group, lengths, **keys):
+def scores(lengths, **keys):
     """Of completions with these numbers of tokens."""
-    made = group(["18"] * len(lengths))
-    rollouts = tuple(
-        replace(r, completion=replace(r.completion, token_ids=[1] * n))
-        for r, n in zip(made.rollouts, lengths, strict=True)
-    )
-    return Overlong(**keys)(replace(made, rollouts=rollouts))
+    return Overlong(**keys)(sized_group(["18"] * len(lengths), lengths))
 
 
-def test_the_penalty_grows_over_the_cache_from_0_to_minus_1(group):
+def test_the_penalty_grows_over_the_cache_from_0_to_minus_1():
     # L_max - L_cache = 90: nothing up to there, then (90 - n) / 10.
     lengths = [0, 89, 90, 91, 95, 99, 100]
-    assert scores(group, lengths, max_tokens=100, cache=10) == [0, 0, 0, -0.1, -0.5, -0.9, -1]
+    assert scores(lengths, max_tokens=100, cache=10) == [0, 0, 0, -0.1, -0.5, -0.9, -1]
 
 
-def test_a_length_beyond_the_limit_costs_no_more(group):
-    assert scores(group, [101, 500], max_tokens=100, cache=10) == [-1, -1]
+def test_a_length_beyond_the_limit_costs_no_more():
+    assert scores([101, 500], max_tokens=100, cache=10) == [-1, -1]
 
 
-def test_without_a_cache_the_penalty_grows_over_a_fifth_of_the_limit(group):
+def test_without_a_cache_the_penalty_grows_over_a_fifth_of_the_limit():
     # L_max - L_cache = 50 - 10 = 40: (40 - n) / 10 from there.
-    assert scores(group, [40, 41, 50], max_tokens=50, cache=None) == [0, -0.1, -1]
+    assert scores([40, 41, 50], max_tokens=50, cache=None) == [0, -0.1, -1]
 
 
-def test_a_cache_as_long_as_the_limit_charges_every_token(group):
-    assert scores(group, [0, 1, 2, 4], max_tokens=4, cache=4) == [0, -0.25, -0.5, -1]
+def test_a_cache_as_long_as_the_limit_charges_every_token():
+    assert scores([0, 1, 2, 4], max_tokens=4, cache=4) == [0, -0.25, -0.5, -1]
 
 
 @pytest.mark.parametrize("cache", [0, -1, 101])
@@ -45,9 +39,6 @@ def test_a_cache_that_is_none_or_longer_than_the_limit_is_refused(cache):
         specs({"overlong": config})
 
 
-def test_what_an_environment_said_does_not_lengthen_a_completion(group):
-    made = group(["18"])
-    [whole] = made.rollouts
-    completion = replace(whole.completion, token_ids=[1] * 190, mask=(True,) * 95 + (False,) * 95)
-    rollouts = (replace(whole, completion=completion),)
-    assert Overlong(max_tokens=100, cache=10)(replace(made, rollouts=rollouts)) == [-0.5]
+def test_what_an_environment_said_does_not_lengthen_a_completion():
+    made = sized_group(["18"], [190], mask=(True,) * 95 + (False,) * 95)
+    assert Overlong(max_tokens=100, cache=10)(made) == [-0.5]

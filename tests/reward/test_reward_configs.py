@@ -56,30 +56,21 @@ def composed(tmp_path):
     return compose_reward
 
 
-def test_the_defaults_list_names_several_rewards(composed):
-    assert list(composed()) == ["exact_match", "format"]
-
-
-def test_the_command_line_chooses_and_weighs_them(composed):
-    reward = composed("reward=[math,format]", "reward.format.weight=0.3")
-    assert list(reward) == ["math", "format"]
-    assert reward["format"]["weight"] == 0.3
-
-
-def test_a_single_reward_needs_no_brackets(composed):
-    assert list(composed("reward=format")) == ["format"]
-
-
-def test_a_recipe_overrides_the_group(composed):
-    reward = composed("+recipe=mathematics")
-    assert list(reward) == ["math", "format"]
-    assert reward["format"]["weight"] == 0.5
-
-
-def test_the_command_line_goes_before_the_recipe(composed):
-    reward = composed("+recipe=mathematics", "reward=[exact_match,format]", "reward.format.weight=0.1")
-    assert list(reward) == ["exact_match", "format"]
-    assert reward["format"]["weight"] == 0.1
+@each(
+    ("words", "weights"),
+    [
+        ((), [("exact_match", 1.0), ("format", 0.2)]),
+        (("reward=format",), [("format", 0.2)]),
+        (("reward=[math,format]", "reward.format.weight=0.3"), [("math", 1.0), ("format", 0.3)]),
+        (("+recipe=mathematics",), [("math", 1.0), ("format", 0.5)]),
+        (
+            ("+recipe=mathematics", "reward=[exact_match,format]", "reward.format.weight=0.1"),
+            [("exact_match", 1.0), ("format", 0.1)],
+        ),
+    ],
+)
+def test_the_command_line_goes_before_a_recipe_and_that_before_the_defaults(composed, words, weights):
+    assert [(name, keys["weight"]) for name, keys in composed(*words).items()] == weights
 
 
 def test_a_reward_from_outside_the_tree_joins_in(composed):

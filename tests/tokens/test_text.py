@@ -1,14 +1,30 @@
-"""Tokens as text: which special tokens a text shows, and where the assistant's turn begins in a prompt."""
+"""What templates write on the run's date, which special tokens a text shows, and where the assistant's turn begins."""
 
 from __future__ import annotations
 
 import copy
+import datetime
+import locale
 
+import pytest
 from in_one_test import each
 from tokenizers import AddedToken
 
 from rlft.generation.stops import GrowingText, plain_decoder, shown_texts
-from rlft.tokens.text import decode, hidden_special_tokens, tail, visible_special_ids, with_ends, without_tail
+from rlft.tokens import text as text_module
+from rlft.tokens.text import (
+    date_of,
+    dated,
+    decode,
+    formatted,
+    hidden_special_tokens,
+    render,
+    rendered,
+    tail,
+    visible_special_ids,
+    with_ends,
+    without_tail,
+)
 from rlft.types import Sampling
 from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer
 
@@ -111,8 +127,6 @@ STARTS = [
 
 @each(("template", "expected"), STARTS)
 def test_the_tail_of_a_prompt_is_what_its_template_has_begun_and_left_open(template, expected):
-    from rlft.tokens.chat_template import render
-
     tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
     tokenizer.chat_template = template
     for chat in (
@@ -123,8 +137,6 @@ def test_the_tail_of_a_prompt_is_what_its_template_has_begun_and_left_open(templ
 
 
 def test_templates_of_the_families_begin_nothing_and_plain_prompts_may():
-    from rlft.tokens.chat_template import render
-
     for file in sorted(TEMPLATES.glob("*.jinja")):
         tokenizer = family_tokenizer(file.stem)
         prompt = render(tokenizer, [{"role": "user", "content": "2?"}], start=True)
@@ -142,3 +154,58 @@ def test_what_a_prompt_has_begun_is_not_said_twice():
     for text in ("<think>\n2 + 3</think>5", "<think>2 + 3</think>5", "  <think>\n\n2 + 3</think>5", "2 + 3</think>5"):
         assert without_tail(text, "<think>\n") == "2 + 3</think>5"
     assert without_tail("<think>5", "") == "<think>5"
+
+
+# -- templates as they are rendered ------------------------------------------------------------------------------------
+TODAY = "{% set day = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}Today: {{ day }}\n"
+START_OF_TURN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHAT = [{"role": "user", "content": "2 + 3?"}]
+
+
+def test_a_template_writes_the_tokenizers_date_on_whatever_day_it_is_rendered(monkeypatch):
+    tokenizer = dated(with_special(template=TODAY + TURNS + START_OF_TURN), "2026-02-03")
+    texts = []
+    for day in ("2026-02-03", "2026-12-31"):
+        monkeypatch.setattr(text_module, "today", lambda day=day: day)
+        texts.append(render(tokenizer, CHAT, start=True))
+    assert texts == ["Today: 03 Feb 2026\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"] * 2
+
+
+def test_without_a_date_it_is_todays_which_is_then_kept(monkeypatch):
+    monkeypatch.setattr(text_module, "today", lambda: "2026-12-31")
+    tokenizer = dated(with_special(template=TODAY + TURNS), "auto")
+    monkeypatch.setattr(text_module, "today", lambda: "2027-01-01")
+    assert date_of(tokenizer) == "2026-12-31"
+    assert render(tokenizer, CHAT).startswith("Today: 31 Dec 2026\n")
+
+
+def test_a_date_has_english_names_in_every_locale():
+    forms = ["%d %b %Y", "%A, %B %-d", "%Y-%m-%d %H:%M", "100 %% %a %h %p %x"]
+    date = datetime.date(2026, 3, 1)
+    expected = ["01 Mar 2026", "Sunday, March 1", "2026-03-01 00:00", "100 % Sun Mar AM 03/01/26"]
+    before = locale.setlocale(locale.LC_TIME)
+    known = []
+    try:
+        for name in ("C", "de_DE.UTF-8", "fr_FR.UTF-8"):
+            try:
+                locale.setlocale(locale.LC_TIME, name)
+            except locale.Error:  # not on this machine
+                continue
+            known.append(name)
+            assert [formatted(date, form) for form in forms] == expected
+    finally:
+        locale.setlocale(locale.LC_TIME, before)
+    assert known
+
+
+def test_a_template_that_goes_through_the_tools_without_asking_gets_none_of_them():
+    tokenizer = with_special(template="{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + TURNS)
+    assert rendered(tokenizer, [CHAT, CHAT]) == ["<|im_start|>user\n2 + 3?<|im_end|>\n"] * 2
+    asking = with_special(template="{% if tools is not none %}tools {% endif %}" + TURNS)
+    assert not render(asking, CHAT).startswith("tools")
+
+
+def test_what_a_template_refuses_is_not_tried_again():
+    tokenizer = with_special(template="{% if tools is none %}{{ raise_exception('no chat') }}{% endif %}" + TURNS)
+    with pytest.raises(Exception, match="no chat"):
+        render(tokenizer, CHAT)

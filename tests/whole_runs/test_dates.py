@@ -20,7 +20,7 @@ from rlft.config import compose as configs
 from rlft.config.resolved import resolve
 from rlft.config.token_budget import resolved
 from rlft.runs import run_folder
-from rlft.tokens import chat_template
+from rlft.tokens import text
 from rlft.types import UserError
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ Today = Callable[[str], None]
 def today(monkeypatch: pytest.MonkeyPatch) -> Today:
     def is_now(day: str) -> None:
         now = datetime.datetime.fromisoformat(day)
-        monkeypatch.setattr(chat_template, "_now", lambda: now)
+        monkeypatch.setattr(text, "_now", lambda: now)
 
     return is_now
 

@@ -43,7 +43,7 @@ from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import is_path_key
 from rlft.runs.find import with_named_runs
 from rlft.system.terminal import override
-from rlft.tokens.chat_template import AUTO_DATE, today
+from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError
 
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "rollouts", "checkpoint")

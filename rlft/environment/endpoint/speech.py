@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlft.environment.calls import Syntax, reader_of, written
 from rlft.environment.endpoint.bodies import Refusal, Said
 from rlft.environment.turn_template import OPENING, TurnTemplate, shown_by
-from rlft.tokens.chat_template import render
+from rlft.tokens.text import render
 from rlft.types import UserError
 
 if TYPE_CHECKING:
