@@ -136,8 +136,7 @@ class Objective(ABC):
         problem = "the bounds must have 1, the weight of a perfect match, between them"
         remedy = "use for instance mismatch_low=0.5 mismatch_high=2"
         require(between, "algorithm.mismatch_low", problem, got=bounds, remedy=remedy)
-        to_old = self.kl_to == KLAnchor.old
-        in_loss = self.kl_in == KLPlace.loss
+        to_old, in_loss = self.kl_to == KLAnchor.old, self.kl_in == KLPlace.loss
         problem = "the policy that is scored is the old one itself, so algorithm.kl_to=old can only act in the loss"
         remedy = "use algorithm.kl_in=loss, or algorithm.kl_to=reference"
         require(in_loss or not to_old, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
@@ -309,9 +308,8 @@ class Objective(ABC):
         sampled = keep(batch.sampled_logprobs.detach(), mask)
         advantages = keep(required(batch.advantages, "advantages", "loss (call credit first)"), mask)
 
-        correction = mismatch_correction(
-            old, sampled, mask, self.mismatch, low=self.mismatch_low, high=self.mismatch_high
-        )
+        low, high = self.mismatch_low, self.mismatch_high
+        correction = mismatch_correction(old, sampled, mask, self.mismatch, low=low, high=high)
         surrogate = self.policy_term(logprobs, old, advantages, mask)
         policy_BT, off_policy = correction.weight * surrogate.loss, None
         if self.off_policy_limit is not None:

@@ -306,10 +306,10 @@ WORD = torch.int64.itemsize
 
 
 class BaseWeights:
-    """The base's parameters. PEFT wraps modules and replaces parameters, so they are found in the modules themselves.
+    """The base's parameters, before any adapter is on it.
 
-    Args:
-        model: the base, before any adapter is on it.
+    PEFT wraps modules and replaces parameters, so they are found in the modules themselves. By their fingerprint a load
+    of an adapter that rewrites any of the weights is found.
     """
 
     def __init__(self, model: nn.Module) -> None:

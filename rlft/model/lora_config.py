@@ -202,6 +202,7 @@ def _largest(path: str, parents: set[str]) -> str:
     return ".".join(path.split(".")[-2:])
 
 
+# -- PEFT's configs ----------------------------------------------------------------------------------------------------
 def lora_config(settings: LoraSettings, model: PreTrainedModel) -> LoraConfig:
     """For adapters on this model, loaded or empty: a new config for each call, since PEFT writes into its configs."""
     targets = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)

@@ -121,6 +121,7 @@ def paths_of(batch: Batch) -> Paths:
     )
 
 
+# -- packed rows -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
     """U distinct prompts, R completions, N packed tokens, M of them sampled (an environment's tokens are only read).
@@ -262,9 +263,7 @@ def padded_sizes(batch: Batch) -> tuple[list[int], list[int]]:
 def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
     """The packed form of a batch. Siblings share a prompt only if its tokens are the same.
 
-    Args:
-        batch: the rows.
-        prompts_first: whether all prompts stand before all completions; None: only on a CUDA GPU.
+    `prompts_first`: whether all prompts stand before all completions; None: only on a CUDA GPU.
     """
     if prompts_first is None:
         prompts_first = batch.token_ids.device.type == "cuda"

@@ -117,6 +117,7 @@ def numbers_of_rows(
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
 """Scores P groups, `[P, G]`. It runs in the trainer's process, with the models, and takes a whole step at once."""
 
+# -- rewards -----------------------------------------------------------------------------------------------------------
 ENDING = 0
 """The token that is added after each row, because a head is read before a token; nothing attends to it."""
 

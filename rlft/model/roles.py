@@ -54,12 +54,9 @@ class Roles:
 
     Args:
         backbone: the base, without adapters.
-        lora: the section `lora`, settings of the adapters.
-        snapshot: the section `snapshot`, which chooses reference, old policy and teacher.
-        critic: the section `critic`.
+        lora, snapshot, critic: the config's sections; `snapshot` chooses reference, old policy and teacher.
         temperature: temperature at which log-probs are taken.
         token_budget: the most tokens in a forward.
-        seed: the run's seed.
         teacher: the forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
     """
 
@@ -260,7 +257,6 @@ class Roles:
         """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
 
         Args:
-            batch: the rows.
             zero_gradient_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
             needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
                 the current policy, detached, at no cost.

@@ -93,6 +93,7 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estim
             raise ValueError("kl: `auto` depends on where the KL acts; pass k1, k2, k3 or k3_unbiased")
 
 
+# -- the coefficient ---------------------------------------------------------------------------------------------------
 TOLERANCE = 1.5
 """An adaptive coefficient does not change if the KL is from target / 1.5 to 1.5 target (PPO, section 4)."""
 
@@ -109,15 +110,10 @@ class KLController(StrEnum):
 
 
 def next_coefficient(controller: KLController, coef: float, kl: float, *, target: float, gain: float) -> float:
-    """The coefficient of the next step.
+    """The coefficient of the next step, from beta of the last one; kl and its target are in nats per token.
 
-    Args:
-        controller: fixed: beta. adaptive: beta / 2 if kl < target / 1.5, 2 beta if kl > 1.5 target, else beta (arXiv
-            1707.06347, section 4). proportional: beta (1 + gain clip(kl / target - 1, -0.2, 0.2)) (arXiv 1909.08593).
-        coef: the coefficient beta of the last step.
-        kl: measured KL, in nats per token.
-        target: its target, in nats per token, above 0.
-        gain: the gain of a proportional controller.
+    fixed: beta. adaptive: beta / 2 if kl < target / 1.5, 2 beta if kl > 1.5 target, else beta (arXiv 1707.06347,
+    section 4). proportional: beta (1 + gain clip(kl / target - 1, -0.2, 0.2)) (arXiv 1909.08593).
     """
     match controller:
         case KLController.fixed:
@@ -131,6 +127,7 @@ def next_coefficient(controller: KLController, coef: float, kl: float, *, target
             return coef * (1 + gain * error)
 
 
+# -- a teacher ---------------------------------------------------------------------------------------------------------
 class Divergence(StrEnum):
     """A divergence of student and teacher: KL(student || teacher), KL(teacher || student), or one between these two."""
 

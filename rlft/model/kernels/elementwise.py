@@ -69,6 +69,7 @@ def _probe(x: Tensor) -> Tensor:
     return x.mul(2).sub(x.amax(1, keepdim=True)).exp()
 
 
+# -- rotary positions (Su et al. 2021, arXiv 2104.09864) ---------------------------------------------------------------
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries `[B, H, N, D]` and keys `[B, K, N, D]` rotated by their positions; cos and sin are `[B, N, D]`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -108,6 +109,7 @@ class _Rotation(torch.autograd.Function):
         return turned_back(*grad_outputs, *ctx.saved_tensors), None, None
 
 
+# -- modules that are replaced -----------------------------------------------------------------------------------------
 ROUNDINGS = 8
 """Units of rounding by which a function may be off. A written-out norm or MLP rounds two results before its last step,
 and compiled in one pass only the last of them; the down projection's output is rounded on both sides, and its sum may

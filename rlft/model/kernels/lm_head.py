@@ -92,15 +92,8 @@ def _softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(log-probs `[C]`, normaliser `[C]`, probs times the normaliser `[C, V]`, their logarithm or None).
 
-    The logits may be overwritten.
-
-    Args:
-        logits_CV: the logits.
-        target_C: the tokens.
-        temperature: the temperature.
-        wide: dtype of the computation.
-        rounded: dtype to which the probs are rounded, if no entropy is computed from them; None: they are not rounded,
-            and their logarithm is returned, too.
+    The logits may be overwritten; `wide` is the dtype of the computation. The probs are rounded to the dtype `rounded`,
+    if no entropy is computed from them; None: they are not rounded, and their logarithm is returned, too.
     """
     shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
     logp_CV = p_CV.clone() if rounded is None else None

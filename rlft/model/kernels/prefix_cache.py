@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """The state of decoding U prompts x n completions on a CPU. No gradient.
+    """The state of decoding U prompts x n completions on a CPU, by a model whose attention is `rlft_packed`.
 
-    Args:
-        model: a model whose attention is `rlft_packed`.
-        prompts: token ids of each prompt; none is empty.
-        max_tokens: the most tokens of a completion.
+    No gradient. The prompts are token ids, none is empty; a completion has at most `max_tokens` tokens.
     """
 
     token_axis = 2

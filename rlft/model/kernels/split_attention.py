@@ -181,6 +181,7 @@ def padded_places(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     return (starts[:, None] + offsets).where(mask, 0), mask
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
