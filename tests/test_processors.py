@@ -27,7 +27,7 @@ COMPARING = [
     "tests/model/test_roles.py::test_passes_made_together_give_what_each_gives_alone",
     *(
         f"tests/model/kernels/test_{name}.py"
-        for name in ("layer_branches", "lora_linear", "norm_and_mlp", "lm_head", "prefix_cache")
+        for name in ("layer_branches", "lora_linear", "elementwise", "lm_head", "prefix_cache")
     ),
 ]
 """Where two ways to the same number are compared, and quick."""

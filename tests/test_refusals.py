@@ -887,7 +887,7 @@ TABLE = [
     (f"{DPO} loss=orpo loss.label_smoothing=0.1", "loss.label_smoothing", "it belongs to loss=dpo and loss=simpo"),
     (f"{DPO} loss._target_=nothere.Loss", "loss._target_", "cannot be imported (ModuleNotFoundError: "),
     (f"{DPO} loss._target_=unittest.mock.Mock", "loss._target_",
-     "is no rlft.algorithm.preference.preference_loss.PreferenceLoss"),
+     "is no rlft.algorithm.preference.PreferenceLoss"),
     (f"{DPO} loss=simpo snapshot.reference=base", "snapshot.reference",
      "this loss uses no reference, got base; leave it out, or use loss=dpo or ipo"),
     (f"{DPO} snapshot.reference=none", "snapshot.reference",
@@ -904,7 +904,7 @@ TABLE = [
     (f"{DPO} data=arithmetic", "data", "there is no such key"),
     ("resume dpo_run loss.beta=0.2", "resume", "loss.beta: 0.1 -> 0.2"),
     ("resume dpo_run loss=ipo", "resume",
-     "loss._target_: rlft.algorithm.preference.dpo.Dpo -> rlft.algorithm.preference.ipo.Ipo"),
+     "loss._target_: rlft.algorithm.preference.Dpo -> rlft.algorithm.preference.Ipo"),
     # Reward models
     ("rm", "preferences.path", "has no value yet; give preferences.path=<value>"),
     ("rm preferences.path=identical.jsonl max_completion_tokens=64", "preferences.path",

@@ -84,11 +84,7 @@ class Formula:
 
 
 def formula_of(algorithm: type, keys: Mapping[str, Any]) -> Formula | None:
-    """The loss of an algorithm as formulas; None where its module states none.
-
-    Args:
-        algorithm: class of the algorithm.
-        keys: {key: value} of the algorithm.
+    """The loss of an algorithm with these keys as formulas; None where its module states none.
 
     Raises:
         ValueError: a docstring breaks the rules above.

@@ -47,7 +47,7 @@ from rlft.algorithm.ops.advantage import (
 from rlft.algorithm.ops.aggregate import keep
 from rlft.config.bounds import NonNegativeFloat
 from rlft.system.lazy import no_grad, torch
-from rlft.types import Batch, UserError
+from rlft.types import Batch, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,38 +79,25 @@ class GRPO(RatioObjective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.supervision == Supervision.process and self._kl_in_reward:
-            raise UserError(
-                "algorithm.kl_in",
-                "algorithm.supervision=process has no one score of a completion that the KL could be a part of",
-                got=self.kl_in,
-                remedy="use algorithm.kl_in=loss, or algorithm.supervision=outcome",
-            )
-        if self.supervision == Supervision.outcome and self.credit_span == CreditSpan.turn:
-            raise UserError(
-                "algorithm.credit_span",
-                "algorithm.supervision=outcome has one score for all turns of a completion",
-                got=self.credit_span,
-                remedy="use algorithm.supervision=process, or algorithm.credit_span=trajectory",
-            )
-        if self._normalizes_each_reward and self.supervision == Supervision.process:
-            raise UserError(
-                "algorithm.supervision",
-                "algorithm.reward_aggregation=normalize_then_sum normalises the rewards of whole completions",
-                got=self.supervision,
-                remedy="use algorithm.supervision=outcome, or algorithm.reward_aggregation=sum_then_normalize",
-            )
-        if self._normalizes_each_reward and self._kl_in_reward:
-            raise UserError(
-                "algorithm.kl_in",
-                "algorithm.reward_aggregation=normalize_then_sum has no one score that the KL could be a part of",
-                got=self.kl_in,
-                remedy="use algorithm.kl_in=loss, or algorithm.reward_aggregation=sum_then_normalize",
-            )
+        of_steps = self.supervision == Supervision.process
+        if self._kl_in_reward:
+            problem = "algorithm.supervision=process has no one score of a completion that the KL could be a part of"
+            remedy = "use algorithm.kl_in=loss, or algorithm.supervision=outcome"
+            require(not of_steps, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
+        if self.credit_span == CreditSpan.turn:
+            problem = "algorithm.supervision=outcome has one score for all turns of a completion"
+            remedy = "use algorithm.supervision=process, or algorithm.credit_span=trajectory"
+            require(of_steps, "algorithm.credit_span", problem, got=self.credit_span, remedy=remedy)
+        if self._normalizes_each_reward:
+            problem = "algorithm.reward_aggregation=normalize_then_sum normalises the rewards of whole completions"
+            remedy = "use algorithm.supervision=outcome, or algorithm.reward_aggregation=sum_then_normalize"
+            require(not of_steps, "algorithm.supervision", problem, got=self.supervision, remedy=remedy)
+            problem = "algorithm.reward_aggregation=normalize_then_sum has no one score that the KL could be a part of"
+            remedy = "use algorithm.kl_in=loss, or algorithm.reward_aggregation=sum_then_normalize"
+            require(not self._kl_in_reward, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
 
     @property
     def needs_steps(self) -> bool:
-        """Whether `Batch.token_rewards` and `Batch.step_ends` are required."""
         return self.supervision == Supervision.process
 
     @property

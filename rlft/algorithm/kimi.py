@@ -39,7 +39,7 @@ from rlft.algorithm.ops.ratio import Mismatch
 from rlft.algorithm.ops.surrogate import Surrogate, mirror_descent
 from rlft.config.bounds import NonNegativeFloat
 from rlft.system.lazy import no_grad, torch
-from rlft.types import Batch, UserError
+from rlft.types import Batch, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,27 +61,15 @@ class Kimi(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mismatch.is_on:
-            raise UserError(
-                "algorithm.mismatch",
-                "weighs the policy gradient of single tokens, and the squared log-ratio is of a whole completion",
-                got=self.mismatch,
-                remedy="use algorithm.mismatch=auto, which is off here, or off",
-            )
-        if self.off_policy_limit is not None:
-            raise UserError(
-                "algorithm.off_policy_limit",
-                "drops tokens of a policy gradient, and the squared log-ratio is of a whole completion",
-                got=self.off_policy_limit,
-                remedy="use algorithm.off_policy_limit=null",
-            )
-        if self.baseline == Baseline.soft and self.tau == 0:
-            raise UserError(
-                "algorithm.tau",
-                "algorithm.baseline=soft divides by it",
-                got=self.tau,
-                remedy="use algorithm.baseline=mean, or a tau above 0",
-            )
+        problem = "weighs the policy gradient of single tokens, and the squared log-ratio is of a whole completion"
+        remedy = "use algorithm.mismatch=auto, which is off here, or off"
+        require(not self.mismatch.is_on, "algorithm.mismatch", problem, got=self.mismatch, remedy=remedy)
+        problem = "drops tokens of a policy gradient, and the squared log-ratio is of a whole completion"
+        limit, remedy = self.off_policy_limit, "use algorithm.off_policy_limit=null"
+        require(limit is None, "algorithm.off_policy_limit", problem, got=limit, remedy=remedy)
+        divides, problem = self.baseline == Baseline.soft, "algorithm.baseline=soft divides by it"
+        remedy = "use algorithm.baseline=mean, or a tau above 0"
+        require(self.tau != 0 or not divides, "algorithm.tau", problem, got=self.tau, remedy=remedy)
 
     @property
     def automatic_mismatch(self) -> Mismatch:

@@ -59,12 +59,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from rlft.algorithm.ops.advantage import last_of_turns, place_at_last_token
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
-from rlft.algorithm.ops.distillation import agreement
-from rlft.algorithm.ops.kl import KLController, KLEstimator, KLPlace, k3, kl, next_coefficient
+from rlft.algorithm.ops.kl import KLAnchor, KLController, KLEstimator, KLPlace, agreement, k3, kl, next_coefficient
 from rlft.algorithm.ops.ratio import (
     Correction,
     Mismatch,
@@ -86,7 +85,7 @@ from rlft.algorithm.ops.surrogate import (
 )
 from rlft.config.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
 from rlft.system.lazy import no_grad, torch
-from rlft.types import Batch, Loss, LossScale, Outputs, UserError
+from rlft.types import Batch, Loss, LossScale, Outputs, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,13 +112,6 @@ SEQUENCE_CLIP_LIMIT = 0.05
 """A clip range above this hardly ever clips a length-normalised ratio (GSPO's ranges are 3e-4 and 4e-4)."""
 
 
-class KLAnchor(StrEnum):
-    """What the policy is kept close to: the reference, or the policy that sampled the batch (PPO-penalty)."""
-
-    reference = "reference"
-    old = "old"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
     """L = agg[w * policy term] + beta agg[KL] - c_e agg[entropy]. Fields: configs/algorithm/base/objective.yaml."""
@@ -139,56 +131,38 @@ class Objective(ABC):
     off_policy_limit: PositiveFloat | None
 
     def __post_init__(self) -> None:
-        if not self.mismatch_low <= 1 <= self.mismatch_high:
-            raise UserError(
-                "algorithm.mismatch_low",
-                "the bounds must have 1, the weight of a perfect match, between them",
-                got=f"{self.mismatch_low:g} .. {self.mismatch_high:g}",
-                remedy="use for instance mismatch_low=0.5 mismatch_high=2",
-            )
-        if self.kl_to == KLAnchor.old and self.kl_in == KLPlace.reward:
-            raise UserError(
-                "algorithm.kl_in",
-                "the policy that is scored is the old one itself, so algorithm.kl_to=old can only act in the loss",
-                got=self.kl_in,
-                remedy="use algorithm.kl_in=loss, or algorithm.kl_to=reference",
-            )
-        if self.kl_to == KLAnchor.old and self.kl_estimator not in (KLEstimator.auto, KLEstimator.k3):
-            raise UserError(
-                "algorithm.kl_estimator",
-                "KL(old || policy) is always estimated by k3, whose gradient is the true one there",
-                got=self.kl_estimator,
-                remedy="use algorithm.kl_estimator=auto with algorithm.kl_to=old",
-            )
-        if self.kl_controller != KLController.fixed and self.kl_target is None:
-            raise UserError(
-                "algorithm.kl_target",
-                f"algorithm.kl_controller={self.kl_controller} steers towards a target, and there is none",
-                remedy="set algorithm.kl_target=0.01 (nats per token), or algorithm.kl_controller=fixed",
-            )
-        if self.kl_controller != KLController.fixed and self.kl_coef == 0:
-            raise UserError(
-                "algorithm.kl_coef",
-                f"algorithm.kl_controller={self.kl_controller} multiplies the coefficient, and 0 stays 0",
-                got=self.kl_coef,
-                remedy="start for instance with algorithm.kl_coef=1, or set algorithm.kl_controller=fixed",
-            )
+        between = self.mismatch_low <= 1 <= self.mismatch_high
+        bounds = f"{self.mismatch_low:g} .. {self.mismatch_high:g}"
+        problem = "the bounds must have 1, the weight of a perfect match, between them"
+        remedy = "use for instance mismatch_low=0.5 mismatch_high=2"
+        require(between, "algorithm.mismatch_low", problem, got=bounds, remedy=remedy)
+        to_old, in_loss = self.kl_to == KLAnchor.old, self.kl_in == KLPlace.loss
+        problem = "the policy that is scored is the old one itself, so algorithm.kl_to=old can only act in the loss"
+        remedy = "use algorithm.kl_in=loss, or algorithm.kl_to=reference"
+        require(in_loss or not to_old, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
+        by_k3 = self.kl_estimator in (KLEstimator.auto, KLEstimator.k3)
+        problem = "KL(old || policy) is always estimated by k3, whose gradient is the true one there"
+        remedy = "use algorithm.kl_estimator=auto with algorithm.kl_to=old"
+        require(by_k3 or not to_old, "algorithm.kl_estimator", problem, got=self.kl_estimator, remedy=remedy)
+        is_fixed, controller = self.kl_controller == KLController.fixed, f"algorithm.kl_controller={self.kl_controller}"
+        problem = f"{controller} steers towards a target, and there is none"
+        remedy = "set algorithm.kl_target=0.01 (nats per token), or algorithm.kl_controller=fixed"
+        require(is_fixed or self.kl_target is not None, "algorithm.kl_target", problem, remedy=remedy)
+        problem = f"{controller} multiplies the coefficient, and 0 stays 0"
+        remedy = "start for instance with algorithm.kl_coef=1, or set algorithm.kl_controller=fixed"
+        require(is_fixed or self.kl_coef != 0, "algorithm.kl_coef", problem, got=self.kl_coef, remedy=remedy)
 
     # -- requirements --------------------------------------------------------------------------------------------------
-    @property
-    def needs_values(self) -> bool:
-        """Whether `Batch.old_values` and `Outputs.values` are required."""
-        return False
+    needs_values: ClassVar[bool] = False
+    """Whether `Batch.old_values` and `Outputs.values` are required."""
+
+    needs_teacher: ClassVar[bool] = False
+    """Whether `Batch.teacher_logprobs` is required before `credit`."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether `Batch.reference_logprobs` is required."""
         return self.kl_coef > 0 and self.kl_to == KLAnchor.reference
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether `Batch.teacher_logprobs` is required."""
-        return False
 
     @property
     def learns_from_teacher_alone(self) -> bool:
@@ -233,8 +207,7 @@ class Objective(ABC):
     def with_mismatch_of(self, *, rounds_apart: bool) -> Self:
         """The algorithm of a run, with `mismatch: auto` replaced by its mode.
 
-        Args:
-            rounds_apart: whether engine and trainer compute the same policy by forwards that round differently.
+        `rounds_apart`: whether engine and trainer compute the same policy by forwards that round differently.
         """
         if self.mismatch is not Mismatch.auto:
             return self
@@ -255,10 +228,7 @@ class Objective(ABC):
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """Rows that add exactly 0 to loss and gradient, bool `[B]`, as known from rewards and group ids.
 
-        They need no forward pass, but still count in `LossScale`.
-
-        Args:
-            batch: a batch of whole groups, before or after `credit`.
+        They need no forward pass, but still count in `LossScale`. The batch has whole groups, credited or not.
         """
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
@@ -338,9 +308,8 @@ class Objective(ABC):
         sampled = keep(batch.sampled_logprobs.detach(), mask)
         advantages = keep(required(batch.advantages, "advantages", "loss (call credit first)"), mask)
 
-        correction = mismatch_correction(
-            old, sampled, mask, self.mismatch, low=self.mismatch_low, high=self.mismatch_high
-        )
+        low, high = self.mismatch_low, self.mismatch_high
+        correction = mismatch_correction(old, sampled, mask, self.mismatch, low=low, high=high)
         surrogate = self.policy_term(logprobs, old, advantages, mask)
         policy_BT, off_policy = correction.weight * surrogate.loss, None
         if self.off_policy_limit is not None:
@@ -457,36 +426,23 @@ class RatioObjective(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dual_clip is not None and self.surrogate != SurrogateKind.clipped:
-            raise UserError(
-                "algorithm.dual_clip",
-                f"is an end of the clipped surrogate, and algorithm.surrogate={self.surrogate} has none",
-                got=self.dual_clip,
-                remedy="use algorithm.dual_clip=null, or algorithm.surrogate=clipped",
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise UserError(
-                "algorithm.dual_clip",
-                f"must lie above the clip range, which ends at 1 + clip_high = {1 + self.clip_high:g}",
-                got=self.dual_clip,
-                remedy="use 3, or null for no dual clip",
-            )
-        if self.surrogate == SurrogateKind.gmpo and self.ratio != RatioLevel.token:
-            raise UserError(
-                "algorithm.ratio",
-                "algorithm.surrogate=gmpo clips the ratios of tokens and takes their geometric mean itself",
-                got=self.ratio,
-                remedy="use algorithm.ratio=token, or algorithm.surrogate=clipped",
-            )
-        if self.mismatch.of_tokens and self.joins_tokens:
-            joined = "ratio=sequence" if self.ratio == RatioLevel.sequence else "surrogate=gmpo"
-            way = self.mismatch.removeprefix("token_")
-            raise UserError(
-                "algorithm.mismatch",
-                f"weighs single tokens, and algorithm.{joined} has one number for all of a completion's tokens",
-                got=self.mismatch,
-                remedy=f"use algorithm.mismatch=sequence_{way}",
-            )
+        if self.dual_clip is not None:
+            problem = f"is an end of the clipped surrogate, and algorithm.surrogate={self.surrogate} has none"
+            remedy = "use algorithm.dual_clip=null, or algorithm.surrogate=clipped"
+            is_clipped = self.surrogate == SurrogateKind.clipped
+            require(is_clipped, "algorithm.dual_clip", problem, got=self.dual_clip, remedy=remedy)
+            problem = f"must lie above the clip range, which ends at 1 + clip_high = {1 + self.clip_high:g}"
+            above, remedy = self.dual_clip > 1 + self.clip_high, "use 3, or null for no dual clip"
+            require(above, "algorithm.dual_clip", problem, got=self.dual_clip, remedy=remedy)
+        if self.surrogate == SurrogateKind.gmpo:
+            problem = "algorithm.surrogate=gmpo clips the ratios of tokens and takes their geometric mean itself"
+            remedy = "use algorithm.ratio=token, or algorithm.surrogate=clipped"
+            require(self.ratio == RatioLevel.token, "algorithm.ratio", problem, got=self.ratio, remedy=remedy)
+        joined = "ratio=sequence" if self.ratio == RatioLevel.sequence else "surrogate=gmpo"
+        problem = f"weighs single tokens, and algorithm.{joined} has one number for all of a completion's tokens"
+        remedy = f"use algorithm.mismatch=sequence_{self.mismatch.removeprefix('token_')}"
+        fits = not (self.mismatch.of_tokens and self.joins_tokens)
+        require(fits, "algorithm.mismatch", problem, got=self.mismatch, remedy=remedy)
 
     @property
     def automatic_mismatch(self) -> Mismatch:
@@ -502,7 +458,6 @@ class RatioObjective(Objective):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Messages about settings that are allowed but hardly ever intended."""
         problems = super().warnings
         if self.surrogate == SurrogateKind.clipped and self.ratio != RatioLevel.token:
             problems += tuple(
@@ -533,22 +488,12 @@ class RatioObjective(Objective):
                 return gmpo(logprobs, old_logprobs, advantages, mask, clip_low=low, clip_high=high)
 
     def clip_fractions(self, surrogate: Surrogate) -> dict[str, Tensor]:
-        """{metric: where a clip takes effect, bool `[B, T]`}."""
         dual = {} if self.dual_clip is None else {"ratio/dual_clip_fraction": surrogate.dual}
         return super().clip_fractions(surrogate) | dual
 
 
 def required(tensor: Tensor | None, name: str, why: str) -> Tensor:
-    """The tensor, unless it is None.
-
-    Args:
-        tensor: the tensor.
-        name: its name, for the error.
-        why: what needs it, for the error.
-
-    Raises:
-        ValueError: the tensor is None.
-    """
+    """The tensor. ValueError with its name and what needs it if it is None."""
     if tensor is None:
         raise ValueError(f"{name} is None, but {why} needs it")
     return tensor

@@ -44,16 +44,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.objective import required
 from rlft.algorithm.ops.aggregate import keep
-from rlft.algorithm.ops.distillation import Divergence, teacher_advantages, top_k_divergence
+from rlft.algorithm.ops.kl import Divergence, teacher_advantages, top_k_divergence
 from rlft.algorithm.ops.ratio import RatioLevel
 from rlft.config.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.system.lazy import no_grad, torch
-from rlft.types import Batch, Outputs, UserError
+from rlft.types import Batch, Outputs, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,48 +79,35 @@ class OPD(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.teacher_in == TeacherPlace.advantage and self.divergence != Divergence.reverse:
-            raise UserError(
-                "algorithm.divergence",
-                "from sampled tokens only the reverse KL can be estimated",
-                got=self.divergence,
-                remedy="set algorithm.teacher_in=loss, or algorithm.divergence=reverse",
+        if self.teacher_in == TeacherPlace.advantage:
+            problem = "from sampled tokens only the reverse KL can be estimated"
+            remedy = "set algorithm.teacher_in=loss, or algorithm.divergence=reverse"
+            is_reverse = self.divergence == Divergence.reverse
+            require(is_reverse, "algorithm.divergence", problem, got=self.divergence, remedy=remedy)
+        if self.divergence == Divergence.jensen_shannon:
+            problem = "the divergence is 0 there, whatever the student does"
+            remedy = "use 0.5, or algorithm.divergence=forward, which it goes to for small values"
+            require(self.jsd_beta != 0, "algorithm.jsd_beta", problem, got=self.jsd_beta, remedy=remedy)
+        if self.teacher_in == TeacherPlace.loss and self.reward_coef == 0:
+            problem = (
+                "drops tokens of a negative advantage, and without rewards algorithm.teacher_in=loss has no advantage"
             )
-        if self.divergence == Divergence.jensen_shannon and self.jsd_beta == 0:
-            raise UserError(
-                "algorithm.jsd_beta",
-                "the divergence is 0 there, whatever the student does",
-                got=self.jsd_beta,
-                remedy="use 0.5, or algorithm.divergence=forward, which it goes to for small values",
-            )
-        if self.teacher_in == TeacherPlace.loss and self.reward_coef == 0 and self.off_policy_limit is not None:
-            raise UserError(
-                "algorithm.off_policy_limit",
-                "drops tokens of a negative advantage, and without rewards algorithm.teacher_in=loss has no advantage",
-                got=self.off_policy_limit,
-                remedy="use null, algorithm.mismatch=sequence_mask, or algorithm.teacher_in=advantage",
-            )
-        if self.reward_coef == 0 and self.kl_coef > 0 and self._kl_in_reward:
-            raise UserError(
-                "algorithm.kl_in",
-                "the KL would be a part of the rewards, which algorithm.reward_coef=0 leaves out",
-                got=self.kl_in,
-                remedy="use algorithm.kl_in=loss, or a reward_coef above 0",
-            )
+            remedy = "use null, algorithm.mismatch=sequence_mask, or algorithm.teacher_in=advantage"
+            limit = self.off_policy_limit
+            require(limit is None, "algorithm.off_policy_limit", problem, got=limit, remedy=remedy)
+        if self.reward_coef == 0:
+            problem = "the KL would be a part of the rewards, which algorithm.reward_coef=0 leaves out"
+            remedy = "use algorithm.kl_in=loss, or a reward_coef above 0"
+            require(not self._kl_in_reward, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
 
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether `Batch.teacher_logprobs` must be there before `credit`."""
-        return True
+    needs_teacher: ClassVar[bool] = True
 
     @property
     def learns_from_teacher_alone(self) -> bool:
-        """Whether nothing but the teacher moves the policy: no reward, no KL term, no entropy bonus."""
         return self.reward_coef == 0 and not self._acts_without_advantage
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are allowed and hardly ever intended, in words."""
         if self.teacher_in == TeacherPlace.loss or not self.joins_tokens:
             return super().warnings
         key, got = ("surrogate", self.surrogate) if self.ratio == RatioLevel.token else ("ratio", self.ratio)
@@ -130,17 +117,14 @@ class OPD(GRPO):
 
     @property
     def teacher_top_k(self) -> int:
-        """Of how many of its most likely tokens the teacher's log-probs must be there, at each token; 0: of none."""
         return self.top_k if self.teacher_in == TeacherPlace.loss else 0
 
     @property
     def needs_old_in_credit(self) -> bool:
-        """Whether `Batch.old_logprobs` must be there before `credit`."""
         return super().needs_old_in_credit or self.teacher_in == TeacherPlace.advantage
 
     @property
     def needs_steps(self) -> bool:
-        """Whether `Batch.token_rewards` and `Batch.step_ends` must be there."""
         return super().needs_steps and self.reward_coef > 0
 
     @property

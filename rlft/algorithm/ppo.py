@@ -63,12 +63,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlft.algorithm.objective import CreditSpan, RatioObjective, required
 from rlft.algorithm.ops.advantage import gae, n_step, whiten
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, negative_log_likelihood
-from rlft.algorithm.ops.value import value_loss
+from rlft.algorithm.ops.surrogate import value_loss
 from rlft.config.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.system.lazy import no_grad
 from rlft.types import Batch, Loss, LossScale, Outputs
@@ -99,14 +99,10 @@ class PPO(RatioObjective):
     ptx_coef: NonNegativeFloat
     credit_span: CreditSpan
 
-    @property
-    def needs_values(self) -> bool:
-        """Whether `Batch.old_values` and `Outputs.values` are required."""
-        return True
+    needs_values: ClassVar[bool] = True
 
     @property
     def needs_text(self) -> bool:
-        """Whether pretraining text is mixed in, by `text_loss`."""
         return self.ptx_coef > 0
 
     @no_grad
@@ -130,7 +126,6 @@ class PPO(RatioObjective):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Messages about settings that are allowed but hardly ever intended."""
         problems = super().warnings
         if self.bootstrap_truncated and self.gamma == 1:
             # At the last token, d = R + V - V: its advantage is R, whatever V is, and its target is V + R.

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.algorithm.ops.aggregate import row_sum
+from rlft.algorithm.ops.aggregate import pass_at, pass_sizes, row_sum
 from rlft.algorithm.ops.kl import k3
-from rlft.algorithm.ops.pass_at import pass_at, pass_sizes
 from rlft.batch import select
 from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator

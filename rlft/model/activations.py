@@ -148,10 +148,7 @@ class AdapterLayers:
     def bytes_of_a_token(self, itemsize: int, device: str, *, plain: bool) -> int:
         """Bytes of a token that all layers keep for the backward.
 
-        Args:
-            itemsize: bytes of one of the base's activations.
-            device: "cpu" or "cuda".
-            plain: whether layers are computed as PEFT does it.
+        `itemsize` is that of the base's activations; `plain` layers are computed as PEFT does it.
         """
         if not (plain or self.dropout or self.dora or self.quantized):
             return 0
@@ -179,20 +176,15 @@ NO_ADAPTER = AdapterLayers()
 def activation_bytes(
     config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
 ) -> int:
-    """Bytes that a forward of `tokens` tokens keeps for its backward, in all layers.
+    """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
     MLP the gate, up and their product. In 16 bits the norms' inputs are kept in float32, except by the kernels of a
     CUDA GPU. Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a
     chunk of tokens only. The last layer is counted like the others, though its MLP keeps less.
 
-    Args:
-        config: transformers' config.
-        tokens: number of tokens.
-        itemsize: bytes of an activation.
-        device: "cpu" or "cuda".
-        plain: whether layers are transformers' own, whose MLP also keeps the gate's activation.
-        adapter: what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`).
+    `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `adapter` is what an adapter keeps
+    of a token (`AdapterLayers.bytes_of_a_token`); the device is "cpu" or "cuda".
     """
     text = config.get_text_config()
     of_a_norm = itemsize if device != "cpu" and not plain else 4

@@ -4,6 +4,12 @@
     head.safetensors                                 weight [1, H], bias [1]: of a critic or a reward
     rlft.json                                        {"role", "base_fingerprint", ..}: written by rlft, absent elsewhere
 
+An adapter is LoRA, rsLoRA or DoRA on an unchanged base: every other field of adapter_config.json must have a neutral
+value, and is refused by name otherwise. PEFT itself ignores fields that it does not know, and changes the base for some
+that it knows. What each field does was read in PEFT 0.21 (tuners/lora/config.py and layer.py);
+tests/model/test_adapter_folder.py fails for a field or an initialisation of the installed PEFT that is not decided
+here.
+
 Nothing pickled is ever loaded. Only `load_adapter` and `load_head` read weights.
 """
 
@@ -12,15 +18,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from rlft.model.adapter_fields import check_fields
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from torch import Tensor  # not at run time: a bad folder is refused before torch is imported
@@ -35,7 +41,131 @@ WORDS = {WEIGHTS: "the adapter", HEAD: "the scalar head"}
 Shapes = dict[str, tuple[int, ...]]
 """{tensor's name: its shape}."""
 
+REQUIRED = ("r", "lora_alpha", "target_modules")
 
+OF_THE_FUNCTION = (
+    *REQUIRED, "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "use_rslora", "use_dora", "lora_bias",
+    "fan_in_fan_out",  # PEFT corrects it by the layer's type
+)  # fmt: skip
+"""Fields that say what the tensors compute; PEFT gets these, and no others (`rlft.model.lora_config`)."""
+
+WITHOUT_EFFECT = (
+    # where the adapter is from; names and shapes of the tensors say whether this base fits
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config",
+    # how it was trained, and how it was initialised, where `init_lora_weights` says so
+    "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config",
+    # read only with other fields, which are refused
+    "ensure_weight_tying", "megatron_core", "qalora_group_size",
+)  # fmt: skip
+"""Fields that may have any value: they change nothing of what a saved adapter computes."""
+
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    # These set an adapter's first weights, and leave the base as it is.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""{field: the values, besides neutral ones, with which an adapter is taken}."""
+
+CHANGING_THE_BASE = ("bias", "layer_replication", "modules_to_save", "trainable_token_indices")
+"""Fields by which an adapter changes the base that all roles share."""
+
+ANOTHER_FUNCTION = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "megatron_config", "monteclora_config",
+    "target_parameters", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+"""Fields with which the tensors compute something else than LoRA on linear layers."""
+
+CONVERTED = ("corda", "lora_ga", "olora", "pissa")
+"""Beginnings of initialisations that PEFT can convert to plain LoRA when it saves."""
+
+
+def is_neutral(value: object) -> bool:
+    """Whether a field with this value says nothing, in PEFT as elsewhere: null, false, or empty."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def check_fields(fields: Mapping[str, Any], path: str | Path, key: str) -> None:
+    """Refuses an adapter_config.json of anything else than plain LoRA, rsLoRA or DoRA on an unchanged base.
+
+    The UserError has the first field in the way, and what to do; `key` is the config key that names the folder.
+    """
+    for name in sorted(fields, key=lambda name: name not in VALUES):  # the kind first: it explains the others
+        value = fields[name]
+        if name in OF_THE_FUNCTION or name in WITHOUT_EFFECT or is_neutral(value) or _is_taken(name, value):
+            continue
+        problem, remedy = _objection(name, value)
+        raise UserError(key, problem, got=path, remedy=remedy)
+
+
+def check_shape(fields: Mapping[str, Any], path: str | Path, key: str) -> None:
+    """Refuses an adapter_config.json that does not say rank, alpha and targets; arguments as for `check_fields`."""
+    rank, alpha, targets = (fields.get(name) for name in REQUIRED)
+    named = _is_pattern(targets) or (isinstance(targets, list) and all(isinstance(t, str) for t in targets))
+    for name, is_right, kind in (
+        ("r", type(rank) is int and rank > 0, "whole number above 0"),
+        ("lora_alpha", type(alpha) in (int, float), "number"),
+        ("target_modules", targets and named, "list of names or regular expression"),
+    ):
+        if not is_right:
+            is_absent = fields.get(name) is None
+            problem = f"has no {name}" if is_absent else f"has {name}={_short(fields[name])}, which is no {kind}"
+            remedy = "point it at an adapter that PEFT or rlft has saved"
+            raise UserError(key, f"adapter_config.json {problem}", got=path, remedy=remedy)
+
+
+def _is_taken(name: str, value: object) -> bool:
+    return (value.lower() if name == "init_lora_weights" and isinstance(value, str) else value) in VALUES.get(name, ())
+
+
+def _is_pattern(value: object) -> bool:
+    """Whether the value is a regular expression."""
+    try:
+        return isinstance(value, str) and re.compile(value) is not None
+    except re.error:
+        return False
+
+
+def _objection(name: str, value: object) -> tuple[str, str]:
+    """What is wrong with a field that is in the way, and what to do."""
+    if name == "peft_type":
+        return f"holds an adapter of the kind {_short(value)}", "point it at a LoRA adapter"
+    if name == "task_type":
+        problem = f"was trained for another task than generating text (task_type={_short(value)})"
+        return problem, "use an adapter of the task CAUSAL_LM"
+    if name == "init_lora_weights":
+        merge = "merge it into the base that it was trained on, and set model.path to the result"
+        if isinstance(value, str) and value.lower().startswith(CONVERTED):
+            save = "save_pretrained(<folder>, path_initial_model_for_weight_conversion=<the untrained adapter>)"
+            return _changed_base(value), f"convert it to plain LoRA with PEFT's {save}, or {merge}"
+        if value == "loftq":
+            return _changed_base(value), merge
+        problem = f"init_lora_weights={_short(value)} is not known to leave the base unchanged"
+        return problem, f"set it to true in adapter_config.json if it does; if not, {merge}"
+    if name in CHANGING_THE_BASE:
+        return f"its {name} changes the base, which all roles share", "use an adapter without it"
+    if name == "target_parameters":
+        problem = "its target_parameters adapts parameters that are no linear layers, such as stacked experts"
+        return problem, "use an adapter of linear layers only, such as target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    if name in ANOTHER_FUNCTION:
+        return f"adapters with {name} are not supported", "use an adapter without it"
+    problem = f"adapter_config.json has {name}={_short(value)}, which may change what the adapter computes"
+    return problem, "remove that field if it does not, or use an adapter without it"
+
+
+def _changed_base(value: object) -> str:
+    return f"init_lora_weights={_short(value)} has changed the base that it was trained on, and would change this one"
+
+
+def _short(value: object) -> str:
+    """The value in a message."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
 def load_file(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     from safetensors import torch
@@ -82,10 +212,8 @@ def head_shapes(path: str | Path, key: str) -> Shapes:
 def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
     """The fields of adapter_config.json. Refuses a folder that lacks one of PEFT's files, or is not plain LoRA."""
     for name in (CONFIG, WEIGHTS):
-        if not (Path(path).expanduser() / name).is_file():
-            raise UserError(
-                key, f"there is no {name} in that folder", got=path, remedy="point it at a PEFT adapter folder"
-            )
+        problem, remedy = f"there is no {name} in that folder", "point it at a PEFT adapter folder"
+        require((Path(path).expanduser() / name).is_file(), key, problem, got=path, remedy=remedy)
     fields = _read_json(CONFIG, path, key)
     check_fields(fields, path, key)
     return fields
@@ -98,9 +226,8 @@ def has_head(path: str | Path) -> bool:
 
 def check_head(path: str | Path, key: str) -> None:
     """Refuses a folder without head.safetensors, which cannot be a critic's or a reward's."""
-    if not has_head(path):
-        problem = f"there is no {HEAD} in that folder"
-        raise UserError(key, problem, got=path, remedy="point it at the folder of a reward or a critic")
+    problem, remedy = f"there is no {HEAD} in that folder", "point it at the folder of a reward or a critic"
+    require(has_head(path), key, problem, got=path, remedy=remedy)
 
 
 def content_fingerprint(path: str | Path) -> str:

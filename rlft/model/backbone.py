@@ -1,4 +1,4 @@
-"""The frozen base model and its tokenizer: loaded once, never written to."""
+"""The frozen base model and its tokenizer: loaded once, never written to, which a fingerprint of its weights proves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -32,7 +33,7 @@ from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
 from rlft.tokens.text import dated, with_ends
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 OLDEST_WITH_BFLOAT16 = (8, 0)
 """Compute capability of Ampere. torch emulates bfloat16 on older cards, slowly, and vLLM refuses it there."""
@@ -42,42 +43,33 @@ def resolve_device(device: str) -> torch.device:
     """`auto` is CUDA where there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    key = "model.device"
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        raise UserError(
-            "model.device", "is not a device", got=device, remedy="use auto, cpu, cuda or cuda:<n>"
-        ) from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "model.device",
-            "there is no CUDA device here",
-            got=device,
-            remedy="use model.device=cpu, or auto to take what is there",
-        )
-    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            "model.device", f"this machine has {torch.cuda.device_count()}", got=device, remedy="use a lower number"
-        )
+        raise UserError(key, "is not a device", got=device, remedy="use auto, cpu, cuda or cuda:<n>") from None
+    if resolved.type == "cuda":
+        remedy = "use model.device=cpu, or auto to take what is there"
+        require(torch.cuda.is_available(), key, "there is no CUDA device here", got=device, remedy=remedy)
+        number = torch.cuda.device_count()
+        exists = (resolved.index or 0) < number
+        require(exists, key, f"this machine has {number}", got=device, remedy="use a lower number")
     return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is what the device computes fast: float32 on a CPU, where 16 bits are slow on most machines, bfloat16 on
     CUDA, and float16 on cards without bfloat16 (before Ampere)."""
-    if dtype not in ("auto", *DTYPES):
-        raise UserError("model.dtype", "is not a known dtype", got=dtype, remedy=f"use auto, {', '.join(DTYPES)}")
+    known, remedy = dtype in ("auto", *DTYPES), f"use auto, {', '.join(DTYPES)}"
+    require(known, "model.dtype", "is not a known dtype", got=dtype, remedy=remedy)
     if device.type != "cuda":
         return torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto":
         return torch.bfloat16 if computes_bfloat16(device) else torch.float16
     if dtype == "bfloat16" and not computes_bfloat16(device):
-        raise UserError(
-            "model.dtype",
-            f"bfloat16 needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks",
-            got=dtype,
-            remedy="use model.dtype=float16, or auto, which is float16 on this card",
-        )
+        problem = f"bfloat16 needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
+        remedy = "use model.dtype=float16, or auto, which is float16 on this card"
+        raise UserError("model.dtype", problem, got=dtype, remedy=remedy)
     return getattr(torch, dtype)
 
 
@@ -112,22 +104,18 @@ def read_config(config: ModelConfig) -> Any:
     try:
         model = AutoConfig.from_pretrained(**source(config))
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(
-            "model.path",
-            f"the model cannot be read ({first_line[:200]})",
-            got=config.path,
-            remedy="connect to the network, or use local copies: model.path=<folder>, and for the data "
-            "data.path=<folder or .jsonl>",
-        ) from None
+        problem = f"the model cannot be read ({str(error).strip().splitlines()[0][:200]})"
+        folders = "model.path=<folder>, and for the data data.path=<folder or .jsonl>"
+        remedy = f"connect to the network, or use local copies: {folders}"
+        raise UserError("model.path", problem, got=config.path, remedy=remedy) from None
     if (problem := why_not_causal(model)) is not None:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
     own_class(model)  # refuses what has no class of causal language models
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        if not isinstance(getattr(model.get_text_config(), name, None), int):
-            problem = f"is no causal language model: its config.json, of type {model.model_type}, has no {name}"
-            raise UserError("model.path", problem, got=config.path, remedy="use a decoder-only language model")
+        is_known = isinstance(getattr(model.get_text_config(), name, None), int)
+        problem = f"is no causal language model: its config.json, of type {model.model_type}, has no {name}"
+        require(is_known, "model.path", problem, got=config.path, remedy="use a decoder-only language model")
     return model
 
 
@@ -170,12 +158,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.init_kwargs.pop("local_files_only", None)
         return dated(with_ends(tokenizer, configured_ids(_generation_ends(config))), config.date)
     except (OSError, ValueError) as error:
-        raise UserError(
-            "model.path",
-            f"its tokenizer cannot be read ({str(error).strip().splitlines()[0][:200]})",
-            got=config.path,
-            remedy="the folder needs tokenizer files beside config.json",
-        ) from None
+        problem = f"its tokenizer cannot be read ({str(error).strip().splitlines()[0][:200]})"
+        remedy = "the folder needs tokenizer files beside config.json"
+        raise UserError("model.path", problem, got=config.path, remedy=remedy) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +203,7 @@ def load_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
 def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     """Loads a base that nobody else uses.
 
-    Args:
-        config: the model's settings.
-        adopt: called instead of `model.to(device)`, for instance to put the weights on an engine's storage.
+    `adopt` is called instead of `model.to(device)`, for instance to put the weights on an engine's storage.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -257,13 +240,8 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     kernels = selection.install(model, config.kernels, own_attention=config.attn_implementation == "auto")
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
-    return Backbone(
-        model=model,
-        tokenizer=load_tokenizer(config),
-        device=device,
-        path=config.path,
-        kernels=kernels,
-    )
+    tokenizer = load_tokenizer(config)
+    return Backbone(model=model, tokenizer=tokenizer, device=device, path=config.path, kernels=kernels)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -321,3 +299,36 @@ def _content(file: Path) -> str:
             stream.seek(max(0, size - 2**16) * position // 63)
             digest.update(stream.read(2**16))
     return f"{size}:{digest.hexdigest()}"
+
+
+WORD = torch.int64.itemsize
+
+
+class BaseWeights:
+    """The base's parameters, before any adapter is on it.
+
+    PEFT wraps modules and replaces parameters, so they are found in the modules themselves. By their fingerprint a load
+    of an adapter that rewrites any of the weights is found.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, module) for name, module in model.named_modules() if module._parameters]
+
+    def fingerprint(self) -> dict[str, tuple[int, int]]:
+        """{parameter: (its address, the sum of its bits)}, in one pass over the base at the speed of its memory."""
+        return {
+            f"{name}.{own}": (parameter.data_ptr(), bit_sum(parameter))
+            for name, module in self._modules
+            for own, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of the tensor's bits, read as 64-bit words, modulo 2^64: a change within one word always changes it."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % WORD:
+        data = data.clone()
+    whole = len(data) // WORD * WORD
+    words, rest = data[:whole].view(torch.int64), pad(data[whole:], (0, whole + WORD - len(data))).view(torch.int64)
+    return int(words.sum() + rest.sum())

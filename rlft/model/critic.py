@@ -6,7 +6,7 @@ Its head, one number from a hidden state, is also that of a reward model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +104,7 @@ class Critic:
         self.head.bias.mul_(old.std).add_(old.mean - new.mean).div_(new.std)
 
     def state(self) -> dict[str, float]:
-        statistics = self.statistics
-        return {"mean": statistics.mean, "variance": statistics.variance, "num_steps": statistics.num_steps}
+        return asdict(self.statistics)
 
     def restore_statistics(self, state: Mapping[str, float]) -> None:
         self.statistics = ReturnStatistics(

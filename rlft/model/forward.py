@@ -3,27 +3,62 @@
 There are two forwards, which give the same numbers: `packed` (prompts once per group, no padding, the LM head on
 completion positions only, in chunks) and `padded` (the model's own forward on padded rows). A model that the packed one
 cannot serve uses the padded one; `choose` says which, and why.
+
+Gradients inside a float16 network are SCALE times as large as outside of it. A loss is a mean over tens of thousands of
+tokens, so a token's gradient is about 1e-5, and those of hidden states are smaller by another factor of 100: below 6e-5
+float16 has fewer digits, and below 6e-8 none. Where gradients enter the network, at its float32 outputs, they are
+therefore multiplied by a power of two, and where they reach an adapter's float32 weights they are divided by it, which
+rounds nothing. bfloat16 has the range of float32 and needs no scale. With this scale neither end is near: a token of
+100,000 has a gradient of 0.01, and a weight's overflows at 64, which the optimizer refuses
+(`trainer.update.NonFiniteGradientError`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from rlft.batch import select, to_device
-from rlft.model.branches import paths_of
 from rlft.model.critic import ScalarHead
-from rlft.model.float16_gradients import scale_up
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
 from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
-from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches, padded_sizes
+from rlft.model.packing import (
+    PackedRows,
+    micro_batches,
+    num_packed_tokens,
+    pack,
+    padded_micro_batches,
+    padded_sizes,
+    paths_of,
+)
 from rlft.model.positions import independent_limit, limit_of, windows_of
 from rlft.types import Batch, Outputs, UserError
+
+SCALE = 2.0**10
+
+
+def scale_up(*outputs: Tensor | None) -> None:
+    """Multiplies the gradients with which a backward enters the network at these outputs."""
+    for output in outputs:
+        if output is not None and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * SCALE)
+
+
+def scale_down(parameter: Parameter) -> None:
+    """Divides the gradients that reach this parameter from now on."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook without it
+    parameter.register_hook(lambda gradient: gradient / SCALE)
+    parameter.requires_grad_(requires_grad)
+
 
 PROBED_WINDOW = 512
 """The largest attention window, in tokens, beyond which `choose` compares rows: longer ones would take time and memory
@@ -53,15 +88,9 @@ class Forward:
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
-        They are float64 if the model is, and float32 otherwise.
-
-        Args:
-            batch: the rows.
-            temperature: the temperature.
-            entropy: whether to compute entropies.
-            head: computes values, from the hidden states that predict the tokens; None for no values.
-            layout: the packed form of this batch, if it exists already.
-            top_k: whether to compute the log-probs of `batch.teacher_top_k_ids`.
+        They are float64 if the model is, and float32 otherwise. `head` computes values, from the hidden states that
+        predict the tokens; `top_k` asks for the log-probs of `batch.teacher_top_k_ids`; `layout` is the packed form of
+        this batch, if it exists already.
 
         Raises:
             UserError: a row is so long that its numbers would depend on those beside it (`rlft.model.positions`).
@@ -80,13 +109,8 @@ class Forward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs `[B, T]`, the k most likely tokens of each place `[B, T, K]`, their log-probs `[B, T, K]`).
 
-        They are at temperature 1, without gradient, and 0 outside the completions.
-
-        Args:
-            batch: the rows.
-            k: number of most likely tokens.
-            vocabulary: only token ids below this are among the most likely.
-            layout: the packed form of this batch, if it exists already.
+        They are at temperature 1, without gradient, and 0 outside the completions. Only token ids below `vocabulary`
+        are among the most likely.
         """
         self._check_lengths(batch)
         with torch.no_grad():
@@ -110,9 +134,10 @@ class Forward:
         """
         self._check_lengths(batch)
         if self.packed:
-            values_BT = packed_values(self.model, batch, head, layout).where(batch.loss_mask, 0.0)
+            packed = layout or pack(batch)
+            values_BT = _placed(head(_predicting(self.model, packed)), packed, batch)
         else:
-            values_BT = padded_values(self.model, batch, head).where(batch.loss_mask, 0.0)
+            values_BT = _kept(padded_values(self.model, batch, head), batch.loss_mask)
         if self.model.dtype == torch.float16:
             scale_up(values_BT)
         return values_BT
@@ -145,6 +170,7 @@ class Forward:
         return max(lengths_B) * sum(rows_B)
 
 
+# -- the packed forward ------------------------------------------------------------------------------------------------
 def packed_forward(
     model: PreTrainedModel,
     batch: Batch,
@@ -157,21 +183,20 @@ def packed_forward(
     packed = layout or pack(batch)
     hidden_MH, head = _predicting(model, packed), _head(model)
     logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
-    entropy_BT = None if entropy_M is None else _placed(entropy_M, packed, batch)
-    values_BT = None if value_head is None else _placed(value_head(hidden_MH), packed, batch)
-    top_k_BTK = None
+    values_M = None if value_head is None else value_head(hidden_MH)
+    top_k_MK = None
     if top_k:
-        assert batch.teacher_top_k_ids is not None, "a teacher has said which tokens"
-        ids_MK = batch.teacher_top_k_ids[packed.rows, packed.columns]
-        top_k_BTK = _placed(top_k_logprobs(head, hidden_MH, ids_MK, temperature), packed, batch)
-    return _masked(_placed(logprobs_M, packed, batch), entropy_BT, values_BT, batch, top_k_BTK)
+        ids_MK = _teachers_ids(batch)[packed.rows, packed.columns]
+        top_k_MK = top_k_logprobs(head, hidden_MH, ids_MK, temperature)
+    found = (logprobs_M, entropy_M, values_M, top_k_MK)
+    return _masked(batch, *(None if x is None else _placed(x, packed, batch) for x in found))
 
 
 def packed_most_likely(
     model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = layout or pack(batch)
-    results = most_likely(_head(model), _predicting(model, packed), packed.target, k, 1.0, vocabulary)
+    results = most_likely(_head(model), _predicting(model, packed), packed.target, k, vocabulary)
     logprobs_BT, ids_BTK, ids_logprobs_BTK = (_placed(values, packed, batch) for values in results)
     return logprobs_BT, ids_BTK, ids_logprobs_BTK
 
@@ -182,9 +207,9 @@ def _head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
-    packed = layout or pack(batch)
-    return _placed(head(_predicting(model, packed)), packed, batch)
+def _teachers_ids(batch: Batch) -> Tensor:
+    assert batch.teacher_top_k_ids is not None, "a teacher has said which tokens"
+    return batch.teacher_top_k_ids
 
 
 def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
@@ -209,6 +234,7 @@ def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     return hidden if decoder_layer.narrows(model) else hidden.index_select(0, packed.predictor)
 
 
+# -- the padded forward ------------------------------------------------------------------------------------------------
 def padded_forward(
     model: PreTrainedModel,
     batch: Batch,
@@ -217,92 +243,80 @@ def padded_forward(
     value_head: ScalarHead | None = None,
     top_k: bool = False,
 ) -> Outputs:
-    """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two.
+    """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two."""
 
-    Each path of a row with branches becomes a row.
-    """
-    if batch.previous is not None:
-        paths = paths_of(batch)
-        path_outputs = padded_forward(model, paths.batch, temperature, entropy, value_head, top_k)
-        return _masked(
-            paths.fold(path_outputs.logprobs),
-            None if path_outputs.entropy is None else paths.fold(path_outputs.entropy),
-            None if path_outputs.values is None else paths.fold(path_outputs.values),
-            batch,
-            None if path_outputs.top_k_logprobs is None else paths.fold(path_outputs.top_k_logprobs),
-        )
-    ids_BT, mask_BT = _narrowed(batch)
-    with_values = value_head is not None
-    output = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values)
-    logits_BTV = widened(output.logits[:, :-1]) / temperature
-    normaliser_BT = logits_BTV.logsumexp(-1)
-    logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
-    entropy_BT = values_BT = None
-    if entropy:
-        entropy_BT = _shifted(normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1), batch)
-    if with_values:
-        values_BT = _shifted(value_head(output.hidden_states[-1][:, :-1]), batch)
-    top_k_BTK = None
-    if top_k:
-        assert batch.teacher_top_k_ids is not None, "a teacher has said which tokens"
-        ids_logits_BTK = logits_BTV.gather(-1, batch.teacher_top_k_ids[:, 1 : ids_BT.shape[1]])
-        top_k_BTK = _shifted(ids_logits_BTK - normaliser_BT.unsqueeze(-1), batch)
-    return _masked(_shifted(logprobs_BT, batch), entropy_BT, values_BT, batch, top_k_BTK)
+    def outputs_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
+        states = value_head is not None
+        output = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, output_hidden_states=states)
+        logits_BTV = widened(output.logits[:, :-1]) / temperature
+        normaliser_BT = logits_BTV.logsumexp(-1)
+        logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
+        entropy_BT = normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1) if entropy else None
+        values_BT = None if value_head is None else value_head(output.hidden_states[-1][:, :-1])
+        top_k_BTK = None
+        if top_k:
+            ids_logits_BTK = logits_BTV.gather(-1, _teachers_ids(rows)[:, 1 : ids_BT.shape[1]])
+            top_k_BTK = ids_logits_BTK - normaliser_BT.unsqueeze(-1)
+        return logprobs_BT, entropy_BT, values_BT, top_k_BTK
+
+    return _masked(batch, *_of_padded_rows(batch, outputs_of))
 
 
 def padded_most_likely(model: PreTrainedModel, batch: Batch, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    if batch.previous is not None:
-        paths = paths_of(batch)
-        logprobs, ids, ids_logprobs = map(paths.fold, padded_most_likely(model, paths.batch, k, vocabulary))
-    else:
-        ids_BT, mask_BT = _narrowed(batch)
-        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits[:, :-1]
+    def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits[:, :-1]
         logp_BTV = widened(logits_BTV).log_softmax(-1)
         best = logp_BTV[..., :vocabulary].topk(k, -1)
-        results = logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
-        logprobs, ids, ids_logprobs = (_shifted(values, batch) for values in results)
-    mask_BTK = batch.loss_mask.unsqueeze(-1)
-    return logprobs.where(batch.loss_mask, 0.0), ids.where(mask_BTK, 0), ids_logprobs.where(mask_BTK, 0.0)
+        return logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
+
+    logprobs, ids, ids_logprobs = (_kept(x, batch.loss_mask) for x in _of_padded_rows(batch, results_of))
+    return logprobs, ids, ids_logprobs
 
 
 def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
+    def values_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
+        output = model.base_model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
+        return (head(output.last_hidden_state[:, :-1]),)
+
+    [values_BT] = _of_padded_rows(batch, values_of)
+    return values_BT
+
+
+OfRows = Callable[[Batch, Tensor, Tensor], Sequence[Tensor | None]]
+"""Computes numbers of positions 0 .. n - 2 from rows without branches, their token ids and their mask (int64)."""
+
+
+def _of_padded_rows(batch: Batch, compute: OfRows) -> list[Any]:
+    """What `compute` finds, at the tokens 1 .. n - 1 that these positions predict, in the batch's width.
+
+    Each path of a row with branches is a row of its own. Padding becomes token 0, whatever it was.
+    """
     if batch.previous is not None:
         paths = paths_of(batch)
-        return paths.fold(padded_values(model, paths.batch, head))
-    ids_BT, mask_BT = _narrowed(batch)
-    output = model.base_model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False)
-    return _shifted(head(output.last_hidden_state[:, :-1]), batch)
-
-
-def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Token ids and mask up to the longest row. Padding becomes token 0, whatever it was."""
+        return [None if x is None else paths.fold(x) for x in _of_padded_rows(paths.batch, compute)]
     width = int(batch.attention_mask.sum(1).max())
     mask_BT = batch.attention_mask[:, :width]
-    return batch.token_ids[:, :width].where(mask_BT, 0), mask_BT
+    found = compute(batch, batch.token_ids[:, :width].where(mask_BT, 0), mask_BT.long())
+    return [None if x is None else _shifted(x, batch) for x in found]
 
 
 def _shifted(values: Tensor, batch: Batch) -> Tensor:
-    """Values of positions 0 .. n - 2, moved to the tokens 1 .. n - 1 that these predict, in the batch's width."""
     other_dims = (0, 0) * (values.dim() - 2)
     return nn.functional.pad(values, (*other_dims, 1, batch.token_ids.shape[1] - values.shape[1] - 1))
 
 
-def _masked(
-    logprobs_BT: Tensor,
-    entropy_BT: Tensor | None,
-    values_BT: Tensor | None,
-    batch: Batch,
-    top_k_BTK: Tensor | None = None,
-) -> Outputs:
-    mask = batch.loss_mask
-    return Outputs(
-        logprobs=logprobs_BT.where(mask, 0.0),
-        entropy=None if entropy_BT is None else entropy_BT.where(mask, 0.0),
-        values=None if values_BT is None else values_BT.where(mask, 0.0),
-        top_k_logprobs=None if top_k_BTK is None else top_k_BTK.where(mask.unsqueeze(-1), 0.0),
-    )
+def _kept(values: Tensor, mask_BT: Tensor) -> Tensor:
+    """`[B, T]` or `[B, T, K]`, 0 outside the mask."""
+    return values.where(mask_BT.view(*mask_BT.shape, *(1 for _ in values.shape[2:])), 0)
 
 
+def _masked(batch: Batch, *found: Tensor | None) -> Outputs:
+    logprobs, entropy, values, top_k = (None if x is None else _kept(x, batch.loss_mask) for x in found)
+    assert logprobs is not None
+    return Outputs(logprobs=logprobs, entropy=entropy, values=values, top_k_logprobs=top_k)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
 def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
@@ -310,9 +324,7 @@ def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     logits, layers that ignore unknown arguments, or a new architecture may change the numbers. The comparison is with
     the model's own modules; kernels that give other log-probs also in padded rows are removed.
 
-    Args:
-        model: the model, with its kernels installed.
-        kernels: its kernels; None if nothing but its attention was replaced.
+    `kernels` are those installed in the model; None if nothing but its attention was replaced.
     """
     kernels = kernels or Kernels()
     if kernels.are_plain:

@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from rlft.batch import to_device
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose
-from rlft.model.kernels.flash_prefix_cache import open_prefix_cache
-from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.roles import score_sequence
 from rlft.types import Adapter, Batch
 

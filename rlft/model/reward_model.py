@@ -1,7 +1,8 @@
 """Learned rewards: completions scored by an adapter with a scalar head on the shared base, or by a network of its own.
 
 A score is scale x (the head's output - center). Both kinds forward their rows in micro-batches by token budget, and
-give a completion the same score whatever else is in the step.
+give a completion the same score whatever else is in the step. The rows of token ids that `rlft rm` and `rlft dpo`
+compare are made and divided here, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,18 +23,101 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlft.batch import select
 from rlft.config.model_paths import is_adapter, looks_local
 from rlft.model.backbone import resolve_dtype
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
-from rlft.model.rows import Row, batch_of_rows, numbers_of_rows
 from rlft.system.hub import hub_answers
 from rlft.tokens.text import date_of, dated, render
-from rlft.types import Batch, Completion, Group, Prompt, UserError
+from rlft.types import Batch, Completion, Group, Prompt, UserError, require
+
+Row = tuple[int, Sequence[int], Sequence[int]]
+"""(group, prompt ids, completion ids). Rows of a group with the same prompt share its forward where possible."""
+
+
+class Ranked(Protocol):
+    """Completions of one prompt, which a loss compares with each other."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]: ...
+    @property
+    def completions(self) -> Sequence[tuple[int, ...]]: ...
+
+
+Item = TypeVar("Item", bound=Ranked)
+
+
+def rows_of(items: Sequence[Ranked], ending: tuple[int, ...] = ()) -> list[Row]:
+    """Every completion once, in order, with `ending` after it; those of one prompt are a group even across items."""
+    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(item.prompt for item in items))}
+    return [(groups[item.prompt], item.prompt, (*c, *ending)) for item in items for c in item.completions]
+
+
+def batch_of_rows(rows: Sequence[Row]) -> Batch:
+    """The Batch of these rows, on the CPU; sampled log-probs and rewards, which they do not have, are 0."""
+    shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows)
+    token_ids_BT = torch.zeros(shape, dtype=torch.int64)
+    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    for b, (_, prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        token_ids_BT[b, :end] = torch.tensor([*prompt, *completion])
+        attention_mask_BT[b, :end] = True
+        loss_mask_BT[b, len(prompt) : end] = True
+    return Batch(
+        token_ids=token_ids_BT,
+        attention_mask=attention_mask_BT,
+        loss_mask=loss_mask_BT,
+        sampled_logprobs=torch.zeros(shape),
+        rewards=torch.zeros(len(rows)),
+        group_ids=torch.tensor([group for group, _, _ in rows]),
+    )
+
+
+def parts_within(items: Sequence[Item], token_budget: int, *, packed: bool, ending: int = 0) -> list[list[Item]]:
+    """The items in order, as many at a time as fit the token budget; one that exceeds it stands by itself.
+
+    Packed, a prompt counts once in a part; otherwise every row counts as much as the longest. `ending` is the number of
+    tokens that are added to each row.
+    """
+    parts: list[list[Item]] = []
+    prompts: set[tuple[int, ...]] = set()
+    tokens = longest = num_rows = 0
+    for item in items:
+        lengths = [len(completion) + ending for completion in item.completions]
+        length = len(item.prompt) + max(lengths)
+        total = tokens + sum(lengths) + (0 if item.prompt in prompts else len(item.prompt))
+        fits = (total if packed else max(longest, length) * (num_rows + len(lengths))) <= token_budget
+        if parts and fits:
+            parts[-1].append(item)
+        else:
+            parts.append([item])
+            prompts, longest, num_rows = set(), 0, 0
+            total = len(item.prompt) + sum(lengths)
+        prompts.add(item.prompt)
+        tokens, longest, num_rows = total, max(longest, length), num_rows + len(lengths)
+    return parts
+
+
+def numbers_of_rows(
+    roles: Roles, role: str | None, batch: Batch, token_budget: int, of_rows: Callable[[Batch], Tensor]
+) -> Tensor:
+    """float64 `[B]` on the CPU: a number for each row, computed with this role without gradient or dropout.
+
+    `of_rows` computes the numbers `[rows]` of a micro-batch on the device; role None is the bare base.
+    """
+    numbers_B = torch.zeros(len(batch.rewards), dtype=torch.float64)
+    with torch.no_grad(), roles.using(role):
+        for part in roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+            numbers_B[part] = of_rows(roles.to_device(select(batch, part))).double().cpu()
+    return numbers_B
+
 
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
 """Scores P groups, `[P, G]`. It runs in the trainer's process, with the models, and takes a whole step at once."""
 
+# -- rewards -----------------------------------------------------------------------------------------------------------
 ENDING = 0
 """The token that is added after each row, because a head is read before a token; nothing attends to it."""
 
@@ -55,14 +139,7 @@ def open_learned(
 ) -> LearnedReward:
     """The learned reward of this name: an adapter folder becomes a role on the base, anything else is a classifier.
 
-    Args:
-        name: name of the reward.
-        path: an adapter folder, or a classifier's; None: a new adapter with a head of zeros, which the run trains.
-        roles: the adapters on the base.
-        token_budget: the most tokens in one forward.
-        center: number that is subtracted from the head's output.
-        scale: factor of the difference.
-        learns: whether the run trains it.
+    Without a path it is a new adapter with a head of zeros, which the run trains; `learns`: whether the run trains it.
 
     Raises:
         UserError: the folder cannot be read, does not fit, or has not exactly one label.
@@ -138,9 +215,10 @@ class ClassifierReward:
         self.model, self.tokenizer = model, tokenizer
         self.token_budget, self.center, self.scale = token_budget, center, scale
         self.num_cut = 0
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        text = model.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
         self._max_tokens = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-        padding = _padding(model)
+        padding = getattr(text, "pad_token_id", None)
         self._own_padding = None if padding is None or padding < 0 else padding
 
     def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
@@ -232,12 +310,9 @@ def load_classifier(
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
     if report["missing_keys"]:
-        raise UserError(
-            key,
-            f"its weights lack {min(report['missing_keys'])}, which would be random",
-            got=path,
-            remedy="point it at a model that was trained as a sequence classifier",
-        )
+        problem = f"its weights lack {min(report['missing_keys'])}, which would be random"
+        remedy = "point it at a model that was trained as a sequence classifier"
+        raise UserError(key, problem, got=path, remedy=remedy)
     model.config.use_cache = False
     tokenizer.truncation_side = "left"
     model.to(device)
@@ -256,19 +331,12 @@ def read_classifier(path: str, key: str) -> Any:
         raise _unreadable(error, path, key) from None
     causal = [name for name in config.architectures or [] if name.endswith(("ForCausalLM", "LMHeadModel"))]
     if causal:
-        raise UserError(
-            key,
-            f"it holds a causal language model ({causal[0]}), which gives no score",
-            got=path,
-            remedy="train a reward model with rlft rm, or point it at a sequence-classification model",
-        )
-    if config.num_labels != 1:
-        raise UserError(
-            key,
-            "a reward model gives one score, this model's config has another num_labels",
-            got=config.num_labels,
-            remedy="point it at a sequence-classification model with num_labels 1, or at an adapter folder",
-        )
+        problem = f"it holds a causal language model ({causal[0]}), which gives no score"
+        remedy = "train a reward model with rlft rm, or point it at a sequence-classification model"
+        raise UserError(key, problem, got=path, remedy=remedy)
+    problem = "a reward model gives one score, this model's config has another num_labels"
+    remedy = "point it at a sequence-classification model with num_labels 1, or at an adapter folder"
+    require(config.num_labels == 1, key, problem, got=config.num_labels, remedy=remedy)
     return config
 
 
@@ -283,16 +351,9 @@ def _source(path: str) -> dict[str, Any]:
 
 
 def _unreadable(error: Exception, path: str, key: str) -> UserError:
-    return UserError(
-        key,
-        f"the reward model cannot be read ({str(error).strip().splitlines()[0][:200]})",
-        got=path,
-        remedy="point it at an adapter folder that rlft has made, or at a sequence-classification model",
-    )
-
-
-def _padding(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "pad_token_id", None)
+    problem = f"the reward model cannot be read ({str(error).strip().splitlines()[0][:200]})"
+    remedy = "point it at an adapter folder that rlft has made, or at a sequence-classification model"
+    return UserError(key, problem, got=path, remedy=remedy)
 
 
 def _grouped(scores: Sequence[float], groups: Sequence[Group]) -> list[list[float]]:

@@ -34,23 +34,17 @@ from rlft.model.adapter_folder import (
     load_head,
     read_record,
 )
-from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.base_weights import BaseWeights
+from rlft.model.backbone import Backbone, BaseWeights, load_backbone
 from rlft.model.critic import CRITIC, Critic, ScalarHead
-from rlft.model.float16_gradients import scale_down
-from rlft.model.forward import Forward, choose
+from rlft.model.forward import Forward, choose, scale_down
 from rlft.model.kernels import selection
-from rlft.model.kernels.flash_prefix_cache import open_prefix_cache
-from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.lora_config import folder_config, lora_config, named_inside
 from rlft.model.packing import PackedRows
-from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
+from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
 from rlft.system.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
-
-Part = tuple[Tensor, Batch, PackedRows | None]
-"""A micro-batch: indices of its rows in the batch, these rows, and their packed form."""
 
 
 class Roles:
@@ -60,12 +54,9 @@ class Roles:
 
     Args:
         backbone: the base, without adapters.
-        lora: the section `lora`, settings of the adapters.
-        snapshot: the section `snapshot`, which chooses reference, old policy and teacher.
-        critic: the section `critic`.
+        lora, snapshot, critic: the config's sections; `snapshot` chooses reference, old policy and teacher.
         temperature: temperature at which log-probs are taken.
         token_budget: the most tokens in a forward.
-        seed: the run's seed.
         teacher: the forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
     """
 
@@ -109,7 +100,7 @@ class Roles:
                 if role in self.moving:
                     self.model.add_adapter(role, self.lora)
                     self.copy(POLICY, role)
-            if self.has_reference_folder:
+            if self.reference_role is not None and REFERENCE not in self.moving:
                 self.load_role(REFERENCE, snapshot.reference, "snapshot.reference", frozen=True)
             if snapshot.teacher_adapter is not None:
                 self.load_role(TEACHER, snapshot.teacher_adapter, "snapshot.teacher", frozen=True)
@@ -129,10 +120,6 @@ class Roles:
     def reference_role(self) -> str | None:
         """The role of the reference; None: the bare base, also if there is no reference."""
         return None if self.snapshot.reference in ("none", "base") else REFERENCE
-
-    @property
-    def has_reference_folder(self) -> bool:
-        return self.snapshot.reference not in ("none", "base", "copy", "ema")
 
     @property
     def moving(self) -> tuple[str, ...]:
@@ -195,14 +182,7 @@ class Roles:
         return list(parameters)
 
     def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None, *, top_k: bool = False) -> Outputs:
-        """The current policy on these rows, with grad; with values if the critic reads the policy's features.
-
-        Args:
-            batch: the rows.
-            entropy: whether to compute entropies.
-            layout: the packed form of these rows, if it exists already.
-            top_k: whether to compute the log-probs of the teacher's most likely tokens.
-        """
+        """The current policy on these rows, with grad (`Forward`); with values if the critic reads its features."""
         critic = self.critic
         if critic is None or critic.role != POLICY:
             return self.forward(batch, self.temperature, entropy, layout=layout, top_k=top_k)
@@ -217,10 +197,7 @@ class Roles:
 
     @contextmanager
     def training(self, *, dropout: bool = True) -> Iterator[None]:
-        """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False.
-
-        Log-probs of old policy and reference are always taken without it, in the other mode.
-        """
+        """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False."""
         self.model.train()
         if not dropout:
             for name, module in self.model.named_modules():
@@ -280,7 +257,6 @@ class Roles:
         """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
 
         Args:
-            batch: the rows.
             zero_gradient_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
             needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
                 the current policy, detached, at no cost.
@@ -293,10 +269,7 @@ class Roles:
     def annotations(
         self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool, teacher_top_k: int = 0
     ) -> dict[str, Tensor]:
-        """The fields that `annotate` adds, {field: `[B, T, ..]`}, for rows of these micro-batches; other rows are 0.
-
-        Each micro-batch is given by the int64 indices of its rows.
-        """
+        """The fields that `annotate` adds, {field: `[B, T, ..]`}, for these micro-batches (int64 indices of rows)."""
         results: dict[str, Tensor] = {}
         fields_by_role: dict[str | None, set[str]] = defaultdict(set)
         old, reference = self.snapshot.old, self.snapshot.reference
@@ -311,55 +284,21 @@ class Roles:
         if self.critic is not None:
             fields_by_role[self.critic.role].add("old_values")
         engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
-        needs_forward = bool(fields_by_role) or (has_teacher and engine is None)
-        parts = list(self._parts(batch, micro_batches)) if needs_forward else []
+        parts: list[Part] = []
+        if fields_by_role or (has_teacher and engine is None):  # packed once for the passes of all roles
+            micros = [(rows, self.to_device(select(batch, rows))) for rows in micro_batches]
+            parts = [(rows, micro, self.forward.layout(micro)) for rows, micro in micros]
         for role, fields in fields_by_role.items():
             results |= self._without_gradient(batch, parts, role, fields)
+        asked = {"top_k": teacher_top_k, "vocabulary": self.backbone.model.config.get_text_config().vocab_size}
         if engine is not None:
-            results |= self._teacher_logprobs_by_engine(engine, batch, micro_batches, teacher_top_k)
+            results |= teacher_logprobs_by_engine(engine, batch, micro_batches, **asked)
         elif has_teacher:
-            results |= self._teacher_logprobs(batch, parts, teacher_top_k)
+            role = TEACHER if self.snapshot.teacher_adapter is not None else None
+            with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
+                teacher = self._teacher or self.forward
+                results |= teacher_logprobs(teacher, batch, parts, token_budget=self.token_budget, **asked)
         return results
-
-    def _teacher_logprobs(self, batch: Batch, parts: Sequence[Part], top_k: int) -> dict[str, Tensor]:
-        """{field: `[B, T, ..]` on the batch's device} of the teacher's log-probs, and those of its top k tokens."""
-        result = _no_logprobs(batch, top_k)
-        role = TEACHER if self.snapshot.teacher_adapter is not None else None
-        with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
-            for part, micro, layout in parts:
-                fields = teacher_logprobs(
-                    self._teacher or self.forward,
-                    micro,
-                    layout,
-                    top_k=top_k,
-                    vocabulary=self._vocabulary,
-                    token_budget=self.token_budget,
-                )
-                for name, values in fields.items():
-                    result[name][part] = values.to(result[name])
-        return result
-
-    def _teacher_logprobs_by_engine(
-        self, engine: TeacherEngine, batch: Batch, micro_batches: Sequence[Tensor], top_k: int
-    ) -> dict[str, Tensor]:
-        """Like `_teacher_logprobs`, with all rows in order in one call, so that no number depends on the budget."""
-        result = _no_logprobs(batch, top_k)
-        if micro_batches:
-            rows = torch.cat(list(micro_batches)).sort().values
-            fields = teacher_logprobs_by_engine(engine, select(batch, rows), top_k=top_k, vocabulary=self._vocabulary)
-            for name, values in fields.items():
-                result[name][rows] = values.to(result[name])
-        return result
-
-    @property
-    def _vocabulary(self) -> int:
-        return self.backbone.model.config.get_text_config().vocab_size
-
-    def _parts(self, batch: Batch, micro_batches: Sequence[Tensor]) -> Iterator[Part]:
-        """These micro-batches, packed once for the passes of all roles."""
-        for part in micro_batches:
-            micro = self.to_device(select(batch, part))
-            yield part, micro, self.forward.layout(micro)
 
     def _without_gradient(
         self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
@@ -401,10 +340,8 @@ class Roles:
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Copies a published version into the engine's own slot, so that the engine samples with what was published.
 
-        Args:
-            adapter: the published adapter.
-            weights: `merged` or `merged_bfloat16` also adds it to a copy of the base's linear weights, for faster
-                decoding (`LoraLinear.add_up`), unless kernels are plain; `apart` does not.
+        With weights `merged` or `merged_bfloat16` it is also added to a copy of the base's linear weights, for faster
+        decoding (`LoraLinear.add_up`), unless kernels are plain.
         """
         if SAMPLER not in self.model.peft_config:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
@@ -449,20 +386,15 @@ class Roles:
     def add_scalar_role(self, role: str, path: str | None, key: str, *, learns: bool) -> None:
         """Adds an adapter with a scalar head, from the folder of a reward or critic, or a new one with a head of zeros.
 
-        Args:
-            role: the role.
-            path: the folder; None for a new adapter.
-            key: the config's key of the folder, for refusals.
-            learns: whether its parameters are trained in this run.
+        `key` is the config's key of the folder, for refusals; `learns`: whether its parameters are trained in this run.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, 0, role))
             self.model.add_adapter(role, self.lora)
         self._scale_gradients_of(parameter for _, parameter in self.named_parameters(role))
-        self.heads[role] = self._new_head()
         if path is not None:
             self.load_role(role, path, key)
-            self.heads[role].restore(load_head(path, key))
+        self._add_head(role, path, key)
         if learns:
             self._learning.add(role)
         self._activate(POLICY)
@@ -470,23 +402,22 @@ class Roles:
 
     def _add_critic(self, config: CriticConfig) -> None:
         path = None if config.init == "base" else config.init
-        if config.kind is CriticKind.adapter:
+        role = CRITIC if config.kind is CriticKind.adapter else POLICY
+        if role == CRITIC:
             self.add_scalar_role(CRITIC, path, "critic.init", learns=True)
         else:
-            self.heads[CRITIC] = self._new_head()
-            if path is not None:
-                self.heads[CRITIC].restore(load_head(path, "critic.init"))
-        role = CRITIC if config.kind is CriticKind.adapter else POLICY
+            self._add_head(CRITIC, path, "critic.init")
         self.critic = Critic(role, self.heads[CRITIC], config.normalize_values)
         if path is not None and (returns := read_record(path, "critic.init").get("returns")) is not None:
             self.critic.restore_statistics(returns)
             self.critic.forget_statistics()
 
-    def _new_head(self) -> ScalarHead:
+    def _add_head(self, role: str, path: str | None, key: str) -> None:
         size = self.backbone.model.config.get_text_config().hidden_size
-        head = ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
+        head = self.heads[role] = ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
         self._scale_gradients_of(head.parameters())
-        return head
+        if path is not None:
+            head.restore(load_head(path, key))
 
     def _scale_gradients_of(self, parameters: Iterable[Parameter]) -> None:
         """Takes back from the gradients of these what `Forward` multiplies those of a float16 network with."""
@@ -498,13 +429,7 @@ class Roles:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)
 
     def load_role(self, role: str, path: str, key: str, *, frozen: bool = False) -> None:
-        """Copies this folder's adapter to the role.
-
-        Args:
-            role: the role, which has an adapter already unless it is frozen.
-            path: the folder.
-            key: the config's key of the folder, for refusals.
-            frozen: the role gets an adapter with the rank, scale and targets of the folder's, as PEFT computes it.
+        """Copies this folder's adapter to the role; a frozen role gets one with the folder's rank, scale and targets.
 
         Raises:
             UserError: the adapter has other tensors than the role, where PEFT would skip what is missing, or loading it
@@ -548,16 +473,6 @@ class Roles:
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(weights[name].shape) if name in weights else None
-
-
-def _no_logprobs(batch: Batch, top_k: int) -> dict[str, Tensor]:
-    """The fields of a teacher's log-probs, `[B, T, ..]`, all 0."""
-    result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
-    if top_k:
-        shape = *batch.token_ids.shape, top_k
-        result["teacher_top_k_ids"] = batch.token_ids.new_zeros(shape)
-        result["teacher_top_k_logprobs"] = batch.sampled_logprobs.new_zeros(shape)
-    return result
 
 
 def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list[float]:

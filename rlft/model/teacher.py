@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rlft.batch import select
-from rlft.model.branches import paths_of
 from rlft.model.forward import Forward
-from rlft.model.packing import PackedRows, prompt_lengths
+from rlft.model.packing import PackedRows, paths_of, prompt_lengths
 from rlft.types import Batch
 
 
@@ -34,76 +33,96 @@ class TeacherEngine(Protocol):
         ...
 
 
+Part = tuple[Tensor, Batch, PackedRows | None]
+"""A micro-batch: indices of its rows in the batch, these rows, and their packed form."""
+
+
 def teacher_logprobs(
-    forward: Forward,
-    micro: Batch,
-    layout: PackedRows | None,
-    *,
-    top_k: int,
-    vocabulary: int,
-    token_budget: int,
+    forward: Forward, batch: Batch, parts: Sequence[Part], *, top_k: int, vocabulary: int, token_budget: int
 ) -> dict[str, Tensor]:
     """{field of a Batch: float32 `[B, T]`, with top_k also int64 and float32 `[B, T, K]`}, 0 outside the completions.
 
     Args:
         forward: of the teacher, whose adapter is the active one if it has one.
-        micro: rows that fit the token budget of the student's forward.
-        layout: of these rows, where they are packed already.
+        batch: the rows.
+        parts: micro-batches of them, which fit the token budget of the student's forward; other rows are 0.
         top_k: of how many of its most likely tokens the teacher is asked, 0 for none.
         vocabulary: tokens from this one on are not among them.
         token_budget: the most tokens that enter the teacher's network at a time.
     """
-    read = micro if micro.teacher_prompts is None else with_other_prompts(micro, micro.teacher_prompts)
-    if read is micro and forward.packed == (layout is not None):
-        return _in_one_pass(forward, micro, layout, top_k, vocabulary)
-    made: dict[str, Tensor] = {}
-    for part in forward.micro_batches(read, torch.arange(len(read.rewards)), token_budget):
-        rows = select(read, part)
-        for name, values in _in_one_pass(forward, rows, None, top_k, vocabulary).items():
-            whole = made.setdefault(name, values.new_zeros(*micro.token_ids.shape, *values.shape[2:]))
-            of_part = select(micro, part).loss_mask
-            placed = whole[part]
-            placed[of_part] = values[rows.loss_mask]  # of each row the sampled tokens are the same, in the same order
-            whole[part] = placed
-    return made
+    result = _no_logprobs(batch, top_k)
+    for rows, micro, layout in parts:
+        read = _as_read(micro)
+        if read is micro and forward.packed == (layout is not None):
+            for name, values in _in_one_pass(forward, micro, layout, top_k, vocabulary).items():
+                result[name][rows] = values.to(result[name])
+            continue
+        for part in forward.micro_batches(read, torch.arange(len(read.rewards)), token_budget):
+            asked = select(read, part)
+            for name, values in _in_one_pass(forward, asked, None, top_k, vocabulary).items():
+                _put(result[name], rows[part], select(micro, part).loss_mask, values[asked.loss_mask])
+    return result
 
 
 def teacher_logprobs_by_engine(
-    engine: TeacherEngine, batch: Batch, *, top_k: int, vocabulary: int
+    engine: TeacherEngine, batch: Batch, micro_batches: Sequence[Tensor], *, top_k: int, vocabulary: int
 ) -> dict[str, Tensor]:
-    """As `teacher_logprobs`, of these rows together; a row without a sampled token is not asked for."""
-    read = batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
+    """As `teacher_logprobs`, with all rows in order in one call, so that no number depends on the token budget.
+
+    A row without a sampled token is not asked for. `micro_batches` are the indices of rows; other rows are 0.
+    """
+    result = _no_logprobs(batch, top_k)
+    if not micro_batches:
+        return result
+    rows = torch.cat(list(micro_batches)).sort().values
+    micro = select(batch, rows)
+    read = _as_read(micro)
     paths = None if read.previous is None else paths_of(read)
     linear = read if paths is None else paths.batch
-    lengths, sampled_rows = linear.attention_mask.sum(1).tolist(), linear.loss_mask.any(1).nonzero()[:, 0].tolist()
-    rows = [linear.token_ids[b, : lengths[b]].tolist() for b in sampled_rows]
-    shape, device = linear.token_ids.shape, linear.token_ids.device
-    made = {"teacher_logprobs": torch.zeros(shape, device=device)}
-    if top_k:
-        made["teacher_top_k_ids"] = torch.zeros(*shape, top_k, dtype=torch.int64, device=device)
-        made["teacher_top_k_logprobs"] = torch.zeros(*shape, top_k, device=device)
-    for b, row_logprobs in zip(sampled_rows, engine.logprobs(rows, top_k, vocabulary), strict=True):
+    lengths, sampled = linear.attention_mask.sum(1).tolist(), linear.loss_mask.any(1).nonzero()[:, 0].tolist()
+    asked = [linear.token_ids[b, : lengths[b]].tolist() for b in sampled]
+    made = _no_logprobs(linear, top_k)
+    for b, row_logprobs in zip(sampled, engine.logprobs(asked, top_k, vocabulary), strict=True):
         for values, of_row in zip(made.values(), row_logprobs, strict=False):  # without top_k the log-probs alone
             values[b, 1 : lengths[b]] = of_row
-    result = {}
     for name, values in made.items():
         of_rows = values if paths is None else paths.fold(values)
-        result[name] = of_rows.new_zeros(*batch.token_ids.shape, *values.shape[2:])
-        result[name][batch.loss_mask] = of_rows[read.loss_mask]  # the sampled tokens are the same, in the same order
+        _put(result[name], rows, micro.loss_mask, of_rows[read.loss_mask])
     return result
+
+
+def _no_logprobs(batch: Batch, top_k: int) -> dict[str, Tensor]:
+    """The fields of a teacher's log-probs, all 0."""
+    result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
+    if top_k:
+        shape = *batch.token_ids.shape, top_k
+        result["teacher_top_k_ids"] = batch.token_ids.new_zeros(shape)
+        result["teacher_top_k_logprobs"] = batch.sampled_logprobs.new_zeros(shape)
+    return result
+
+
+def _put(target: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
+    """Puts the values of these rows' sampled tokens in their places.
+
+    The sampled tokens are the same, in the same order, in the rows as the teacher reads them.
+    """
+    of_rows = target[rows]
+    of_rows[mask.to(target.device)] = values.to(target)
+    target[rows] = of_rows
+
+
+def _as_read(batch: Batch) -> Batch:
+    """The rows as the teacher reads them."""
+    return batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
 
 
 def _in_one_pass(
     forward: Forward, batch: Batch, layout: PackedRows | None, top_k: int, vocabulary: int
 ) -> dict[str, Tensor]:
     if not top_k:
-        return {"teacher_logprobs": forward(batch, 1.0, layout=layout).logprobs.float()}
+        return {"teacher_logprobs": forward(batch, 1.0, layout=layout).logprobs}
     logprobs, ids, of_ids = forward.most_likely(batch, top_k, vocabulary, layout)
-    return {
-        "teacher_logprobs": logprobs.float(),
-        "teacher_top_k_ids": ids,
-        "teacher_top_k_logprobs": of_ids.float(),
-    }
+    return {"teacher_logprobs": logprobs, "teacher_top_k_ids": ids, "teacher_top_k_logprobs": of_ids}
 
 
 def with_other_prompts(batch: Batch, prompts_BP: Tensor) -> Batch:

@@ -156,12 +156,7 @@ def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrai
 
 
 def load_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """The model that is trained, with its weights.
-
-    Args:
-        config: the folder's.
-        options: transformers' keyword arguments of `from_pretrained`.
-    """
+    """The model that is trained, with its weights; `options` are those of transformers' `from_pretrained`."""
     contains = own_class(config)
     if contains is None:
         return AutoModelForCausalLM.from_pretrained(config=config, **options)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from rlft.config.model import CriticKind, LoraSettings, ModelConfig
 from rlft.config.model_paths import is_adapter
 from rlft.config.schema import RunConfig
-from rlft.model.adapter_fields import check_shape
 from rlft.model.adapter_folder import (
     OLD,
     POLICY,
@@ -25,6 +24,7 @@ from rlft.model.adapter_folder import (
     adapter_shapes,
     check_adapter_folder,
     check_head,
+    check_shape,
     content_fingerprint,
     head_shapes,
     read_record,

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlft.algorithm.objective import Objective
-from rlft.algorithm.preference.bradley_terry import BradleyTerry
-from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankingLoss
+from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
 from rlft.config.generation import AUTO
 from rlft.config.instantiate import instantiate
 from rlft.config.model import LoraSettings
 from rlft.config.schema import DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
 from rlft.data.jsonl import existing_file
 from rlft.logger.loggers import loggers_of
-from rlft.model.adapter_fields import check_shape
-from rlft.model.adapter_folder import check_adapter_folder, has_head
+from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head
 from rlft.plan.adapters import AdapterUse, Use, check_folders, use_of_policy, uses, uses_of_rewards
 from rlft.plan.model_rules import check_engine, check_model, check_served
 from rlft.plan.roles import check_roles
@@ -199,7 +197,7 @@ def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
         return BradleyTerry(margin=config.margin)
     loss = instantiate(config.loss, "loss", "dpo")
     if not isinstance(loss, PreferenceLoss):
-        problem, got = "is no rlft.algorithm.preference.preference_loss.PreferenceLoss", config.loss["_target_"]
+        problem, got = "is no rlft.algorithm.preference.PreferenceLoss", config.loss["_target_"]
         raise UserError("loss._target_", problem, got=got, remedy="derive it from that class")
     configured, reference = config.snapshot.reference, reference_of(config, loss)
     problem, remedy = "its log-probs are computed once for each completion, so it cannot move", f"use {FIXED}"

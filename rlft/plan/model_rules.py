@@ -185,7 +185,7 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
     check_pattern(lora)
     import torch
 
-    from rlft.model.adaptable import left_out, linear_layers
+    from rlft.model.lora_config import left_out, linear_layers
 
     empty = empty_model(settings, model)
     modules, without = dict(empty.named_modules()), left_out(empty)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlft.algorithm.ops.preference import pairs_of_ranking
-from rlft.algorithm.preference.preference_loss import RankingLoss
+from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig

@@ -19,10 +19,10 @@ from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_sizes
-from rlft.model.adaptable import adapted_words
 from rlft.model.backbone import decoder_layers, layer_weights, read_config, resolve_device, resolve_dtype
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
+from rlft.model.lora_config import adapted_words
 from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.plan.memory_parts import FLOAT32, Demand
 from rlft.plan.model_rules import why_not_on_a_gpu

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn import Parameter
 
-from rlft.model.adaptable import adapted_words
 from rlft.model.kernels.selection import Decision
+from rlft.model.lora_config import adapted_words
 from rlft.system.memory import multiplies_in
 
 TableRow = tuple[str, str, str]

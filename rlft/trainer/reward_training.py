@@ -15,12 +15,12 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from rlft.algorithm.ops.preference import accuracy, bradley_terry
+from rlft.algorithm import preference as bradley_terry
+from rlft.algorithm.preference import accuracy
 from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import TrainerConfig
-from rlft.model.reward_model import last_scores, score_rows, scoring_batch
+from rlft.model.reward_model import last_scores, parts_within, rows_of, score_rows, scoring_batch
 from rlft.model.roles import Roles
-from rlft.model.rows import parts_within, rows_of
 from rlft.system.seeds import derive
 from rlft.trainer.update import Optimizer
 from rlft.types import Group, Scores

@@ -16,13 +16,29 @@ NAMES = catalog.choices("algorithm")
 EXTRAS = {"": {}, "all terms": {"kl_coef": 0.1, "entropy_coef": 0.02, "mismatch": "token_mask"}}
 OF_COMPLETIONS = {name: {"mismatch": "sequence_mask", "mismatch_low": 0.8} for name in ("gspo", "gmpo")}
 """Instead of the weights of single tokens, which these refuse."""
-algorithms = each(("name", "extra"), [(name, extra) for name in NAMES for extra in EXTRAS])
+
+# Together these use every switch of GRPO at least once, and the pairs that touch each other.
+VARIANTS = {
+    "paper": {"kl_coef": 0.04},
+    "token_mean": {"aggregate": "token_mean", "clip_high": 0.28},
+    "token_sum": {"aggregate": "sequence_mean_token_sum", "std": "population", "dual_clip": 1.5},
+    "constant": {"aggregate": "constant", "std": "none", "kl_coef": 0.1, "kl_estimator": "k2"},
+    "sequence": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.06, "mismatch": "sequence_mask"},
+    "sequence_token": {"ratio": "sequence_token", "mismatch": "token_mask", "kl_coef": 0.1, "kl_estimator": "k1"},
+    "unbiased": {"kl_coef": 0.1, "kl_estimator": "k3_unbiased", "mismatch": "token_truncate", "mismatch_high": 1.2},
+    "reward": {"kl_coef": 0.1, "kl_in": "reward", "std": "batch", "mismatch": "sequence_truncate"},
+    "entropy": {"entropy_coef": 0.01, "aggregate": "token_mean"},
+}
+CASES = [(name, extra) for name in NAMES for extra in EXTRAS] + [("grpo", variant) for variant in VARIANTS]
+algorithms = each(("name", "extra"), CASES)
 INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "old_values")
 
 
 @pytest.fixture(scope="session")
 def made(make):
     def build(name, extra):
+        if extra in VARIANTS:
+            return make(name, **VARIANTS[extra])
         # Kimi refuses the weights of single tokens: its squared log-ratio is of a whole completion.
         keys = {key: value for key, value in EXTRAS[extra].items() if (name, key) != ("kimi", "mismatch")}
         return make(name, **keys | (OF_COMPLETIONS.get(name, {}) if extra else {}))
@@ -53,6 +69,13 @@ def test_together_they_reach_every_branch_that_the_properties_below_are_about(ma
             algorithm = made(name, extra)
             metrics = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).metrics
             seen |= {f"{name} {metric}": value.item() for metric, value in metrics.items()}
+    for variant in VARIANTS:
+        algorithm = made("grpo", variant)
+        metrics = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).metrics
+        seen |= {f"{variant} {metric}": value.item() for metric, value in metrics.items()}
+    assert seen["token_sum ratio/dual_clip_fraction"] > 0
+    assert seen["unbiased sampler/importance_capped_fraction"] > 0
+    assert seen["sequence_token waste/importance_dropped_fraction"] > 0
     for name in ("ppo", "grpo", "gspo", "gspo_token", "reinforce_pp", "dapo", "gmpo"):
         assert seen[f"{name} ratio/clip_low_fraction"] > 0
         assert seen[f"{name} ratio/clip_high_fraction"] > 0
@@ -63,10 +86,12 @@ def test_together_they_reach_every_branch_that_the_properties_below_are_about(ma
     assert made("ppo", "").credit(batch).returns is not None
 
 
-# In gspo_token and cispo part of the value has its gradient stopped, which differences do not see: the first is
-# compared with gspo in test_gspo.py, the second derived in test_cispo.py.
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gspo_token", "cispo")])
+# In gspo_token and cispo part of the value has its gradient stopped, which differences do not see: in
+# test_grpo_variants.py the first is compared with gspo, and the second derived.
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [case for case in CASES if case[0] not in ("gspo_token", "cispo") and case[1] != "sequence_token"],
+)
 def test_gradient_agrees_with_central_differences(made, full_step, scale_of, loss_of, close, name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
@@ -280,6 +305,25 @@ def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(
         loss, (gradient,) = loss_of(algorithm, Outputs(logprobs=moved.clone().requires_grad_()), batch, scale)
         assert loss.total == 0
         assert (gradient == 0).all()
+        assert not any(value.isnan() for value in loss.metrics.values())
+
+
+@each("variant", VARIANTS)
+def test_batches_that_teach_grpo_nothing_give_exactly_0_with_gradient_0(made, hand_batch, loss_of, variant):
+    algorithm = made("grpo", variant)
+    for batch in (
+        hand_batch([2, 3, 1], [0.1, 0.1, 0.1], [0, 0, 0]),  # equal rewards
+        hand_batch([2], [5.0], [3]),  # a row alone
+        hand_batch([0, 0], [0, 1], [0, 0]),  # no tokens
+    ):
+        # Old, current, sampler and reference agree, and the entropy is 0: nothing is left that could act.
+        zero = torch.zeros_like(batch.old_logprobs, requires_grad=True)
+        outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_(), entropy=zero)
+        scale = LossScale(num_tokens=6, num_sequences=3, max_completion_tokens=4)
+        loss, gradients = loss_of(algorithm, outputs, algorithm.credit(batch), scale)
+        assert loss.total == 0
+        if algorithm.kl_estimator != "k1":  # k1's gradient in a token's log-prob is 1 everywhere
+            assert (gradients[0] == 0).all()
         assert not any(value.isnan() for value in loss.metrics.values())
 
 

@@ -25,8 +25,8 @@ from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens, Rankings
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
+from rlft.model.reward_model import rows_of
 from rlft.model.roles import POLICY, REFERENCE, Roles
-from rlft.model.rows import rows_of
 from rlft.plan.preference_plan import PreferencePlan
 from rlft.runs import checkpoint
 

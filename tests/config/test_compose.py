@@ -264,7 +264,7 @@ VERB_OF = {"demonstrations": "sft", "preferences": "rm"}
 def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
     if group == "loss":
         plain = compose([f"loss={choice}", "preferences.path=some.jsonl"], verb="dpo")
-        assert type(instantiate(plain[group], group)).__module__ == f"rlft.algorithm.preference.{choice}"
+        assert type(instantiate(plain[group], group)).__name__.lower() == choice
         return
     if group in VERB_OF:
         plain = compose([f"{group}={choice}", f"{group}.path=some.jsonl"], verb=VERB_OF[group])

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlft.model import forward
-from rlft.model.kernels import attention, flash_attention, layer_branches, norm_and_mlp
+from rlft.model.kernels import attention, elementwise, flash_attention, layer_branches
 from rlft.model.packing import pack
 from rlft.types import Batch
 
@@ -44,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     library = flash_stand_in.install()
     flash_stand_in.CALLS.clear()
     monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
-    monkeypatch.setattr(norm_and_mlp, "serves", lambda x: True)
+    monkeypatch.setattr(elementwise, "serves", lambda x: True)
     monkeypatch.setattr(forward, "pack", partial(pack, prompts_first=True))
     calls: Counter[str] = Counter()
 

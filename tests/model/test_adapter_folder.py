@@ -1,24 +1,40 @@
-"""Adapter folders: what is in them is found without reading weights, and what is wrong with them is said."""
+"""Adapter folders, rlft's and others': what is read and refused; each field of PEFT's LoraConfig is decided."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 import torch
+from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.adapter_folder import (
+    ANOTHER_FUNCTION,
+    CHANGING_THE_BASE,
+    OF_THE_FUNCTION,
+    VALUES,
+    WITHOUT_EFFECT,
     adapter_shapes,
     check_adapter_folder,
+    check_fields,
     check_head,
+    check_shape,
     head_shapes,
     load_adapter,
     load_head,
     read_record,
 )
+from rlft.model.backbone import Backbone
+from rlft.model.kernels.selection import Decision, KernelChoice, Kernels
+from rlft.model.roles import POLICY, REFERENCE, Roles, score_sequence
 from rlft.types import UserError
 
 FIELDS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4.0}
@@ -130,3 +146,231 @@ def test_a_pickled_adapter_is_never_looked_at(folder: Path) -> None:
 
 def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
+
+
+IDS = [3, 17, 5, 99, 42, 8, 61, 2]
+CPU = torch.device("cpu")
+TARGETS = ["q_proj", "down_proj"]
+
+TAKEN = (True, False, "gaussian", "eva", "orthogonal", "mica")
+REFUSED = ("olora", "pissa", "pissa_niter_2", "corda", "loftq", "lora_ga")
+OF_A_NEEDED_PASS = ("corda", "loftq", "lora_ga")
+"""Initialisations for which PEFT wants a pass over data, or scipy, first."""
+
+
+@pytest.fixture
+def base(random_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return random_model("llama", attention_bias=True, mlp_bias=True)
+
+
+@pytest.fixture
+def save(base: PreTrainedModel, tmp_path: Path) -> Callable[..., Path]:
+    """Saves a LoRA adapter that PEFT has made on a copy of the base, and that some training has moved."""
+
+    def make(**keys: Any) -> Path:
+        config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | keys)
+        torch.manual_seed(1)
+        model = get_peft_model(copy.deepcopy(base), config)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data += 0.05 * torch.randn_like(parameter)
+        folder = tmp_path / f"adapter_{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(str(folder), save_embedding_layers=False)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def roles_on(base: PreTrainedModel) -> Callable[..., Roles]:
+    """Roles on a copy of the base, computed by PEFT's own layers."""
+
+    def make(reference: Path | None = None, path: Path | None = None, **lora: Any) -> Roles:
+        backbone = Backbone(
+            model=copy.deepcopy(base),
+            tokenizer=cast(Any, None),
+            device=CPU,
+            path="",
+            kernels=Kernels(decision=Decision(choice=KernelChoice.plain, reason="")),
+        )
+        settings = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": TARGETS} | lora
+        snapshot = SnapshotConfig(
+            reference="none" if reference is None else str(reference), refresh_every=0, ema_decay=None, old=Old.auto
+        )
+        critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
+        start = None if path is None else str(path)
+        return Roles(
+            backbone,
+            LoraSettings(path=start, **settings),
+            snapshot,
+            critic,
+            temperature=1.0,
+            token_budget=99,
+            seed=0,
+        )
+
+    return make
+
+
+def of_peft(base: PreTrainedModel, folder: Path) -> list[float]:
+    """Log-probs with the adapter as PEFT itself loads it."""
+    model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
+    with torch.no_grad():
+        return score_sequence(model, IDS, CPU)
+
+
+def of_role(roles: Roles, role: str) -> list[float]:
+    with torch.no_grad(), roles.using(role):
+        return score_sequence(roles.model, IDS, CPU)
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def is_unchanged(model: PreTrainedModel, base: PreTrainedModel) -> bool:
+    """Whether the model's weights, which may have adapters on them, are those of the base, bit for bit."""
+    now = {name.replace(".base_layer", ""): t for name, t in model.state_dict().items() if "lora_" not in name}
+    before = base.state_dict()
+    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
+
+
+def test_every_field_and_every_initialisation_of_the_installed_peft_is_decided() -> None:
+    decided = {*OF_THE_FUNCTION, *WITHOUT_EFFECT, *VALUES, *CHANGING_THE_BASE, *ANOTHER_FUNCTION}
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == decided
+    offered = [v for kind in get_args(get_type_hints(LoraConfig)["init_lora_weights"]) for v in get_args(kind)]
+    named = {"pissa_niter_[number of iters]": "pissa_niter_2"}
+    # PEFT takes lora_ga without naming it in the annotation.
+    assert {named.get(v, v) for v in offered} | {"lora_ga", True, False} == {*TAKEN, *REFUSED}
+
+
+def test_initialisations_that_leave_the_base_alone_give_exactly_what_peft_loads(
+    base: PreTrainedModel, save: Callable[..., Path], roles_on: Callable[..., Roles]
+) -> None:
+    for init in TAKEN:
+        folder = save(init_lora_weights=init)
+        expected = of_peft(base, folder)
+        assert expected != score_sequence(base, IDS, CPU)
+        for role, roles in ((REFERENCE, roles_on(reference=folder)), (POLICY, roles_on(path=folder))):
+            assert of_role(roles, role) == expected, (init, role)
+            assert is_unchanged(roles.backbone.model, base), (init, role)
+
+
+def test_initialisations_that_change_the_base_are_refused_by_name(
+    base: PreTrainedModel, save: Callable[..., Path]
+) -> None:
+    for init in REFUSED:
+        if init in OF_A_NEEDED_PASS:
+            folder = save()
+            edit(folder, init_lora_weights=init)
+        else:
+            folder = save(init_lora_weights=init)
+            loaded = copy.deepcopy(base)
+            PeftModel.from_pretrained(loaded, str(folder))
+            assert not is_unchanged(loaded, base), f"PEFT no longer changes the base for {init}"
+        fields = json.loads((folder / "adapter_config.json").read_text())
+        with pytest.raises(UserError, match=rf"^lora\.path: init_lora_weights={init} has changed the base") as error:
+            check_fields(fields, folder, "lora.path")
+        assert ("path_initial_model_for_weight_conversion" in str(error.value)) == (init != "loftq")
+        assert "model.path" in str(error.value)
+    for init in ("PiSSA", "OLoRA", "brand_new", 2, ["pissa"]):
+        with pytest.raises(UserError, match=r"^k: init_lora_weights="):
+            check_fields({"init_lora_weights": init}, "folder", "k")
+
+
+def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(
+    base: PreTrainedModel, tmp_path: Path, roles_on: Callable[..., Roles]
+) -> None:
+    trained = copy.deepcopy(base)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(trained, config)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(str(tmp_path / "untrained"))
+    model.peft_config["default"].init_lora_weights = "pissa"
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    expected = score_sequence(model.eval(), IDS, CPU)
+    model.save_pretrained(str(tmp_path / "new"), path_initial_model_for_weight_conversion=str(tmp_path / "untrained"))
+    roles = roles_on(reference=tmp_path / "new")
+    assert of_role(roles, REFERENCE) == pytest.approx(expected, abs=1e-4)
+    assert is_unchanged(roles.backbone.model, base)
+
+
+FUNCTIONS: list[dict[str, Any]] = [
+    {"use_rslora": True},
+    {"use_dora": True},
+    {"lora_bias": True},
+    {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+    {"layers_to_transform": [1], "layers_pattern": "layers"},
+    {"layers_to_transform": 0},
+    {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+    {"target_modules": r".*layers\.0\..*_proj"},
+    {"target_modules": ["q_proj", "lm_head"]},
+]
+IDLE: list[dict[str, Any]] = [
+    {"eva_config": EvaConfig(), "init_lora_weights": "eva"},
+    {"lora_dropout": 0.5},
+    {"ensure_weight_tying": True},
+    {"fan_in_fan_out": True},
+    {"task_type": None},
+]
+
+
+def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(
+    base: PreTrainedModel, save: Callable[..., Path], roles_on: Callable[..., Roles]
+) -> None:
+    for keys in (*FUNCTIONS, *IDLE):
+        folder = save(**keys)
+        if keys in IDLE:
+            edit(folder, runtime_config={"ephemeral_gpu_offload": True}, revision="main", qalora_group_size=8)
+        roles = roles_on(reference=folder)
+        assert of_role(roles, REFERENCE) == of_peft(base, folder), keys
+        assert is_unchanged(roles.backbone.model, base), keys
+
+
+SOMETHING: dict[str, Any] = {
+    "bias": "lora_only",
+    "layer_replication": [[0, 2], [1, 3]],
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": {"embed_tokens": [1]},
+    "alora_invocation_tokens": [5, 6],
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1e-4},
+    "megatron_config": {"a": 1},
+    "monteclora_config": {"num_samples": 8},
+    "target_parameters": ["mlp.experts.down_proj"],
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "velora_config": {"num_groups": 64},
+    "peft_type": "ADALORA",
+    "task_type": "SEQ_CLS",
+    "a_field_of_a_newer_peft": 0,
+    "enable_lora": [True, False],
+}
+
+
+def test_other_fields_are_refused_by_name_unless_they_say_nothing(save: Callable[..., Path]) -> None:
+    assert {*CHANGING_THE_BASE, *ANOTHER_FUNCTION} < SOMETHING.keys()
+    plain = json.loads((save() / "adapter_config.json").read_text())
+    check_fields(plain, "folder", "k")
+    for name, value in SOMETHING.items():
+        with pytest.raises(UserError, match=rf"^k: .*({name}|of the kind ADALORA).*, got folder; \S"):
+            check_fields(plain | {name: value}, "folder", "k")
+        for neutral in (None, False, [], {}):
+            check_fields(plain | {name: neutral}, "folder", "k")
+
+
+def test_rank_alpha_and_targets_must_be_there_and_be_what_they_are() -> None:
+    good = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+    check_shape(good, "folder", "k")
+    check_shape(good | {"target_modules": ".*q_proj"}, "folder", "k")
+    for name, bad in (
+        *((name, None) for name in good),
+        *(("r", value) for value in ("4", 0, -1, 4.0, True)),
+        *(("lora_alpha", value) for value in ("8", [8], True)),
+        *(("target_modules", value) for value in ([], "", [1], {"q_proj": 1}, "(")),
+    ):
+        with pytest.raises(UserError, match=rf"^k: adapter_config\.json has (no )?{name}"):
+            check_shape(good | {name: bad}, "folder", "k")

@@ -223,8 +223,9 @@ def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_rol
     seen = []
     hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[1]))
     keys = {"top_k": 0, "vocabulary": 999}
-    apart = teacher_logprobs(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=13)
-    together = teacher_logprobs(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=99)
+    parts = [(torch.arange(4), batch, roles.forward.layout(batch))]
+    apart = teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=13)
+    together = teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=99)
     hook.remove()
     assert seen == [9, 7, 16]
     for name in apart:
@@ -245,9 +246,10 @@ def test_padded_rows_of_a_teacher_go_through_it_within_the_budget_that_packed_on
     layout, padded, seen = roles.forward.layout(batch), replace(roles.forward, packed=False), []
     assert layout.num_tokens == 13
     keys = {"top_k": 3, "vocabulary": 999, "token_budget": 13}
-    expected = teacher_logprobs(roles.forward, batch, layout, **keys)
+    parts = [(torch.arange(4), batch, layout)]
+    expected = teacher_logprobs(roles.forward, batch, parts, **keys)
     hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[:2]))
-    made = teacher_logprobs(padded, batch, layout, **keys)
+    made = teacher_logprobs(padded, batch, parts, **keys)
     hook.remove()
     assert seen == [(2, 6), (2, 5)]
     for name, values in expected.items():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlft.algorithm.ops.distillation import Divergence, top_k_divergence
+from rlft.algorithm.ops.kl import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve

@@ -10,8 +10,7 @@ from slow_cases import slow
 from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.model.forward import Forward
-from rlft.model.reward_model import last_scores, open_learned, scoring_batch
-from rlft.model.rows import parts_within, rows_of
+from rlft.model.reward_model import last_scores, open_learned, parts_within, rows_of, scoring_batch
 from rlft.runs import checkpoint
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
 from rlft.trainer.update import NonFiniteGradientError

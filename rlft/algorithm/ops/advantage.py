@@ -82,12 +82,7 @@ def decoupled_zscore(rewards: Tensor, weights: Tensor, group_ids: Tensor, std: S
     paper also subtracts the mean over the batch, which is 0, like that of every group. The result is exactly 0 in a
     group in which no reward differs. GDPO, arXiv 2601.05242, equations 4 to 6.
 
-    Args:
-        rewards: the rewards, `[B, K]`, with a column per reward.
-        weights: their weights, `[B, K]`.
-        group_ids: ids of the groups, `[B]`.
-        std: how each reward is normalised in its group.
-        eps: what is added to every standard deviation.
+    `rewards` and `weights` are `[B, K]`, with a column per reward; `std` and `eps` as in `group_zscore`.
     """
     assert rewards.shape == weights.shape, (rewards.shape, weights.shape)
     scores_K = [group_zscore(column, group_ids, std, eps) for column in rewards.unbind(-1)]
@@ -123,14 +118,8 @@ def process_advantages(
     therefore exactly 0 in a group with a single step or with equal scores, and after a row's last step. GRPO, arXiv
     2402.03300, section 4.1.3.
 
-    Args:
-        token_rewards: the scores at the ends of steps, `[B, T]`; other entries are ignored.
-        step_ends: whether a step ends with the token, bool `[B, T]`.
-        mask: the masked tokens, bool `[B, T]`.
-        group_ids: ids of the groups, `[B]`.
-        std: as in `group_zscore`.
-        eps: as in `group_zscore`.
-        ends: the ends of episodes, bool `[B, T]`; None: each row is one episode.
+    `token_rewards` (`[B, T]`) has the scores at the ends of steps, where `step_ends` is True; its other entries are
+    ignored. `std` and `eps` as in `group_zscore`.
     """
     step_ends_BT = step_ends & mask
     ids_BT = group_ids.unsqueeze(-1).expand(mask.shape)
@@ -193,14 +182,12 @@ def gae(
     16.
 
     Args:
-        rewards: reward of each token, `[B, T]`.
-        values: the critic's values, `[B, T]`.
+        rewards, values: reward and critic's value of each token, `[B, T]`.
         mask: the masked tokens, bool `[B, T]`.
-        gamma: discount per token.
-        lam: lambda of GAE.
+        gamma, lam: discount per token, and lambda of GAE.
         truncated: whether the length limit cut the row, bool `[B]`; None: no row was cut.
         bootstrap: whether a value past the end of a truncated row is estimated.
-        ends: the ends of episodes, bool `[B, T]`; None: each row is one episode.
+        ends: the ends of episodes; None: each row is one.
     """
     rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
     past_B = _value_past_end(values_BT, mask, truncated, bootstrap)

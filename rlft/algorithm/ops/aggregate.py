@@ -1,7 +1,8 @@
-"""Sums and means over the tokens that count."""
+"""Sums and means over the tokens that count, and pass@k: the share of prompts of which one of k samples is right."""
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -50,13 +51,9 @@ def aggregate(values: Tensor, mask: Tensor, scale: LossScale, how: Aggregate) ->
 
     A row with an empty mask contributes 0, but still counts as a sequence.
 
-    Args:
-        values: loss of each token, `[B, T]`.
-        mask: the masked tokens, bool `[B, T]`.
-        scale: sizes of the optimizer batch.
-        how: `token_mean`: sum / tokens; `sequence_mean_token_mean`: mean over sequences of the mean over tokens;
-            `sequence_mean_token_sum`: mean over sequences of the sum over tokens; `constant`: sum / (sequences *
-            longest allowed completion).
+    `values` and `mask` are `[B, T]`. token_mean: sum / tokens; sequence_mean_token_mean: mean over sequences of the
+    mean over tokens; sequence_mean_token_sum: mean over sequences of the sum over tokens; constant: sum / (sequences *
+    longest allowed completion).
     """
     assert values.shape == mask.shape, (values.shape, mask.shape)
     num_tokens, num_sequences = max(scale.num_tokens, 1), max(scale.num_sequences, 1)
@@ -74,9 +71,20 @@ def aggregate(values: Tensor, mask: Tensor, scale: LossScale, how: Aggregate) ->
 def negative_log_likelihood(logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
     """-(sum of the masked tokens' log-probs) / num_tokens, `[]`, in nats per token.
 
-    Args:
-        logprobs: log-probs, `[B, T]`.
-        mask: the masked tokens, bool `[B, T]`.
-        num_tokens: number of masked tokens in the whole optimizer batch, so that micro-batches add up to its mean.
+    `num_tokens` is that of the whole optimizer batch, so that micro-batches add up to its mean.
     """
     return -row_sum(logprobs, mask).sum() / max(1, num_tokens)
+
+
+def pass_sizes(k: int) -> list[int]:
+    """The powers of two below k, and k itself."""
+    return sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
+
+
+def pass_at(size: int, num_samples: int, num_right: int) -> float:
+    """Unbiased estimate of pass@size, 1 - C(n - c, size) / C(n, size) for c of n samples correct (arXiv 2107.03374).
+
+    >>> pass_at(1, 4, 1), pass_at(4, 4, 1), round(pass_at(2, 4, 1), 3)
+    (0.25, 1.0, 0.5)
+    """
+    return 1 - math.comb(num_samples - num_right, size) / math.comb(num_samples, size)

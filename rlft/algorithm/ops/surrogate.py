@@ -1,4 +1,4 @@
-"""Policy-gradient surrogates: per-token losses, to be minimised."""
+"""The losses of single tokens, to be minimised: policy-gradient surrogates, and the critic's errors."""
 
 from __future__ import annotations
 
@@ -141,3 +141,25 @@ def mirror_descent(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, m
     log_ratio_B, mean_B = row_sum(logprobs - old_logprobs, mask), row_mean(logprobs - old_logprobs, mask)
     square_BT = (log_ratio_B * mean_B).unsqueeze(-1)  # L^2 / |o|
     return keep(tau / 2 * square_BT - advantages * logprobs, mask)
+
+
+def value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor | None, clip: float | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Each token's 0.5 max((V - ret)^2, (V_old + clamp(V - V_old, -+c s) - ret)^2) / s^2, and where the clip binds.
+
+    Both are `[B, T]`, the second bool. Where the clip binds, the clipped error is the larger one, and the gradient is
+    0. PPO: arXiv 1707.06347; the clip is that of its reference implementation.
+
+    Without `old_values` they are the current ones, so that nothing is clipped. The clip range c is in units of the
+    scale s (`LossScale.value_scale`), by which errors are divided; None: no clip.
+    """
+    assert values.shape == returns.shape, (values.shape, returns.shape)
+    errors_BT = (values - returns.detach()).square()
+    if old_values is None or clip is None:
+        return 0.5 * errors_BT / scale**2, torch.zeros_like(errors_BT, dtype=torch.bool)
+    old_BT, max_change = old_values.detach(), clip * scale
+    # With tensors as bounds, V inside the range stays exactly V; V_old + (V - V_old) would round.
+    clipped_BT = (values.clamp(old_BT - max_change, old_BT + max_change) - returns.detach()).square()
+    binds_BT = clipped_BT > errors_BT
+    return 0.5 * torch.where(binds_BT, clipped_BT, errors_BT) / scale**2, binds_BT

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rlft.algorithm.ops.pass_at import pass_sizes
+from rlft.algorithm.ops.aggregate import pass_sizes
 from rlft.config import command as verbs
 from rlft.config.instantiate import locate
 from rlft.logger.jsonl import EVALUATIONS, read_lines, silent

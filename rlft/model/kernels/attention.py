@@ -6,7 +6,8 @@ it; without a `packed` or `prefix_cache` argument it is plain SDPA. No N x N mas
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlft.model.kernels import flash_attention, fusion
-from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.model.kernels.split_attention import serves, split_attention
-from rlft.model.packing import PackedRows, PaddedRows
+from rlft.model.kernels import elementwise, flash_attention, split_attention
+from rlft.model.kernels.flash_attention import RowLengths
+from rlft.model.kernels.split_attention import Block
+
+if TYPE_CHECKING:
+    from rlft.model.kernels.prefix_cache import PrefixCache
+    from rlft.model.packing import PackedRows, PaddedRows
 
 NAME = "rlft_packed"
+
+Spans = Sequence[Block] | RowLengths
+"""Which tokens of a packed row see which: blocks for a CPU's attention, lengths for a CUDA GPU's."""
 
 
 def packed_attention(
@@ -36,24 +43,69 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
-    if prefix_cache is not None:
-        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        layer = cast(int, module.layer_idx)
-        return prefix_cache.attend(layer, query_NHD, key_NKD, value_NKD, scaling)[None], None
-    if packed is None:
+    if packed is None and prefix_cache is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
+    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if prefix_cache is not None:
+        layer = cast(int, module.layer_idx)
+        return prefix_cache.attend(layer, query_NHD, key_NKD, value_NKD, scaling)[None], None
+    assert packed is not None
     assert kwargs.get("sliding_window") is None, "sliding windows go through the padded forward"
-    if dropout == 0 and flash_attention.serves(query, value) and packed.lengths is not None:
-        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        return flash_attention.flash_attention(query_NHD, key_NKD, value_NKD, packed.lengths, scaling)[None], None
-    if dropout == 0 and serves(query, value):
-        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        return split_attention(query_NHD, key_NKD, value_NKD, packed.blocks, scaling)[None], None
+    head_size = query.shape[-1]
+    spans = spans_of(packed, query, head_size) if dropout == 0 and head_size == value.shape[-1] else None
+    if spans is not None:
+        return cast(Tensor, _Attention.apply(query_NHD, key_NKD, value_NKD, spans, scaling))[None], None
     return _masked_attention(query[0], key[0], value[0], packed.padded, scaling, dropout)[None], None
 
 
+# -- without a mask ----------------------------------------------------------------------------------------------------
+def spans_of(packed: PackedRows, x: Tensor, head_size: int) -> Spans | None:
+    """Which tokens of this row see which; None if no kernel takes heads of this size and of the dtype of x."""
+    if packed.lengths is not None and flash_attention.takes(x.dtype, head_size, x.device):
+        return packed.lengths
+    return packed.blocks if x.device.type == "cpu" else None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(attention `[N, H, D]`, three further tensors that `attention_gradients` needs); no gradient."""
+    if isinstance(spans, RowLengths):
+        return flash_attention.attend(query, key, value, spans, scale)
+    return *split_attention.attend(query, key, value, spans, scale), None, None
+
+
+def attention_gradients(
+    grad: Tensor, kept: Sequence[Tensor], spans: Spans, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value (new tensors) from that of the attention.
+
+    `kept` are query, key, value and the results of `attend`.
+    """
+    query, key, value, out, lse, random, unused = kept
+    if isinstance(spans, RowLengths):
+        return flash_attention.attention_gradients(grad, query, key, value, out, lse, random, unused, spans, scale)
+    return split_attention.attention_gradients(grad, query, key, value, out, lse, spans, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None) -> Tensor:
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out, *kept = attend(query, key, value, spans, scale)
+        ctx.save_for_backward(query, key, value, out, *kept)
+        ctx.spans, ctx.scale = spans, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        [grad] = grad_outputs
+        return *attention_gradients(grad.contiguous(), ctx.saved_tensors, ctx.spans, ctx.scale), None, None
+
+
+# -- through a mask ----------------------------------------------------------------------------------------------------
 def _masked_attention(
     query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, rows: PaddedRows, scaling: float | None, dropout: float
 ) -> Tensor:
@@ -119,13 +171,14 @@ def _flatten(x_RHCD: Tensor) -> Tensor:
     return x_RHCD.transpose(1, 2).flatten(0, 1)
 
 
+# -- which models have it ----------------------------------------------------------------------------------------------
 def on_this_device(model: PreTrainedModel) -> str:
     """How a packed row is computed on the model's device, in words; empty on a CPU, where there is only one way."""
     if model.device.type == "cpu":
         return ""
     size = flash_attention.head_size(model)
-    flash_obstacle = flash_attention.obstacle(model.dtype, size, size, model.device)
-    fusion_obstacle = fusion.obstacle(model.device)
+    flash_obstacle = flash_attention.obstacle(model.dtype, size, model.device)
+    fusion_obstacle = elementwise.obstacle(model.device)
     return ", ".join(
         [
             "attention by variable-length flash calls"

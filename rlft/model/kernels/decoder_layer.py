@@ -1,30 +1,126 @@
-"""The forward of Llama-like decoder layers over a packed row: branches as one function each, and the last one narrowed.
+"""The forwards of Llama-like attention modules and decoder layers, and the model types that have them.
 
 In a packed row most tokens of a prompt only provide keys and values for later tokens. In the last layer nothing more is
 needed of them, so its MLP and the final norm get only the positions from which a completion token is predicted.
 
-This is for families with such layers (`families.py`). A branch is one function (`layer_branches`) where its parts are
-known: norms, attention and MLP replaced by rlft's, and linear layers that are frozen or have one plain adapter. Its
-modules are then not called, so that hooks on them do not run; otherwise they are called one by one.
+A branch of a layer is one function (`layer_branches`) where its parts are known: norms, attention and MLP replaced by
+rlft's, and linear layers that are frozen or have one plain adapter. Its modules are then not called, so that hooks on
+them do not run; otherwise they are called one by one. Attention is Llama's in families that differ only in names, and
+in Qwen3, which has norms over each head in addition.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from rlft.model.kernels import layer_branches, llama_attention, norm_and_mlp
+from rlft.model.kernels import elementwise, layer_branches
+from rlft.model.kernels.attention import spans_of
 from rlft.model.kernels.lora_linear import operands_of
 from rlft.model.packing import PackedRows
 
+TESTED = ("5.17", "5.24")
+"""Releases of transformers, the first and the last, whose modules the kernels are tested against."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What can be replaced in a model type, besides norms and gated MLPs, which are compared one by one.
+
+    Attributes:
+        attention: `self_attn` of every layer is Llama's: q, k, v and o projections, perhaps norms over each head, and
+            rotary positions by halves.
+        layer: every layer is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)), and nothing
+            else, with an MLP that returns one tensor.
+        window_of_config: the attention's sliding window is `config.sliding_window`; otherwise it is the module's, if
+            that has one.
+    """
+
+    attention: bool = False
+    layer: bool = False
+    window_of_config: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gemma": Family(attention=True, layer=True),
+    "gpt2": Family(),
+    "granite": Family(attention=True),
+    "llama": Family(attention=True, layer=True),
+    "mistral": Family(attention=True, layer=True, window_of_config=True),
+    "mixtral": Family(attention=True, window_of_config=True),
+    "olmo2": Family(),
+    "phi3": Family(),
+    "qwen2": Family(attention=True, layer=True),
+    "qwen2_moe": Family(attention=True),
+    "qwen3": Family(attention=True, layer=True),
+    "qwen3_moe": Family(attention=True),
+    "smollm3": Family(layer=True),
+    "starcoder2": Family(),
+}
+"""{model type (`model_type` in config.json): its family}. Other types get no kernels."""
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+def install_attention(model: PreTrainedModel, family: Family) -> None:
+    """Replaces the forward of every layer's attention."""
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        attention = layer.self_attn
+        holder = attention.config if family.window_of_config else attention
+        attention.forward = functools.partial(_attention_forward, attention, getattr(holder, "sliding_window", None))
+
+
+def _attention_forward(
+    attention: Any,
+    window: int | None,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """(`[B, N, hidden]`, attention weights if the attention function gives any) from hidden states `[B, N, hidden]`.
+
+    The cache of earlier keys and values comes as `cache` since transformers 5.24, before that as `past_key_values`.
+    """
+    cache = past_key_values if cache is None else cache
+    shape = hidden_states.shape[:-1]
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (layer(hidden_states).view(*shape, -1, attention.head_dim) for layer in layers)
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    query, key = elementwise.rotated(query, key, *position_embeddings)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    implementation = attention.config._attn_implementation
+    attend = AttentionInterface().get_interface(implementation, eager_attention_forward)
+    out, weights = attend(
+        attention,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        sliding_window=window,
+        **kwargs,
+    )
+    return attention.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
 def install(model: PreTrainedModel) -> None:
-    """Replaces the forward of every layer. Call it after `norm_and_mlp.install` and `llama_attention.install`."""
+    """Replaces the forward of every layer. Call it after `elementwise.install` and `install_attention`."""
     layers: Any = model.base_model.layers
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, layer.forward, layer is layers[-1])
@@ -33,8 +129,7 @@ def install(model: PreTrainedModel) -> None:
 def narrows(model: PreTrainedModel) -> bool:
     """Whether the model returns only the predicting positions `[1, M, hidden]` of a packed row."""
     layers = getattr(model.base_model, "layers", None)
-    forward = layers[-1].forward if layers else None
-    return isinstance(forward, functools.partial) and forward.func is _forward
+    return bool(layers) and elementwise.is_replaced(layers[-1], _forward)
 
 
 def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -48,7 +143,7 @@ def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwa
         inner = functools.partial(layer, is_checkpointed=True, **kwargs)
         return layer._gradient_checkpointing_func(inner, hidden_states)
     attended = None
-    if llama_attention.is_installed(layer.self_attn):
+    if elementwise.is_replaced(layer.self_attn, _attention_forward):
         attended = _fused_attention(layer, hidden_states, packed, *kwargs["position_embeddings"])
     if attended is None:
         attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
@@ -69,16 +164,16 @@ def _needs_checkpoint(layer: Any) -> bool:
 def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:
     """The attention branch as one function; None if its parts do not allow that."""
     attention = layer.self_attn
-    norm, *head_norms = (norm_and_mlp.norm_of(module) for module in (layer.input_layernorm, *_head_norms(attention)))
+    norm, *head_norms = (elementwise.norm_of(module) for module in (layer.input_layernorm, *_head_norms(attention)))
     if (
         norm is None
         or None in head_norms
-        or not norm_and_mlp.serves(x)
+        or not elementwise.serves(x)
         or (attention.training and attention.attention_dropout)
     ):
         return None
     operands = operands_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
-    spans = layer_branches.spans_of(packed, x, attention.head_dim)
+    spans = spans_of(packed, x, attention.head_dim)
     if operands is None or spans is None:
         return None
     query_norm, key_norm = head_norms or (None, None)
@@ -96,9 +191,9 @@ def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin
 
 
 def _mlp(layer: Any, x: Tensor) -> Tensor:
-    mlp, norm = layer.mlp, norm_and_mlp.norm_of(layer.post_attention_layernorm)
+    mlp, norm = layer.mlp, elementwise.norm_of(layer.post_attention_layernorm)
     operands = None
-    if norm is not None and norm_and_mlp.serves(x) and norm_and_mlp.is_gated(mlp):
+    if norm is not None and elementwise.serves(x) and elementwise.is_gated(mlp):
         operands = operands_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     if norm is None or operands is None:
         return x + mlp(layer.post_attention_layernorm(x))

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlft.model.kernels.attention_blocks import Span
+from rlft.model.kernels.split_attention import Span
 
 # The operations behind torch.nn.attention.varlen, whose public function has no gradient of a merged result.
 _FORWARD: Any = torch.ops.aten._flash_attention_forward
@@ -77,13 +77,9 @@ class RowLengths:
 def row_lengths(
     prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
 ) -> RowLengths | None:
-    """The lengths of a packed row; None if prompts do not come first, or one is empty, which the kernel cannot take.
+    """The lengths of a packed row (as in `PackedRows`), on its device.
 
-    Args:
-        prompts: span of each prompt.
-        completions: span of each completion.
-        owner: each completion's prompt.
-        device: device of the packed row.
+    None if prompts do not come first, or one is empty, which the kernel cannot take.
     """
     spans = [*prompts, *completions]
     ends = list(accumulate(length for _, length in spans))
@@ -108,7 +104,7 @@ def runs_of(lengths: Sequence[int], device: torch.device) -> Runs:
     return Runs(starts=starts, longest=max(lengths))
 
 
-def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.device) -> str | None:
+def obstacle(dtype: torch.dtype, head_size: int, device: torch.device) -> str | None:
     """Why the kernel cannot take such heads; None if it can."""
     if device.type != "cuda":
         return f"flash attention runs on CUDA GPUs, not on {device.type}"
@@ -118,8 +114,6 @@ def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.
         return f"flash attention needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash attention computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
-    if head_size != value_size:
-        return f"flash attention takes keys and values of one size, not of {head_size} and {value_size}"
     if head_size > MAX_HEAD_SIZE or head_size % HEAD_SIZE_STEP:
         return f"flash attention takes heads of 8, 16 .. up to {MAX_HEAD_SIZE} numbers, not of {head_size}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -130,11 +124,6 @@ def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.
     return None
 
 
-def serves(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these tensors, whose last dimension is the size of a head."""
-    return query.shape[-1] == value.shape[-1] and takes(query.dtype, query.shape[-1], query.device)
-
-
 def head_size(model: PreTrainedModel) -> int:
     """The size of a query's head."""
     text = model.config.get_text_config()
@@ -143,31 +132,7 @@ def head_size(model: PreTrainedModel) -> int:
 
 def takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
     """Whether the kernel takes keys and values with heads of this size."""
-    return obstacle(dtype, head_size, head_size, device) is None
-
-
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None) -> Tensor:
-    """`[N, H, D]` from query `[N, H, D]`, key and value `[N, K, D]` with K key heads (H a multiple of K)."""
-    return cast(Tensor, _FlashAttention.apply(query, key, value, lengths, scale))
-
-
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
-    ) -> Tensor:
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        out, lse, random, unused = attend(query, key, value, lengths, scale)
-        ctx.save_for_backward(query, key, value, out, lse, random, unused)
-        ctx.lengths, ctx.scale = lengths, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        [grad] = grad_outputs
-        query, key, value, out, lse, random, unused = ctx.saved_tensors
-        kept = (query, key, value, out, lse, random, unused, ctx.lengths, ctx.scale)
-        return (*attention_gradients(grad.contiguous(), *kept), None, None)
+    return obstacle(dtype, head_size, device) is None
 
 
 def attend(
@@ -194,14 +159,7 @@ def one_call(
 ) -> tuple[Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[H, N]`) of every run of queries over its whole run of keys.
 
-    Args:
-        query: the queries.
-        key: the keys.
-        value: the values.
-        queries: the runs of queries.
-        keys: the runs of keys, one for each run of queries.
-        scale: factor of the scores.
-        used: int32 `[n]`, how many keys at the beginning of each run are used; None: all.
+    `used` (int32 `[n]`) is how many keys at the beginning of each run are used; None: all.
     """
     runs = (queries.starts, keys.starts, queries.longest_query, keys.longest)
     out, lse, *_ = _FORWARD(query, key, value, *runs, 0.0, False, False, scale=scale, seqused_k=used)
@@ -228,16 +186,13 @@ def attention_gradients(
     )
     if len(query) > first:
         tensors = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
-        parts = _BACKWARD(*tensors, *_across(lengths), 0.0, False, random, unused, scale=scale)
+        regions, prompts = lengths.regions, lengths.prompts
+        runs = (regions.starts, prompts.starts, regions.longest, prompts.longest)
+        parts = _BACKWARD(*tensors, *runs, 0.0, False, random, unused, scale=scale)
         query_grad[first:] += parts[0]
         key_grad[:first] += parts[1]
         value_grad[:first] += parts[2]
     return query_grad, key_grad, value_grad
-
-
-def _across(lengths: RowLengths) -> tuple[Tensor, Tensor, int, int]:
-    """The runs of the call in which completions attend to their prompts."""
-    return lengths.regions.starts, lengths.prompts.starts, lengths.regions.longest, lengths.prompts.longest
 
 
 def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@
 
 In a chain of functions, each passes its gradient to the next in a new tensor, and autograd adds up those that meet.
 Here a tensor that nothing else reads is overwritten by the next result, one that several need is kept once, and q, k
-and v share the low-rank products of their input. The arithmetic is that of the parts (`norm_and_mlp`, `rotary`,
-`lora_linear`, and for attention `split_attention` on a CPU and `flash_attention` on a CUDA GPU).
+and v share the low-rank products of their input. The arithmetic is that of the parts (`elementwise`, `lora_linear`,
+`attention`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlft.model.kernels import flash_attention, split_attention
-from rlft.model.kernels.attention_blocks import Block
-from rlft.model.kernels.flash_attention import RowLengths
-from rlft.model.kernels.fusion import fused
+from rlft.model.kernels.attention import Spans, attend, attention_gradients
+from rlft.model.kernels.elementwise import Norm, fused, norm_gradient, normed, turned, turned_back
 from rlft.model.kernels.lora_linear import Operands, gradients, products, regrouped, restored
-from rlft.model.kernels.norm_and_mlp import Norm, norm_gradient, normed
-from rlft.model.kernels.rotary import turned, turned_back
-from rlft.model.packing import PackedRows
-
-Spans = Sequence[Block] | RowLengths
-"""Which tokens of a packed row see which: blocks for a CPU's attention, lengths for a CUDA GPU's."""
 
 
 class Heads(NamedTuple):
@@ -41,7 +33,7 @@ class Heads(NamedTuple):
         size: size of a head.
         cos: `[1, N, D]`, cosines of the rotary positions.
         sin: `[1, N, D]`, their sines.
-        spans: what `spans_of` returns.
+        spans: which tokens see which.
         scale: factor of the attention scores.
     """
 
@@ -53,13 +45,6 @@ class Heads(NamedTuple):
     sin: Tensor
     spans: Spans
     scale: float
-
-
-def spans_of(packed: PackedRows, x: Tensor, head_size: int) -> Spans | None:
-    """Which tokens of this row see which; None if no attention here can take heads of this size and dtype."""
-    if packed.lengths is not None and flash_attention.takes(x.dtype, head_size, x.device):
-        return packed.lengths
-    return packed.blocks if x.device.type == "cpu" else None
 
 
 def attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> Tensor:
@@ -84,29 +69,10 @@ def _attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> tuple[Ten
     q_NHD, k_NKD, v_NKD = (part.view(part.shape[1], -1, heads.size) for part in parts)
     q_NHD, *q_kept = _turned(q_NHD, heads.query_norm, heads)
     k_NKD, *k_kept = _turned(k_NKD, heads.key_norm, heads)
-    out_NHD, *attention_kept = _attended(q_NHD, k_NKD, v_NKD, heads)
+    out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale)
     [y], _, low_o = products(out_NHD.view(*x.shape[:2], -1), layers[3:])
     kept = (x, scale, flat, low, q_NHD, k_NKD, v_NKD, out_NHD, *attention_kept, low_o, *q_kept, *k_kept)
     return y.add_(x), kept
-
-
-def _attended(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, heads: Heads
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(attention `[N, H, D]`, three further tensors that `_attention_gradients` needs)."""
-    if isinstance(heads.spans, RowLengths):
-        return flash_attention.attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale)
-    return *split_attention.attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale), None, None
-
-
-def _attention_gradients(grad: Tensor, kept: Sequence[Tensor], heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `kept` holds q, k, v and the results of `_attended`."""
-    query, key, value, out, lse, random, unused = kept
-    if isinstance(heads.spans, RowLengths):
-        return flash_attention.attention_gradients(
-            grad, query, key, value, out, lse, random, unused, heads.spans, heads.scale
-        )
-    return split_attention.attention_gradients(grad, query, key, value, out, lse, heads.spans, heads.scale)
 
 
 def _turned(x_NHD: Tensor, norm: Norm | None, heads: Heads) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -143,9 +109,9 @@ class _Attention(torch.autograd.Function):
         q_raw, q_scale, k_raw, k_scale, *rest = rest
         layers = restored(rest, ctx.scales)
         out_grad, o_grads = gradients(layers[3:], out_NHD.flatten(1), low_o, [grad], of_x=True)
-        q_grad, k_grad, v_grad = _attention_gradients(
-            cast(Tensor, out_grad).view_as(out_NHD), (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused), heads
-        )
+        kept = (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused)
+        attention_grad = cast(Tensor, out_grad).view_as(out_NHD)
+        q_grad, k_grad, v_grad = attention_gradients(attention_grad, kept, heads.spans, heads.scale)
         grads = [
             _turned_back(q_grad, heads.query_norm, q_raw, q_scale, heads),
             _turned_back(k_grad, heads.key_norm, k_raw, k_scale, heads),

@@ -11,6 +11,7 @@ and the backward multiplies them with the incoming gradients: logits are compute
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlft.model.activations import LOGIT_CHUNK
-from rlft.model.kernels.fusion import fused
+from rlft.model.kernels.elementwise import fused
 
 
 def head_logprobs(
@@ -31,7 +32,8 @@ def head_logprobs(
     if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
         logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, head.weight, target_M, temperature, entropy)
         return logprobs_M, entropy_M if entropy else None
-    return _through_autograd(head, hidden_MH, target_M, temperature, entropy)
+    logprobs_M, *rest = _in_chunks(_of_targets, head, (hidden_MH, target_M), temperature, entropy)
+    return logprobs_M, rest[0] if rest else None
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -90,15 +92,8 @@ def _softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(log-probs `[C]`, normaliser `[C]`, probs times the normaliser `[C, V]`, their logarithm or None).
 
-    The logits may be overwritten.
-
-    Args:
-        logits_CV: the logits.
-        target_C: the tokens.
-        temperature: the temperature.
-        wide: dtype of the computation.
-        rounded: dtype to which the probs are rounded, if no entropy is computed from them; None: they are not rounded,
-            and their logarithm is returned, too.
+    The logits may be overwritten; `wide` is the dtype of the computation. The probs are rounded to the dtype `rounded`,
+    if no entropy is computed from them; None: they are not rounded, and their logarithm is returned, too.
     """
     shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
     logp_CV = p_CV.clone() if rounded is None else None
@@ -129,62 +124,58 @@ def chunk_rows(weight_VH: Tensor) -> int:
     return max(1, LOGIT_CHUNK["cpu" if weight_VH.device.type == "cpu" else "cuda"] // weight_VH.shape[0])
 
 
-def _through_autograd(
-    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """`head_logprobs` in chunks whose logits are recomputed in the backward, for any head."""
-    rows = chunk_rows(cast(Tensor, head.weight))
-    parts = [
-        checkpoint(_chunk, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden_MH.split(rows), target_M.split(rows), strict=True)
-    ]
-    logprobs = torch.cat([part[0] for part in parts])
-    return logprobs, torch.cat([part[1] for part in parts]) if entropy else None
-
-
-def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    logits = widened(head(hidden)) / temperature
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
-    if not entropy:
-        return logprobs, logprobs.new_empty(0)
-    return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
-
-
-def top_k_logprobs(head: nn.Module, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
-    """Log-probs `[M, K]` of K tokens at each position, with the dtype of `head_logprobs`.
+def _in_chunks(
+    compute: Callable[..., tuple[Tensor, ...]], head: nn.Module, tensors: Sequence[Tensor], *settings: Any
+) -> tuple[Tensor, ...]:
+    """The results of `compute(head, *tensors, *settings)`, for some rows at a time.
 
     Logits are computed a chunk at a time, and again in the backward.
     """
     rows = chunk_rows(cast(Tensor, head.weight))
     parts = [
-        checkpoint(_ids_logprobs, head, hidden, ids, temperature, use_reentrant=False, preserve_rng_state=False)
-        for hidden, ids in zip(hidden_MH.split(rows), ids_MK.split(rows), strict=True)
+        checkpoint(compute, head, *chunks, *settings, use_reentrant=False, preserve_rng_state=False)
+        for chunks in zip(*(tensor.split(rows) for tensor in tensors), strict=True)
     ]
-    return torch.cat(parts)
+    return tuple(torch.cat(chunks) for chunks in zip(*parts, strict=True))
 
 
-def _ids_logprobs(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float) -> Tensor:
+def _of_targets(
+    head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, ...]:
     logits = widened(head(hidden)) / temperature
-    return logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
+    if not entropy:
+        return (logprobs,)
+    return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
+
+
+def top_k_logprobs(head: nn.Module, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
+    """Log-probs `[M, K]` of K tokens at each position, with the dtype of `head_logprobs`."""
+    return _in_chunks(_of_ids, head, (hidden_MH, ids_MK), temperature)[0]
+
+
+def _of_ids(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor]:
+    logits = widened(head(hidden)) / temperature
+    return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
 
 @torch.no_grad()
 def most_likely(
-    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, k: int, temperature: float, vocabulary: int
+    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, k: int, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs of the targets `[M]`, the k most likely tokens `[M, K]`, their log-probs `[M, K]`), a chunk at a time.
+    """(log-probs of the targets `[M]`, the k most likely tokens `[M, K]`, their log-probs `[M, K]`), at temperature 1.
 
     Only token ids below `vocabulary` are among the most likely.
     """
-    rows = chunk_rows(cast(Tensor, head.weight))
-    parts = []
-    for hidden, target in zip(hidden_MH.split(rows), target_M.split(rows), strict=True):
-        logp_CV = widened(head(hidden)).div(temperature).log_softmax(-1)
-        best = logp_CV[:, :vocabulary].topk(k, -1)
-        parts.append((logp_CV.gather(-1, target[:, None])[:, 0], best.indices, best.values))
-    logprobs, ids, ids_logprobs = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
+    logprobs, ids, ids_logprobs = _in_chunks(_best, head, (hidden_MH, target_M), k, vocabulary)
     return logprobs, ids, ids_logprobs
+
+
+def _best(head: nn.Module, hidden: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    logp_CV = widened(head(hidden)).log_softmax(-1)
+    best = logp_CV[:, :vocabulary].topk(k, -1)
+    return logp_CV.gather(-1, target[:, None])[:, 0], best.indices, best.values
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -84,9 +84,7 @@ class LoraLinear(Linear):
     def add_up(self, role: str, dtype: torch.dtype | None = None) -> None:
         """Makes the role's sum, and leaves the base as it is. A 16-bit base gets no sum, since B A would be lost.
 
-        Args:
-            role: the role.
-            dtype: dtype to which the sum is rounded, and x for the product; None: that of the base.
+        The sum, and x for the product, are rounded to `dtype`; None: that of the base.
         """
         weight = cast(nn.Linear, self.base_layer).weight
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
@@ -241,14 +239,7 @@ def gradients(
     """(gradient of x `[N, in]`, those of every layer's operands in their order), from those of the layers' y.
 
     The results are new tensors. An adapter's float32 matrices are used in the dtype of x; their gradients are in their
-    own dtype.
-
-    Args:
-        layers: the layers' operands.
-        flat: x as a matrix, from `products`.
-        low: x A' of all layers, from `products`.
-        grads: gradients of the layers' y.
-        of_x: whether the gradient of x is needed.
+    own dtype. `flat` and `low` are from `products`; `of_x`: whether the gradient of x is needed.
     """
     lent, sizes, low_grad = _all_lent(layers), [layer.rank for layer in layers], torch.empty_like(low)
     ups: list[Tensor | None] = []

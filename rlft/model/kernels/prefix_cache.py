@@ -2,28 +2,30 @@
 
 Nothing of a prompt is repeated for its completions: their queries attend to its keys together, and each to its own
 keys; the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts
-nor completions are padded there. On a CUDA GPU `flash_prefix_cache` attends.
+nor completions are padded there. On a CUDA GPU these are two variable-length flash calls a layer, which get the
+beginnings of runs and the numbers of real tokens: nothing is padded, masked or copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rlft.model.kernels.attention_blocks import Span, make_blocks, padded_places
-from rlft.model.kernels.split_attention import flash, merge, split_attention
+from rlft.model.kernels import flash_attention, split_attention
+from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
+from rlft.model.kernels.split_attention import Span, flash, make_blocks, padded_places
+
+if TYPE_CHECKING:
+    from rlft.model.forward import Forward
 
 
 class PrefixCache:
-    """The state of decoding U prompts x n completions on a CPU. No gradient.
+    """The state of decoding U prompts x n completions on a CPU, by a model whose attention is `rlft_packed`.
 
-    Args:
-        model: a model whose attention is `rlft_packed`.
-        prompts: token ids of each prompt; none is empty.
-        max_tokens: the most tokens of a completion.
+    No gradient. The prompts are token ids, none is empty; a completion has at most `max_tokens` tokens.
     """
 
     token_axis = 2
@@ -81,7 +83,7 @@ class PrefixCache:
         """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in."""
         if not self._decoded:
             self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
-            return split_attention(query, key, value, self._blocks, scale)
+            return split_attention.attend(query, key, value, self._blocks, scale)[0]
         rows, heads, size = query.shape
         keys, values = self._put(layer, key, value)
         own, own_lse = flash(query.view(rows, keys.shape[1], -1, size), keys, values, None, scale)
@@ -91,7 +93,7 @@ class PrefixCache:
         prompt, prompt_lse = (x.transpose(1, 2).flatten(0, 1) for x in (prompt, prompt_lse[..., None]))
         if not self._in_order:
             prompt, prompt_lse = (x.index_select(0, self._back) for x in (prompt, prompt_lse))
-        return merge(own.flatten(1, 2), own_lse.flatten(1)[..., None], prompt, prompt_lse)[0]
+        return split_attention.merge(own.flatten(1, 2), own_lse.flatten(1)[..., None], prompt, prompt_lse)[0]
 
     def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         """`[N, hidden]` of these tokens, after the final norm."""
@@ -147,3 +149,69 @@ class PrefixCache:
         self._arranged = torch.zeros(len(counts_U) * self._siblings, dtype=torch.int64)
         self._arranged[self._back] = torch.arange(len(owner_R))
         self._in_order = torch.equal(self._arranged, torch.arange(len(owner_R)))
+
+
+class FlashPrefixCache(PrefixCache):
+    """The state of decoding U prompts x n completions on a CUDA GPU, in 16 bits. No gradient."""
+
+    token_axis = 1
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in."""
+        if not self._decoded:
+            self._prompt.append((key.contiguous(), value.contiguous()))
+            return flash_attention.attend(query, key, value, self._row, scale)[0]
+        rows, heads, size = query.shape
+        own, own_lse = self._attend_to_own(layer, query, key, value, scale)
+        prompt, prompt_lse = one_call(query, *self._prompt[layer], self._siblings_of, self._row.prompts, scale)
+        return flash_attention.merge(own.view(rows, heads, size), own_lse, prompt, prompt_lse)[0]
+
+    def _attend_to_own(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """(attention `[R, H, D]`, its log-sum-exp `[H, R]`) of each row's new token over the row's own tokens.
+
+        A token sees all tokens of its row, so the query heads that share a key head can be passed as a run of queries:
+        each key is read once for them.
+        """
+        self._put(layer, key, value)
+        rows, heads, size = query.shape
+        key_heads = key.shape[1]
+        shared = heads // key_heads
+        queries = query.view(rows, key_heads, shared, size).transpose(1, 2).reshape(rows * shared, key_heads, size)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+        keys, values = self._own[layer]
+        used = starts.new_full((rows,), self._decoded)
+        out, lse = one_call(
+            queries,
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            Runs(starts=starts * shared, longest=shared),
+            Runs(starts=starts * self.max_tokens, longest=self._decoded),
+            scale,
+            used=used,
+        )
+        out = out.view(rows, shared, key_heads, size).transpose(1, 2).reshape(rows, heads, size)
+        return out, lse.view(key_heads, rows, shared).transpose(1, 2).reshape(heads, rows)
+
+    def _prepare(self, spans: Sequence[Span]) -> None:
+        row = row_lengths(spans, (), (), self.model.device)
+        assert row is not None, "prompts stand side by side and none is empty"
+        self._row = row
+
+    def _arrange(self, owner_R: Tensor) -> None:
+        """Notes which rows belong to which prompt; they stay in the order of prompts, so that siblings are a run."""
+        self._owner = owner_R
+        counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
+        self._siblings_of = runs_of(counts_U.tolist(), owner_R.device)
+
+
+def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+    """A cache for decoding these prompts; None if the model's attention is not rlft's, or its heads are such that flash
+    attention does not take them on a CUDA GPU."""
+    if not forward.packed:
+        return None
+    model = forward.model
+    if flash_attention.takes(model.dtype, flash_attention.head_size(model), model.device):
+        return FlashPrefixCache(model, prompts, max_tokens)
+    return PrefixCache(model, prompts, max_tokens) if model.device.type == "cpu" else None

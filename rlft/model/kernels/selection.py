@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
-from rlft.model.kernels import attention, decoder_layer, llama_attention, lora_linear, norm_and_mlp
-from rlft.model.kernels.families import FAMILIES, TESTED
+from rlft.model.kernels import attention, decoder_layer, elementwise, lora_linear
+from rlft.model.kernels.decoder_layer import FAMILIES, TESTED
 
 Replaced = tuple[nn.Module, Any, Any]
 """(module, original forward: one from another library, or None for that of its class, rlft's forward)."""
@@ -116,12 +116,9 @@ class Kernels:
 
 
 def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: bool) -> Kernels:
-    """Gives a loaded, frozen model its kernels.
+    """Gives a loaded, frozen model the kernels that `model.kernels` asks for.
 
-    Args:
-        model: the model.
-        setting: `model.kernels`.
-        own_attention: False if the user has chosen another attention (`model.attn_implementation`).
+    `own_attention` is False if the user has chosen another attention (`model.attn_implementation`).
     """
     decision = decide(setting, model.config.model_type)
     if decision.choice is KernelChoice.plain:
@@ -132,9 +129,9 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
         attention.install(model)
     family = FAMILIES[model.config.model_type]
     originals = {module: vars(module).get("forward") for module in model.modules()}
-    decision = replace(decision, modules=norm_and_mlp.install(model))
+    decision = replace(decision, modules=elementwise.install(model))
     if family.attention:
-        llama_attention.install(model, family)
+        decoder_layer.install_attention(model, family)
     if family.layer:
         decoder_layer.install(model)
     replaced = [

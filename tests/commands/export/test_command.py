@@ -24,7 +24,7 @@ from rlft.commands.export.command import MergeError, export, prepare, round_weig
 from rlft.commands.export.model_card import facts, front_matter, results
 from rlft.config.compose import compose
 from rlft.model.backbone import Backbone, read_backbone
-from rlft.model.kernels import norm_and_mlp
+from rlft.model.kernels import elementwise
 from rlft.model.reward_model import open_learned
 from rlft.model.roles import Roles, score_sequence
 from rlft.runs import checkpoint, run_folder
@@ -63,7 +63,7 @@ def sequences(backbone: Backbone) -> list[list[int]]:
 
 def in_float64(model: Any) -> Any:
     """The same model without rounding; transformers' norms would go through float32 even so."""
-    norm_and_mlp.install(model.double())
+    elementwise.install(model.double())
     return model
 
 

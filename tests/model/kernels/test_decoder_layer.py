@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from rlft.config.model import KernelChoice
 from rlft.model.activations import set_checkpointing
 from rlft.model.forward import packed_forward
-from rlft.model.kernels import decoder_layer, layer_branches, lora_linear, norm_and_mlp, selection
+from rlft.model.kernels import decoder_layer, elementwise, layer_branches, lora_linear, selection
+from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.packing import pack
 
 LAYERS = 3
@@ -67,7 +68,7 @@ def both(random_model, batch, kind, targets="all-linear", **settings):
     Both with the norms that test_fused.py holds to their formula: transformers' are in float32 whatever the model is.
     """
     found = []
-    for install in (norm_and_mlp.install, installed):
+    for install in (elementwise.install, installed):
         model = random_model(kind, dtype=torch.float64)
         install(model)
         wrapped, parameters = adapted(model, targets, **settings)
@@ -98,7 +99,7 @@ def test_without_gradient_they_are_the_same(kind, random_model, awkward_batch, c
 
 def test_the_base_alone_takes_them_too(random_model, awkward_batch, calls):
     plain, ours = (random_model("qwen3", dtype=torch.float64) for _ in range(2))
-    norm_and_mlp.install(plain)
+    elementwise.install(plain)
     expected, found = (packed_forward(m, awkward_batch, 1.0, False).logprobs for m in (plain, installed(ours)))
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     assert calls == {"attention": LAYERS, "mlp": LAYERS}
@@ -127,7 +128,7 @@ def test_layers_without_rotary_positions_keep_their_attention(random_model, awkw
 
 def test_an_mlp_with_another_activation_is_its_own(random_model, awkward_batch, calls):
     found = []
-    for install in (norm_and_mlp.install, installed):
+    for install in (elementwise.install, installed):
         model = random_model("llama", dtype=torch.float64, hidden_act="gelu")
         install(model)
         wrapped, parameters = adapted(model)
@@ -223,3 +224,51 @@ def test_with_gradient_checkpointing_it_is_the_same(random_model, awkward_batch,
     calls.clear()
     torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)
     assert calls == {"attention": 2 * LAYERS, "mlp": 2 * LAYERS}, "forward, and again in backward"
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+KINDS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "granite", "mixtral", "qwen2_moe", "qwen3_moe"]
+OF_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]  # whose products torch has in float32 at most
+WINDOWED = ["qwen2_window", "mistral_window"]
+
+
+def with_attention(model):
+    decoder_layer.install_attention(model, FAMILIES[model.config.model_type])
+    return model
+
+
+def test_every_family_that_gets_this_attention_is_compared_here(random_model):
+    tested = {random_model(kind).config.model_type for kind in KINDS}
+    assert tested == {name for name, family in FAMILIES.items() if family.attention}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "ours"])
+@pytest.mark.parametrize("kind", KINDS + WINDOWED)
+def test_attentions_outputs_and_gradients_are_those_of_the_module(kind, attention, random_model, monkeypatch):
+    calls, plain = [], elementwise.rotated
+    monkeypatch.setattr(elementwise, "rotated", lambda *args: calls.append(1) or plain(*args))
+    ids, found = torch.tensor([[5, 6, 7, 8, 9, 5, 3], [9, 9, 1, 2, 4, 0, 0]]), []
+    mask = (ids != 0).long()
+    for change in (lambda model: model, with_attention):
+        model = change(random_model(kind, dtype=torch.float32 if kind in OF_EXPERTS else torch.float64))
+        if attention != "ours":
+            model.set_attn_implementation(attention)
+        embeddings = model.get_input_embeddings()(ids).requires_grad_(True)
+        logits = model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        found.append((logits, *torch.autograd.grad(logits.square().sum(), embeddings)))
+    assert len(calls) == 3, "once in each layer of the one model"
+    tolerance = 1e-5 if kind in OF_EXPERTS else 1e-11
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral_window"])
+def test_with_a_cache_attention_decodes_the_same(kind, random_model):
+    ids, found = torch.tensor([[5, 6, 7, 8, 9, 5]]), []
+    for change in (lambda model: model, with_attention):
+        model = change(random_model(kind, dtype=torch.float64))
+        first = model(input_ids=ids, use_cache=True)
+        name = "cache" if hasattr(first, "cache") else "past_key_values"  # renamed in transformers 5.24
+        second = model(input_ids=torch.tensor([[3]]), **{name: first[name]})
+        found.append((first.logits, second.logits))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)

@@ -13,8 +13,8 @@ from dense_attention import masked
 from torch import nn
 
 from rlft.model.kernels import flash_attention
-from rlft.model.kernels.attention import on_this_device, packed_attention
-from rlft.model.kernels.flash_attention import obstacle, row_lengths, serves
+from rlft.model.kernels.attention import _Attention, on_this_device, packed_attention
+from rlft.model.kernels.flash_attention import obstacle, row_lengths
 from rlft.model.packing import PackedRows, pack
 
 ROWS = [
@@ -52,7 +52,7 @@ def tensors_of(packed: PackedRows, key_heads: int, dtype: torch.dtype) -> list[t
 def test_outputs_and_gradients_are_those_of_the_mask(key_heads, packed, stand_in):
     tensors = tensors_of(packed, key_heads, torch.float64)
     weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = flash_attention.flash_attention(*tensors, packed.lengths, 0.3)
+    ours = _Attention.apply(*tensors, packed.lengths, 0.3)
     theirs = masked(*tensors, packed, 0.3)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     mine = torch.autograd.grad((ours * weight).sum(), tensors)
@@ -66,7 +66,7 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
     # bits); the gradient of a prompt's key is rounded by two calls and once added up. Of numbers up to `largest`.
     tensors = tensors_of(packed, 2, torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    ours, theirs = flash_attention.flash_attention(*tensors, packed.lengths, 0.3), masked(*exact, packed, 0.3)
+    ours, theirs = _Attention.apply(*tensors, packed.lengths, 0.3), masked(*exact, packed, 0.3)
     mine = torch.autograd.grad(ours.sum(), tensors)
     its = torch.autograd.grad(theirs.sum(), exact)
     for one, other in zip((ours, *mine), (theirs, *its), strict=True):
@@ -76,7 +76,7 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
 def test_a_row_of_prompts_alone_is_one_call(make_batch, stand_in):
     packed = pack(make_batch([(0, [5, 6, 7], []), (1, [8], [])]), prompts_first=True)
     tensors = tensors_of(packed, 2, torch.float64)
-    ours = flash_attention.flash_attention(*tensors, packed.lengths, None)
+    ours = _Attention.apply(*tensors, packed.lengths, None)
     torch.testing.assert_close(ours, masked(*tensors, packed, 8**-0.5), rtol=1e-12, atol=1e-12)
     ours.sum().backward()
     assert flash_stand_in.CALLS == ["forward", "backward"]
@@ -89,7 +89,7 @@ def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_
         packed = pack(make_batch(batch), prompts_first=True)
         for key_heads in (1, 2, 4):
             tensors = tensors_of(packed, key_heads, torch.float64)
-            ours = flash_attention.flash_attention(*tensors, packed.lengths, 0.3)
+            ours = _Attention.apply(*tensors, packed.lengths, 0.3)
             theirs = masked(*tensors, packed, 0.3)
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
             gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (ours, theirs)]
@@ -136,7 +136,7 @@ def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(pac
     query, key, value = (x.detach()[None].transpose(1, 2) for x in tensors_of(packed, 2, torch.float64))
     usual, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
     assert not flash_stand_in.CALLS
-    monkeypatch.setattr(flash_attention, "serves", lambda query, value: True)
+    monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
     ours, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
     torch.testing.assert_close(ours, usual, rtol=1e-12, atol=1e-12)
     assert flash_stand_in.CALLS == ["forward"] * 2
@@ -147,31 +147,29 @@ def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(pac
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "gpu", "reason"),
+    ("dtype", "size", "gpu", "reason"),
     [
-        (torch.bfloat16, (64, 64), (8, 0), None),
-        (torch.float16, (256, 256), (9, 0), None),
-        (torch.float32, (64, 64), (9, 0), "flash attention computes in 16 bits, not in float32"),
-        (torch.bfloat16, (264, 264), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 264"),
-        (torch.bfloat16, (60, 60), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
-        (torch.bfloat16, (192, 128), (9, 0), "flash attention takes keys and values of one size, not of 192 and 128"),
-        (torch.bfloat16, (64, 64), (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
-        (torch.bfloat16, (200, 200), (8, 6), "flash attention has no gradient for heads of 200 numbers on Some GPU"),
-        (torch.float16, (224, 224), (12, 0), "flash attention has no gradient for heads of 224 numbers on Some GPU"),
-        (torch.bfloat16, (192, 192), (8, 9), None),
-        (torch.bfloat16, (256, 256), (8, 9), None),
-        (torch.bfloat16, (224, 224), (9, 0), None),
+        (torch.bfloat16, 64, (8, 0), None),
+        (torch.float16, 256, (9, 0), None),
+        (torch.float32, 64, (9, 0), "flash attention computes in 16 bits, not in float32"),
+        (torch.bfloat16, 264, (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 264"),
+        (torch.bfloat16, 60, (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
+        (torch.bfloat16, 64, (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
+        (torch.bfloat16, 200, (8, 6), "flash attention has no gradient for heads of 200 numbers on Some GPU"),
+        (torch.float16, 224, (12, 0), "flash attention has no gradient for heads of 224 numbers on Some GPU"),
+        (torch.bfloat16, 192, (8, 9), None),
+        (torch.bfloat16, 256, (8, 9), None),
+        (torch.bfloat16, 224, (9, 0), None),
     ],
 )
-def test_what_it_cannot_take_has_a_reason(dtype, sizes, gpu, reason, monkeypatch):
+def test_what_it_cannot_take_has_a_reason(dtype, size, gpu, reason, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
-    assert obstacle(dtype, *sizes, torch.device("cuda")) == reason
+    assert obstacle(dtype, size, torch.device("cuda")) == reason
 
 
 def test_there_is_none_on_a_cpu(backbone):
-    assert obstacle(torch.bfloat16, 64, 64, CPU) == "flash attention runs on CUDA GPUs, not on cpu"
-    assert not serves(torch.zeros(1, 8), torch.zeros(1, 8))
+    assert obstacle(torch.bfloat16, 64, CPU) == "flash attention runs on CUDA GPUs, not on cpu"
     assert on_this_device(backbone.model) == ""
 
 
@@ -187,6 +185,6 @@ def test_there_is_none_on_a_cpu(backbone):
 )
 def test_a_run_says_which_attention_it_has_on_a_gpu(dtype, words, backbone, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("rlft.model.kernels.fusion.obstacle", lambda device: None)
+    monkeypatch.setattr("rlft.model.kernels.elementwise.obstacle", lambda device: None)
     model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, config=backbone.model.config)
     assert on_this_device(model) == words

@@ -15,10 +15,7 @@ from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
 from rlft.model.backbone import Backbone
-from rlft.model.kernels import (
-    norm_and_mlp,
-    selection,
-)
+from rlft.model.kernels import elementwise, selection
 from rlft.model.roles import POLICY, Roles
 from rlft.types import Batch
 
@@ -108,19 +105,19 @@ def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them_and_nowhere
     weight = weight[0]
     wide, exact_weight = x.double().requires_grad_(), weight.double()
     by_formula = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * exact_weight
-    y, scale = norm_and_mlp.normed(x, weight, 1e-6)
+    y, scale = elementwise.normed(x, weight, 1e-6)
     assert scale.dtype == torch.float32
     # Rounded twice, each time by at most half a unit of the last of 8 bits: 2 x 2^-8 of the number, to first order.
     assert ((y.double() - by_formula).abs() <= 2.01 * 2**-8 * by_formula.abs() + 1e-30).all()
     weighted = grad * weight
     [slope] = torch.autograd.grad(by_formula, wide, weighted.double() / exact_weight)
-    found = norm_and_mlp.norm_gradient(weighted, x, scale)
+    found = elementwise.norm_gradient(weighted, x, scale)
     # Rounded once; its two terms, made in float32, may cancel.
     assert ((found.double() - slope).abs() <= 1.01 * 2**-8 * slope.abs() + 1e-5).all()
 
 
 def test_a_norm_outside_a_branch_is_one_function_in_16_bits_too(random_model, gpu) -> None:
     model = random_model("llama", dtype=torch.bfloat16)
-    norm_and_mlp.install(model)
+    elementwise.install(model)
     x = torch.ones(1, 2, 32, dtype=torch.bfloat16, requires_grad=True)
     assert type(model.base_model.norm(x).grad_fn).__name__ == "_RMSNormBackward"

@@ -7,9 +7,9 @@ from in_one_test import each
 from torch import Tensor
 
 from rlft.model.kernels import layer_branches
-from rlft.model.kernels.attention_blocks import make_blocks
+from rlft.model.kernels.elementwise import Norm
 from rlft.model.kernels.lora_linear import Operands
-from rlft.model.kernels.norm_and_mlp import Norm
+from rlft.model.kernels.split_attention import make_blocks
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, INNER = 12, 6, 2, 4, 10
 PROMPTS, COMPLETIONS, OWNER = [(0, 4), (9, 2)], [(4, 3), (7, 2), (11, 5)], [0, 0, 1]

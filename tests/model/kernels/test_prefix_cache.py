@@ -1,13 +1,15 @@
-"""Decoding with each prompt's keys once, against the model's own forward over the whole rows."""
+"""Decoding with each prompt's keys once, on a CPU and, through stand-ins for flash attention, as a CUDA GPU does it."""
 
 from __future__ import annotations
 
+import flash_stand_in
 import pytest
 import torch
 
+from rlft.generation.transformers import RepeatedCache
 from rlft.model.forward import choose
-from rlft.model.kernels.flash_prefix_cache import open_prefix_cache
-from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.model.kernels import flash_attention
+from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache, open_prefix_cache
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
 
@@ -17,12 +19,18 @@ def whole_logits(model, row):
         return model(input_ids=torch.tensor([row])).logits[0, -1]
 
 
+@pytest.fixture(params=[PrefixCache, FlashPrefixCache])
+def kind_of_cache(request):
+    if request.param is FlashPrefixCache:
+        request.getfixturevalue("gpu")
+    return request.param
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama_one_kv_head", "qwen3", "gemma"])
-def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model):
+def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model, kind_of_cache):
     model = random_model(kind).double()
-    choose(model)
     cache = open_prefix_cache(choose(model), PROMPTS, 7)
-    assert isinstance(cache, PrefixCache)
+    assert type(cache) is kind_of_cache
     rows = [list(p) for p in PROMPTS for _ in range(3)]
     dice = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -36,14 +44,64 @@ def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_lef
                 rows = [rows[i] for i in kept.tolist()]
             tokens = torch.randint(1, 100, (len(rows),), generator=dice)
             rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+            flash_stand_in.CALLS.clear()
             logits = cache.step(tokens)
+            flash_calls = 2 * model.config.num_hidden_layers * (kind_of_cache is FlashPrefixCache)
+            assert ["forward"] * flash_calls == flash_stand_in.CALLS
 
 
-def test_a_prompts_keys_are_there_once_however_large_its_group(random_model):
+def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, kind_of_cache):
     model = random_model("llama")
     choose(model)
-    cache = PrefixCache(model, PROMPTS, 100)
+    cache = kind_of_cache(model, PROMPTS, 100)
     with torch.no_grad():
         cache.prefill(50)
     keys, values = cache._prompt[0]
-    assert keys.shape[0] == values.shape[0] == len(PROMPTS)
+    number = len(PROMPTS) if kind_of_cache is PrefixCache else sum(map(len, PROMPTS))
+    assert keys.shape[0] == values.shape[0] == number
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random_model, gpu):
+    model = random_model("llama", dtype=torch.bfloat16)
+    forward, exact = choose(model), random_model("llama", dtype=torch.bfloat16).double()
+    dice = torch.Generator().manual_seed(0)
+    rows = [list(p) for p in PROMPTS for _ in range(2)]
+    caches = open_prefix_cache(forward, PROMPTS, 12), RepeatedCache(model, PROMPTS, 12, model.device)
+    assert isinstance(caches[0], FlashPrefixCache)
+    errors = [0.0, 0.0]
+    with torch.no_grad():
+        found = [cache.prefill(2) for cache in caches]
+        for _ in range(12):
+            truth = torch.stack([whole_logits(exact, row) for row in rows])
+            for i, logits in enumerate(found):
+                errors[i] += float((logits.double() - truth).square().mean())
+            tokens = torch.randint(1, 100, (len(rows),), generator=dice)
+            rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+            found = [cache.step(tokens) for cache in caches]
+    assert errors[0] <= 1.4**2 * errors[1], errors
+
+
+@pytest.mark.parametrize("kind", ["mistral_window", "gemma2", "falcon"])
+def test_models_with_another_attention_have_none(kind, random_model):
+    assert open_prefix_cache(choose(random_model(kind)), PROMPTS, 4) is None
+
+
+def test_a_gpu_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
+    forward = choose(random_model("llama"))
+    assert type(open_prefix_cache(forward, PROMPTS, 4)) is PrefixCache
+    asked = []
+
+    def takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
+        asked.append((dtype, head_size, device.type))
+        return True
+
+    monkeypatch.setattr(flash_attention, "takes", takes)
+    assert type(open_prefix_cache(forward, PROMPTS, 4)) is FlashPrefixCache
+    assert asked == [(torch.float32, 8, "cpu")]
+
+
+def test_a_gpu_that_does_not_take_the_heads_has_none(random_model, monkeypatch):
+    forward = choose(random_model("llama"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(type(forward.model), "device", torch.device("cuda"))  # where its float32 goes through a mask
+    assert open_prefix_cache(forward, PROMPTS, 4) is None

@@ -19,9 +19,9 @@ from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.forward import choose
 from rlft.model.full_weights import WholeModel
-from rlft.model.kernels import llama_attention, selection
+from rlft.model.kernels import elementwise, selection
 from rlft.model.kernels.attention import NAME
-from rlft.model.kernels.families import FAMILIES, TESTED
+from rlft.model.kernels.decoder_layer import FAMILIES, TESTED
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.kernels.selection import decide
 from rlft.model.reward_model import open_learned, reward_role, score_rows
@@ -259,8 +259,8 @@ def test_a_known_architecture_that_computes_otherwise_is_found_out_by_its_number
     """A release whose attention has changed: ours is not what the model's own modules give."""
     own = build("llama", KernelChoice.plain)
     expected = choose(own.model, own.kernels)(awkward_batch, 1.0).logprobs
-    rotate = llama_attention.rotary.apply
-    monkeypatch.setattr(llama_attention.rotary, "apply", lambda q, k, cos, sin: rotate(q, k, cos, -sin))
+    rotate = elementwise.rotated
+    monkeypatch.setattr(elementwise, "rotated", lambda q, k, cos, sin: rotate(q, k, cos, -sin))
     monkeypatch.setattr(selection.decoder_layer, "install", lambda model: None)
     changed = build("llama", KernelChoice.auto)
     assert changed.kernels.replaced

@@ -1,12 +1,89 @@
-"""Attention in blocks, forward and backward, against attention through a mask of every token by every token."""
+"""Attention in blocks: every pair that a packed row wants, once, and no other; forward and backward against a mask."""
 
 from __future__ import annotations
+
+import random
+from collections import Counter
 
 import pytest
 import torch
 
-from rlft.model.kernels.attention_blocks import make_blocks
-from rlft.model.kernels.split_attention import flash, merge, serves, split_attention
+from rlft.model.kernels import split_attention
+from rlft.model.kernels.split_attention import attend, attention_gradients, flash, make_blocks, merge, put, take
+
+CPU = torch.device("cpu")
+
+
+def pairs_of(block):
+    """(query, key) places that the block lets see each other, by its masks."""
+    rows, width, keys = block.shape
+    everywhere = torch.arange(10_000)
+    queries = take(everywhere, block.queries.index).view(rows, width)
+    key_places = take(everywhere, block.keys.index).view(rows, keys)
+    slots = range(rows * width) if block.queries.slots is None else block.queries.slots.tolist()
+    for slot in slots:
+        row, place = divmod(slot, width)
+        for k in range(keys):
+            hidden = block.key_bias is not None and block.key_bias[row, 0, 0, k] == -torch.inf
+            if not hidden and (not block.causal or k <= place):
+                yield int(queries[row, place]), int(key_places[row, k])
+
+
+def wanted(prompts, completions, owner):
+    """The same from the definition."""
+    for start, length in (*prompts, *completions):
+        yield from ((start + i, start + j) for i in range(length) for j in range(i + 1))
+    for (start, length), unit in zip(completions, owner, strict=True):
+        first, size = prompts[unit]
+        yield from ((start + i, first + j) for i in range(length) for j in range(size))
+
+
+def laid_out(prompt_lengths, completion_lengths):
+    prompts, completions, owner, offset = [], [], [], 0
+    for unit, (length, several) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
+        prompts.append((offset, length))
+        offset += length
+        for size in several:
+            completions.append((offset, size))
+            owner.append(unit)
+            offset += size
+    return prompts, completions, owner
+
+
+@pytest.mark.parametrize("small_block", [0, 2**16], ids=["buckets", "one_block"])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_wanted_pair_is_in_one_block_and_no_other(seed, small_block, monkeypatch):
+    monkeypatch.setattr(split_attention, "SMALL_BLOCK", small_block)
+    dice = random.Random(seed)
+    lengths = [dice.randint(1, 9) for _ in range(4)]
+    row = laid_out(lengths, [[dice.randint(0, 8) for _ in range(dice.randint(0, 3))] for _ in lengths])
+    found = Counter(pair for block in make_blocks(*row, CPU) for pair in pairs_of(block))
+    assert found == Counter(wanted(*row))
+
+
+def test_long_spans_do_not_inflate_short_ones():
+    # One completion of 2,000 tokens beside 60 of 20: in one block they would fill 61 x 2,000 places.
+    row = laid_out([10], [[2000] + [20] * 60])
+    causal = [block for block in make_blocks(*row, CPU) if block.causal]
+    assert sum(block.shape[0] * block.shape[1] for block in causal) < 4000
+
+
+def test_a_group_of_equal_lengths_is_read_without_a_copy():
+    blocks_of_it = make_blocks(*laid_out([300], [[100] * 4]), CPU)
+    assert [block.shape for block in blocks_of_it] == [(1, 300, 300), (4, 100, 100), (1, 400, 300)]
+    x = torch.randn(700, 2)
+    for block in blocks_of_it:
+        assert block.queries.slots is None
+        assert take(x, block.queries.index).data_ptr() == x[block.queries.index].data_ptr()
+
+
+def test_what_is_put_is_taken():
+    x, places = torch.zeros(6), torch.tensor([4, 1])
+    put(x, places, torch.tensor([1.0, 2.0]))
+    put(x, slice(2, 4), torch.tensor([3.0, 4.0]))
+    assert x.tolist() == [0, 2, 3, 4, 1, 0]
+    assert take(x, places).tolist() == [1, 2]
+
 
 ROW = ([(0, 5), (14, 3)], [(5, 4), (9, 5), (17, 1), (18, 6)], [0, 0, 1, 1])
 NUM_TOKENS = 24
@@ -35,9 +112,11 @@ def test_outputs_and_gradients_are_those_of_the_mask(key_heads):
     blocks = make_blocks(*ROW, torch.device("cpu"))
     assert any(block.queries.slots is not None for block in blocks), "some queries are padded"
     assert any(block.key_bias is not None for block in blocks), "and some keys"
-    ours, theirs = split_attention(*tensors, blocks, 0.3), masked(*tensors, 0.3)
+    theirs = masked(*tensors, 0.3)
+    with torch.no_grad():
+        ours, lse = attend(*tensors, blocks, 0.3)
+        mine = attention_gradients(weight, *tensors, ours, lse, blocks, 0.3)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    mine = torch.autograd.grad((ours * weight).sum(), tensors)
     its = torch.autograd.grad((theirs * weight).sum(), tensors)
     torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
@@ -49,8 +128,3 @@ def test_two_parts_make_the_whole():
     merged, lse = merge(one[0], one[1][..., None], other[0], other[1][..., None])
     torch.testing.assert_close(merged, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse[..., 0], whole_lse, rtol=1e-12, atol=1e-12)
-
-
-def test_heads_of_unlike_sizes_are_left_to_others():
-    assert serves(torch.zeros(1, 4), torch.zeros(1, 4))
-    assert not serves(torch.zeros(1, 4), torch.zeros(1, 6))

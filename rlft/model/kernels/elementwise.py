@@ -1,26 +1,115 @@
-"""Root-mean-square norms and gated MLPs of a frozen base with fewer passes over memory: the same numbers, faster.
+"""Norms, rotary positions and gated MLPs of a frozen base with fewer passes over memory: the same numbers, faster.
 
-Written out in torch, a norm makes six tensors of its input's size forward and backward, and a gated MLP keeps three;
-here each is one autograd function that keeps only what its gradient needs. A function replaces a module's forward only
-if it gives the same numbers on a probe (Gemma's norm, which adds 1 to its weight, keeps its own), and is used only
-while the weight is frozen.
+Written out in torch, a norm makes six tensors of its input's size forward and backward, a gated MLP keeps three, and
+`q * cos + rotate_half(q) * sin` makes five of q's size and as many backward. Here each is one autograd function that
+keeps only what its gradient needs. A function replaces a norm's or an MLP's forward only if it gives the same numbers
+on a probe (Gemma's norm, which adds 1 to its weight, keeps its own), and is used only while the weight is frozen.
 
-In 16 bits they serve CUDA GPUs, with a norm's steps in float32 and its output rounded before it is weighted, as in
-transformers; on a CPU in 16 bits a module keeps its own forward.
+On a CUDA GPU, where products are fast and memory is the bottleneck, `torch.compile` makes one or two passes of such a
+chain of steps (`fused`); on a CPU they run as written. The code is the same, so that a CPU tests what a GPU compiles.
+In 16 bits the functions serve CUDA GPUs, with a norm's steps in float32 and its output rounded before it is weighted,
+as in transformers; on a CPU in 16 bits a module keeps its own forward.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlft.model.kernels.fusion import fused
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, compiled for all shapes at its first call with a first argument on a CUDA GPU.
+
+    The function must not branch on the values of its tensors, and is called without gradient, inside an autograd
+    function.
+    """
+    compiled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        if not isinstance(first, Tensor) or not is_fused(first.device):
+            return function(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(function, dynamic=True))
+        return compiled[0](*args, **kwargs)
+
+    return chosen
+
+
+def is_fused(device: torch.device) -> bool:
+    """Whether fused functions are compiled on this device."""
+    return device.type == "cuda" and obstacle(device) is None
+
+
+@functools.cache
+def obstacle(device: torch.device) -> str | None:
+    """Why torch cannot compile for this GPU, found out by trying it once; None if it can."""
+    try:
+        with torch.no_grad():
+            torch.compile(_probe, dynamic=True)(torch.ones(8, 8, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a missing compiler or Triton, a driver that is too old: torch has no common type
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        return f"torch.compile failed: {type(error).__name__}: {first_line}"
+    return None
+
+
+def _probe(x: Tensor) -> Tensor:
+    return x.mul(2).sub(x.amax(1, keepdim=True)).exp()
+
+
+# -- rotary positions (Su et al. 2021, arXiv 2104.09864) ---------------------------------------------------------------
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries `[B, H, N, D]` and keys `[B, K, N, D]` rotated by their positions; cos and sin are `[B, N, D]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if not torch.is_grad_enabled():
+        return turned(q, cos, sin), turned(k, cos, sin)
+    return cast(Tensor, _Rotation.apply(q, cos, sin)), cast(Tensor, _Rotation.apply(k, cos, sin))
+
+
+@fused
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), with x1 and x2 the halves of the last axis; a new tensor."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+@fused
+def turned_back(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of x from that of `turned`: (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
+    half = g.shape[-1] // 2
+    back = g * cos
+    back[..., :half].addcmul_(g[..., half:], sin[..., half:])
+    back[..., half:].addcmul_(g[..., :half], sin[..., :half], value=-1)
+    return back
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return turned_back(*grad_outputs, *ctx.saved_tensors), None, None
+
+
+# -- modules that are replaced -----------------------------------------------------------------------------------------
 ROUNDINGS = 8
 """Units of rounding by which a function may be off. A written-out norm or MLP rounds two results before its last step,
 and compiled in one pass only the last of them; the down projection's output is rounded on both sides, and its sum may
@@ -95,7 +184,7 @@ class Norm(NamedTuple):
 
 def norm_of(module: Any) -> Norm | None:
     """The weight and eps of a norm that was replaced; None if the module is not such a norm, or learns."""
-    if not _is_replaced(module, _norm) or module.weight.requires_grad:
+    if not is_replaced(module, _norm) or module.weight.requires_grad:
         return None
     return Norm(module.weight, _eps(module))
 
@@ -110,7 +199,8 @@ def is_wide(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64)
 
 
-def _is_replaced(module: Any, forward: Any) -> bool:
+def is_replaced(module: Any, forward: Any) -> bool:
+    """Whether this function of rlft has replaced the module's forward."""
     return isinstance(module.forward, functools.partial) and module.forward.func is forward
 
 
@@ -177,7 +267,7 @@ def _is_silu(function: Any, module: Any) -> bool:
 
 def is_gated(module: Any) -> bool:
     """Whether this is a gated MLP with SiLU that was replaced."""
-    return _is_replaced(module, _gated)
+    return is_replaced(module, _gated)
 
 
 def _gated(module: Any, plain: Any, x: Tensor) -> Tensor:

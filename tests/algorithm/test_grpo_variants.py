@@ -1,0 +1,285 @@
+"""The algorithms that are GRPO with other keys, each by the hand-computed numbers of its paper's formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from in_one_test import each
+
+from rlft.batch import collate
+from rlft.reward.workers.scorer import mixed
+from rlft.types import Completion, FinishReason, Group, Outputs, Prompt, Rollout, UserError
+
+
+@each(
+    ("name", "base", "keys"),
+    [
+        ("dr_grpo", "grpo", {"std": "none", "aggregate": "constant"}),
+        ("gspo", "grpo", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ("gspo_token", "gspo", {"ratio": "sequence_token"}),
+        ("cispo", "grpo", {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
+        ("sapo", "grpo", {"surrogate": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
+        ("gmpo", "grpo", {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.4}),
+        ("gdpo", "grpo", {"reward_aggregation": "normalize_then_sum"}),
+    ],
+)
+def test_each_differs_from_its_base_in_these_keys_only(make, name, base, keys):
+    assert make(name) == make(base, **keys)
+
+
+def test_dr_grpo_only_centres_and_divides_by_a_constant_length(make, hand_batch, at):
+    # Rewards 0 and 1: advantages -1/2 and 1/2. At the old policy each token's gradient is -A / (2 sequences * 6
+    # tokens), the same for the long and the short completion.
+    batch = make("dr_grpo").credit(hand_batch([3, 1], [0, 1], [0, 0]))
+    assert batch.advantages.tolist() == [[0, -0.5, -0.5, -0.5, 0], [0, 0.5, 0, 0, 0]]
+    _, gradient = at("dr_grpo", batch, 0.0)
+    torch.testing.assert_close(gradient, -batch.advantages / 12, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def at(make, scale_of):
+    """(loss, its gradient) of an algorithm where the log-probs are `moved` away from the old ones."""
+
+    def computed(algorithm, batch, moved):
+        moved = torch.as_tensor(moved, dtype=torch.float64)
+        outputs = Outputs(logprobs=(batch.old_logprobs + moved).requires_grad_())
+        algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
+        loss = algorithm.loss(outputs, batch, scale_of(batch))
+        return loss, torch.autograd.grad(loss.total, outputs.logprobs)[0]
+
+    return computed
+
+
+def test_gspo_ratio_is_constant_within_a_sequence(hand_batch, at):
+    # Log-ratios 1e-4 and 3e-4: s = exp(2e-4), inside the range. Loss -s A; gradient -s A / 2 on both tokens alike.
+    batch = hand_batch([2], [0], [0], advantages=[3])
+    loss, gradient = at("gspo", batch, [[9, 1e-4, 3e-4, 9]])
+    s = math.exp(2e-4)
+    expected = torch.tensor([[0, -1.5 * s, -1.5 * s, 0]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert abs(loss.total.item() + 3 * s) < 1e-12
+
+
+def test_gspo_clips_whole_sequences_at_its_own_small_range(hand_batch, at):
+    # Row 0: mean log-ratio 5e-4, A > 0: s = 1.0005 > 1.0004, clipped, though one of its tokens did not move at all.
+    # Row 1: mean -4e-4, A < 0: s = 0.9996 < 0.9997, clipped. Row 2: mean 5e-4, A < 0: not clipped.
+    batch = hand_batch([2, 2, 1], [0, 0, 0], [0, 0, 0], advantages=[1, -1, -1])
+    moved = [[0, 0, 1e-3, 0], [0, -4e-4, -4e-4, 0], [0, 5e-4, 0, 0]]
+    loss, gradient = at("gspo", batch, moved)
+    assert abs(loss.total.item() - (-1.0004 + 0.9997 + math.exp(5e-4)) / 3) < 1e-12
+    assert (gradient[:2] == 0).all()
+    assert abs(gradient[2, 1].item() - math.exp(5e-4) / 3) < 1e-12
+    assert abs(loss.metrics["ratio/clip_high_fraction"].item() - 2 / 5) < 1e-12
+    assert abs(loss.metrics["ratio/clip_low_fraction"].item() - 2 / 5) < 1e-12
+
+
+def test_gspo_token_agrees_with_gspo_where_a_completion_has_one_advantage(make, full_step, scale_of, loss_of, close):
+    outputs, batch = full_step()
+    batch = make("gspo").credit(batch)
+    sequence, (gradient, *_) = loss_of(make("gspo"), outputs, batch, scale_of(batch))
+    token, (gradient_of_token, *_) = loss_of(make("gspo_token"), outputs, batch, scale_of(batch))
+    close(token.total.detach(), sequence.total.detach())
+    close(gradient_of_token, gradient)
+
+
+def test_gspo_token_gives_each_token_its_own_advantage_where_they_vary(hand_batch, close, at):
+    # Log-ratios 1e-4 and 3e-4: s = exp(2e-4) for both tokens, inside the range; A = 3 and -1. The loss is
+    # -s (3 - 1) / 2 = -s either way. By token the gradients are -s 3/2 and s/2; one ratio for both tokens gives each
+    # the mean advantage 1 times the mean's derivative, -s 1/2 and -s 1/2.
+    batch = hand_batch([2], [0], [0])
+    advantages = torch.tensor([[0, 3, -1, 0]], dtype=torch.float64)
+    batch, s = replace(batch, advantages=advantages), math.exp(2e-4)
+    moved = [[9, 1e-4, 3e-4, 9]]
+    loss, gradient = at("gspo_token", batch, moved)
+    close(loss.total.detach(), -s)
+    close(gradient, [[0, -1.5 * s, 0.5 * s, 0]])
+    loss, gradient = at("gspo", batch, moved)
+    close(loss.total.detach(), -s)
+    close(gradient, [[0, -0.5 * s, -0.5 * s, 0]])
+
+
+def test_a_clip_of_grpos_size_is_warned_of(make):
+    assert make("gspo").warnings == make("grpo").warnings == ()
+    assert make("grpo", ratio="sequence").warnings == (
+        "algorithm.clip_low: 0.2 never binds with algorithm.ratio=sequence, whose ratio is normalised by length; "
+        "the paper's are clip_low=3e-4 clip_high=4e-4",
+        "algorithm.clip_high: 0.2 never binds with algorithm.ratio=sequence, whose ratio is normalised by length; "
+        "the paper's are clip_low=3e-4 clip_high=4e-4",
+    )
+    (only,) = make("gspo_token", clip_high=0.28).warnings
+    assert only.startswith("algorithm.clip_high: 0.28 never binds with algorithm.ratio=sequence_token")
+    assert make("grpo", ratio="sequence", surrogate="importance").warnings == ()  # which has no clip
+
+
+def test_luspo_is_gspo_with_its_token_sum(make, hand_batch, close, at):
+    # LUSPO (arXiv 2602.05261): each completion's clipped s A times its length. Mean log-ratio 0.1 of two tokens, A = 1,
+    # clipped at 1.0025; -0.1 of three, A = 2, s = exp(-0.1); -0.1 of one, A = -1, clipped at 0.998.
+    batch = hand_batch([2, 3, 1], [0, 0, 0], [0, 0, 0], advantages=[1, 2, -1])
+    moved = torch.tensor([[9, 0.3, -0.1, 9, 9], [9, 0.1, -0.3, -0.1, 9], [9, -0.1, 9, 9, 9]], dtype=torch.float64)
+    luspo = make("gspo", aggregate="sequence_mean_token_sum", clip_low=2e-3, clip_high=2.5e-3)
+    close(at(luspo, batch, moved)[0].total.detach(), -(2 * 1.0025 + 3 * 2 * math.exp(-0.1) - 0.998) / 3)
+
+
+def test_cispo_keeps_every_tokens_gradient_and_its_weight_has_an_upper_end_only(hand_batch, close, at):
+    # Ratios 8 and 0.1 with A = 1, 8 and 2 with A = -2; every old log-prob is -1. w = min(r, 5): 5, 0.1, 5, 2.
+    # Loss -w A lp over 4 tokens, gradient -w A / 4: nothing is cut off on either side.
+    batch = hand_batch([2, 2], [0, 0], [0, 0], advantages=[1, -2])
+    r = torch.tensor([[1, 8, 0.1, 1], [1, 8, 2, 1]], dtype=torch.float64)
+    loss, gradient = at("cispo", batch, r.log())
+    lp = {ratio: math.log(ratio) - 1 for ratio in (8, 0.1, 2)}
+    close(loss.total.detach(), (-5 * lp[8] - 0.1 * lp[0.1] + 10 * lp[8] + 4 * lp[2]) / 4)
+    close(gradient, [[0, -5 / 4, -0.1 / 4, 0], [0, 10 / 4, 4 / 4, 0]])
+    close(loss.metrics["ratio/clip_high_fraction"], 2 / 4)
+    close(loss.metrics["ratio/clip_low_fraction"], 0.0)
+
+
+def test_cispos_gradient_is_that_of_a_weighted_log_likelihood(make, full_step, scale_of, close):
+    outputs, batch = full_step()
+    algorithm = make("cispo", clip_low=0.3, clip_high=0.2)
+    batch = algorithm.credit(batch)
+    loss = algorithm.loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    weight = (outputs.logprobs.detach() - batch.old_logprobs).exp().clamp(0.7, 1.2)
+    close(gradient, -weight * batch.advantages / batch.loss_mask.sum())
+    assert loss.metrics["ratio/clip_low_fraction"] > 0
+    assert loss.metrics["ratio/clip_high_fraction"] > 0
+
+
+def test_cispos_advantages_are_grpos(make, full_step):
+    _, batch = full_step()
+    batch = replace(batch, token_rewards=None, step_ends=None)
+    assert torch.equal(make("cispo").credit(batch).advantages, make("grpo").credit(batch).advantages)
+
+
+def test_sapos_loss_is_the_mean_over_completions_of_the_gated_advantages(hand_batch, close, at):
+    # A = 2, tau 1: r - 1 = ln 3 and 0, gates 4 * 3/4 and 4 * 1/2. A = -1, tau 1.05: 1.05 (r - 1) = ln 3, gate 3 / 1.05.
+    # Loss (-2 (3 + 2) / 2 + 3 / 1.05) / 2. A token's gradient: -A 4 p (1 - p) r / (2 |o|), with p = 3/4, 1/2, 3/4.
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[2, -1])
+    good, bad = 1 + math.log(3), 1 + math.log(3) / 1.05
+    r = torch.tensor([[1, good, 1, 1], [1, bad, 1, 1]], dtype=torch.float64)
+    loss, gradient = at("sapo", batch, r.log())
+    close(loss.total.detach(), (-2 * (3 + 2) / 2 + 3 / 1.05) / 2)
+    close(gradient, [[0, -2 * 0.75 * good / 4, -2 / 4, 0], [0, 0.75 * bad / 2, 0, 0]])
+    assert loss.metrics["ratio/clip_low_fraction"] == loss.metrics["ratio/clip_high_fraction"] == 0
+
+
+def test_sapo_cuts_off_no_token_where_grpos_clip_has_let_go_of_it(hand_batch, at):
+    batch = hand_batch([1, 1], [0, 0], [0, 0], advantages=[1, -1])
+    gradients = {name: at(name, batch, [[0.5], [-0.5]])[1][:, 1] for name in ("grpo", "sapo")}
+    assert gradients["grpo"].tolist() == [0, 0]
+    assert gradients["sapo"][0] < 0 < gradients["sapo"][1]
+
+
+def test_gmpos_loss_is_minus_the_mean_over_completions_of_advantage_times_geometric_mean(hand_batch, close, at):
+    # A = 2, log-ratios 1 (clipped to 0.4) and -0.2: s = exp(0.1). A = -1, -2 (clipped to -0.4), 0.1, 0.9: s = exp(0.2).
+    # Loss (-2 exp(0.1) + exp(0.2)) / 2; a token's gradient is -A s / (2 |o|), 0 where it is clipped.
+    batch = hand_batch([2, 3], [0, 0], [0, 0], advantages=[2, -1])
+    moved = torch.tensor([[9, 1, -0.2, 9, 9], [9, -2, 0.1, 0.9, 9]], dtype=torch.float64)
+    loss, gradient = at("gmpo", batch, moved)
+    good, bad = math.exp(0.1), math.exp(0.2)
+    close(loss.total.detach(), (-2 * good + bad) / 2)
+    close(gradient, [[0, 0, -2 * good / 4, 0, 0], [0, 0, bad / 6, bad / 6, 0]])
+    close(loss.metrics["ratio/clip_high_fraction"], 1 / 5)
+    close(loss.metrics["ratio/clip_low_fraction"], 1 / 5)
+
+
+def test_gmpo_without_a_clip_that_binds_is_gspos_ratio(make, full_step, scale_of, loss_of, close):
+    outputs, batch = full_step()
+    wide = {"clip_low": 1.0, "clip_high": 9.0}
+    batch = make("gmpo").credit(batch)
+    outputs = Outputs(logprobs=(batch.old_logprobs + 0.4 * (outputs.logprobs - batch.old_logprobs)).detach())
+    outputs.logprobs.requires_grad_()
+    mine, (gradient,) = loss_of(make("gmpo", **wide), outputs, batch, scale_of(batch))
+    other, (wanted,) = loss_of(make("gspo", surrogate="importance"), outputs, batch, scale_of(batch))
+    assert mine.metrics["ratio/clip_low_fraction"] == mine.metrics["ratio/clip_high_fraction"] == 0
+    close(mine.total.detach(), other.total.detach())
+    close(gradient, wanted)
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence_token"])
+def test_a_ratio_of_completions_is_refused_as_gmpo_makes_its_own(make, level):
+    with pytest.raises(UserError, match=rf"^algorithm\.ratio: .*mean itself, got {level}; use algorithm\.ratio=token"):
+        make("gmpo", ratio=level)
+
+
+@pytest.fixture
+def two_rewards(hand_batch):
+    """Two groups of two; rewards 0, 1 and 5, 1 in the first, 2, 2 and 0, 10 in the second; the second counts half."""
+    batch = hand_batch([2, 1, 0, 2], [0, 0, 0, 0], [4, 4, 1, 1])
+    rewards = torch.tensor([[0, 5], [1, 1], [2, 0], [2, 10]], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.5], dtype=torch.float64).expand(4, 2)
+    return replace(batch, each_reward=rewards, each_weight=weights)
+
+
+def test_gdpos_advantage_is_the_sum_of_the_rewards_own_zscores_over_its_std_in_the_step(make, two_rewards, close):
+    # With eps = 0 the z-scores of two are -s and s, s = 1 / sqrt(2): sums -s/2, s/2, -s/2, s/2, whose sample variance
+    # is 4 * s^2 / 4 / 3 = 1/6. So all are s / 2 * sqrt(6) = sqrt(3) / 2, on every token of a completion.
+    a = math.sqrt(3) / 2
+    advantages = make("gdpo", eps=0.0).credit(two_rewards).advantages
+    close(advantages, [[0, -a, -a, 0], [0, a, 0, 0], [0, 0, 0, 0], [0, a, a, 0]])
+
+
+def test_gdpos_rows_have_zero_gradient_where_no_reward_differs_though_sums_may_be_equal(make, two_rewards):
+    # The first group's rewards add up to the same sum and still differ; the second's are the same.
+    rewards = torch.tensor([[0, 2], [1, 0], [3, 3], [3, 3]], dtype=torch.float64)
+    batch = replace(two_rewards, each_reward=rewards, rewards=(rewards * two_rewards.each_weight).sum(-1))
+    assert make("gdpo").zero_gradient_rows(batch).tolist() == [False, False, True, True]
+    assert make("grpo").zero_gradient_rows(batch).all()
+
+
+def test_gdpo_of_one_reward_alone_is_grpos_zscore_over_its_std_in_the_step(make, random_step, close):
+    _, batch = random_step()
+    eps = 1e-6
+    scores = make("grpo").credit(batch).advantages
+    first = batch.loss_mask.double().argmax(-1, keepdim=True)
+    of_rows = scores.gather(1, first).squeeze(-1)
+    # Row 6 has no token to stand on: of group 9, whose rewards 2, 0, -1 lie 5/3, -1/3, -4/3 from their mean 1/3.
+    of_rows[6] = (5 / 3) / (math.sqrt((25 + 1 + 16) / 9 / 2) + eps)
+    close(make("gdpo").credit(batch).advantages, (scores / (of_rows.std() + eps)).tolist())
+
+
+def test_gdpo_without_rewards_by_themselves_says_what_it_lacks(make, two_rewards):
+    batch = replace(two_rewards, each_reward=None)
+    for ask in (make("gdpo").credit, make("gdpo").zero_gradient_rows):
+        with pytest.raises(
+            ValueError, match=r"each_reward is None, but reward_aggregation=normalize_then_sum needs it"
+        ):
+            ask(batch)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"supervision": "process"},
+            r"algorithm\.supervision: .* whole completions, got process; use algorithm\.super",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward"},
+            r"algorithm\.kl_in: .* no one score .*, got reward; use algorithm\.kl_in=l",
+        ),
+    ],
+)
+def test_gdpo_refuses_what_has_no_rewards_of_whole_completions(make, keys, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        make("gdpo", **keys)
+
+
+def test_gdpo_credits_what_a_run_scores(make, close):
+    # The rewards 1, 0 and 0.5, 1 of two siblings, weights 1 and 0.2, as the scorer mixes them: z-scores s, -s and -s,
+    # s, sums 0.8 s and -0.8 s, s = 1 / sqrt(2). Over their sample std 0.8 s sqrt(2) that is s and -s.
+    completions = [
+        Completion(text="", token_ids=(7, 8), logprobs=(-1.0, -1.0), finish_reason=FinishReason.stop) for _ in range(2)
+    ]
+    prompt = Prompt(id="p", messages=(), answer="", token_ids=(5,))
+    group = Group(
+        prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=1) for c in completions)
+    )
+    scores = mixed({"right": [[1.0, 0.0]], "format": [[0.5, 1.0]]}, {"right": 1.0, "format": 0.2}, process=())
+    batch = collate([group], scores, decode=str)
+    s = 1 / math.sqrt(2)
+    advantages = make("gdpo", eps=0.0).credit(batch).advantages
+    close(advantages.double(), [[0, s, s], [0, -s, -s]], tol=1e-6)

@@ -1,0 +1,245 @@
+"""Norms, MLPs and rotary positions against the modules they stand for, and as torch compiles their chains of steps."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from in_one_test import each
+from torch import Tensor
+from transformers.activations import SiLUActivation
+
+from rlft.model.kernels import elementwise, layer_branches, lm_head
+
+
+def norm_by_formula(module, x):
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), Gemma's with 1 + weight, all in float64."""
+    weight = 1 + module.weight if "Gemma" in type(module).__name__ else module.weight
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def mlp_by_formula(module, x):
+    gate = module.gate_proj(x)
+    gate = (
+        gate / (1 + (-gate).exp()) if isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation) else module.act_fn(gate)
+    )
+    return module.down_proj(gate * module.up_proj(x))
+
+
+@each("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma"])
+def test_outputs_and_gradients_are_the_modules_own(kind, random_model):
+    model = random_model(kind).double()
+    elementwise.install(model)
+    for name, formula in (("model.layers.0.input_layernorm", norm_by_formula), ("model.layers.0.mlp", mlp_by_formula)):
+        module = model.get_submodule(name)
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        width = model.config.hidden_size
+        x = torch.randn(2, 5, width, dtype=torch.float64, requires_grad=True)
+        ours, theirs = module(x), formula(module, x)
+        # Gemma's norm stays its own, which computes in float32 whatever it is given.
+        near = 2e-6 if kind == "gemma" and "norm" in name else 1e-11
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+        gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=5 * near, atol=5 * near)
+
+
+def test_only_modules_that_give_the_same_are_replaced(random_model):
+    replaced = {
+        kind: {type(m).__name__ for m in _installed(random_model(kind)).modules() if "forward" in vars(m)}
+        for kind in ("llama", "qwen2", "gemma", "gpt2")
+    }
+    assert replaced == {
+        "llama": {"LlamaRMSNorm", "LlamaMLP"},
+        "qwen2": {"Qwen2RMSNorm", "Qwen2MLP"},
+        "gemma": set(),  # its norm adds 1 to the weight, its MLP's gate is a GELU
+        "gpt2": set(),
+    }
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The functions as torch compiles them for a GPU: no rounding between their steps."""
+
+    def wide(x):
+        return x.float() if isinstance(x, torch.Tensor) else x
+
+    for name in ("normed", "silu_product"):
+        plain = getattr(elementwise, name).__wrapped__
+
+        def once_rounded(*args, plain=plain):
+            out = plain(*map(wide, args))
+            return (out[0].to(args[0].dtype), out[1]) if isinstance(out, tuple) else out.to(args[0].dtype)
+
+        monkeypatch.setattr(elementwise, name, once_rounded)
+    monkeypatch.setattr(elementwise, "serves", lambda x: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_compiler_does_not_round_is_no_reason_to_keep_a_module(dtype, random_model, compiled):
+    for kind, sizes in (("llama", {}), ("qwen2", {"hidden_size": 256, "intermediate_size": 700}), ("qwen3", {})):
+        model = random_model(kind, dtype=dtype, **sizes)
+        norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+        name = model.config.model_type.capitalize()
+        assert elementwise.install(model) == f"fused: 3 {name}MLP, {norms} {name}RMSNorm"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_function_that_computes_something_else_is_found_in_every_dtype(dtype, random_model, compiled, monkeypatch):
+    product, norm = elementwise.silu_product, elementwise.normed
+    wrong = {
+        "silu_product": [
+            lambda gate, up: torch.nn.functional.gelu(gate) * up,
+            lambda gate, up: 1.05 * product(gate, up),
+            lambda gate, up: product(up, gate),
+            lambda gate, up: product(gate, up).where(gate < 1, 0.0),
+            lambda gate, up: product(gate, up) * torch.nan,
+        ],
+        "normed": [
+            lambda x, weight, eps: norm(x, 1 + weight, eps),
+            lambda x, weight, eps: norm(x - x.mean(-1, keepdim=True) / 2, weight, eps),
+            lambda x, weight, eps: norm(x, weight, eps + 0.2),
+        ],
+    }
+    for name, functions in wrong.items():
+        for function in functions:
+            model = random_model("llama", dtype=dtype)
+            with monkeypatch.context() as patch:
+                patch.setattr(elementwise, name, function)
+                words = elementwise.install(model)
+            kept = {"silu_product": "3 LlamaMLP", "normed": "7 LlamaRMSNorm"}[name]
+            assert words.endswith(f"; as in transformers: {kept}"), (name, functions.index(function))
+
+
+def test_a_gelu_of_small_numbers_is_not_taken_for_a_silu_in_16_bits(random_model, compiled):
+    for act in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"):
+        model = random_model("llama", dtype=torch.bfloat16, hidden_act=act, initializer_range=1e-3)
+        assert elementwise.install(model) == "fused: 7 LlamaRMSNorm"
+
+
+def test_a_norm_in_16_bits_on_a_cpu_is_not_said_to_be_fused(random_model):
+    words = elementwise.install(random_model("llama", dtype=torch.bfloat16))
+    assert words == "fused: 3 LlamaMLP; as in transformers: 7 LlamaRMSNorm"
+
+
+def _installed(model):
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    elementwise.install(model)
+    return model
+
+
+def test_a_norm_that_learns_is_its_own(random_model):
+    model = _installed(random_model("llama"))
+    norm = model.model.norm
+    norm.weight.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(norm(torch.randn(1, 3, model.config.hidden_size)).sum(), norm.weight)
+    assert gradient.abs().sum() > 0
+
+
+KINDS = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
+
+
+@each("kind", KINDS)
+def test_outputs_and_gradients_are_transformers_own(kind, random_model):
+    model = random_model(kind).double()
+    theirs = importlib.import_module(type(model).__module__).apply_rotary_pos_emb
+    q, k = (torch.randn(2, heads, 5, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    cos, sin = (torch.randn(2, 5, 16, dtype=torch.float64) for _ in range(2))
+    found = []
+    for function in (elementwise.rotated, theirs):
+        turned = function(q, k, cos, sin)
+        gradients = torch.autograd.grad(sum(x.square().sum() for x in turned), (q, k))
+        found.append((*turned, *gradients))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(elementwise.rotated(q, k, cos, sin), found[1][:2], rtol=1e-12, atol=1e-12)
+
+
+def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments of every function that is compiled on a GPU, in this dtype, by its name."""
+    dice = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=dice, dtype=torch.float64).to(dtype)
+
+    x, weight, angles = made(1, 9, 16), made(16), made(9, 1, 8)
+    scale = elementwise.normed(x, weight, 1e-6)[1]
+    probs = torch.rand(5, 30, generator=dice) + 0.1
+    targets = torch.randint(30, (5,), generator=dice)
+    return {
+        "normed": (elementwise.normed, x, weight, 1e-6),
+        "norm_gradient": (elementwise.norm_gradient, made(1, 9, 16), x, scale),
+        "silu_product": (elementwise.silu_product, made(9, 12), made(9, 12)),
+        "_silu_gradients": (elementwise._silu_gradients, made(9, 12), made(9, 12), made(9, 12)),
+        "_product_gradients": (layer_branches._product_gradients, *(made(9, 12) for _ in range(5))),
+        "turned": (elementwise.turned, made(9, 4, 8), angles, angles),
+        "turned_back": (elementwise.turned_back, made(9, 4, 8), angles, angles),
+        "_logprobs": (lm_head._logprobs, made(5, 30), targets, 0.7, torch.float32),
+        "_softmax": (lm_head._softmax, made(5, 30), targets, 1.0, torch.float32, dtype),
+        "_softmax with logarithms": (lm_head._softmax, made(5, 30), targets, 0.7, torch.float32, None),
+        "_entropy": (lm_head._entropy, probs, probs.log(), probs.sum(1), True),
+    }
+
+
+@pytest.mark.parametrize("name", fused_calls(torch.bfloat16))
+def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
+    """Traced as for a GPU, without generating its code: nothing breaks the graph, and what is done in place stays
+    right. Two numbers rounded once more or once less: two units of bfloat16's last place."""
+    function, *args = fused_calls(torch.bfloat16)[name]
+    plain = function.__wrapped__
+    with torch.no_grad():
+        expected = plain(*copies(args))
+        found = torch.compile(plain, dynamic=True, fullgraph=True, backend="aot_eager")(*copies(args))
+    for one, other in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if one is None else 2**-7 * float(other.abs().max()))
+
+
+def copies(args: list[Any]) -> list[Any]:
+    return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+
+
+def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch) -> None:
+    made: list[str] = []
+
+    def compiler(function: Any, **_: Any) -> Any:
+        made.append(function.__name__)
+        return lambda *args: "compiled"
+
+    monkeypatch.setattr(torch, "compile", compiler)
+
+    @elementwise.fused
+    def plain(x: Tensor) -> str:
+        return "plain"
+
+    assert plain(torch.zeros(1)) == "plain"
+    assert made == []
+    monkeypatch.setattr(elementwise, "is_fused", lambda device: True)
+    assert [plain(torch.zeros(1)) for _ in range(2)] == ["compiled"] * 2
+    assert made == ["plain"]
+
+
+def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(monkeypatch) -> None:
+    def broken(*args: Any, **_: Any) -> Any:
+        raise RuntimeError("Cannot find a working triton installation.\nmore")
+
+    elementwise.obstacle.cache_clear()
+    monkeypatch.setattr(torch, "compile", broken)
+    gpu = torch.device("cuda", 7)
+    assert not elementwise.is_fused(gpu)
+    assert elementwise.obstacle(gpu) == "torch.compile failed: RuntimeError: Cannot find a working triton installation."
+    elementwise.obstacle.cache_clear()
+
+
+def test_a_gpu_without_memory_is_no_reason_to_compute_step_by_step(monkeypatch) -> None:
+    def full(*args: Any, **_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    elementwise.obstacle.cache_clear()
+    monkeypatch.setattr(torch, "compile", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        elementwise.is_fused(torch.device("cuda", 7))
