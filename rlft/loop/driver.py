@@ -239,14 +239,7 @@ class RunDriver(ABC):
 
 @contextlib.contextmanager
 def open_run(plan: Plan, folder: Path, say: Say, again: str | None) -> Iterator[OpenRun]:
-    """Opens a run, for the model to be loaded inside.
-
-    Args:
-        plan: the planned run.
-        folder: the run's folder.
-        say: prints a line before the loggers have started.
-        again: as in `OpenRun`.
-    """
+    """Opens a planned run, for the model to be loaded inside; `say` prints lines before the loggers have started."""
     config = plan.config
     interrupt = Interrupt(say, config.checkpoint.on_signal)
     run = OpenRun(plan=plan, folder=folder, logger=Loggers(plan.loggers, say), interrupt=interrupt, again=again)

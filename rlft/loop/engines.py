@@ -101,12 +101,8 @@ class Engines:
     ) -> Iterator[Generator]:
         """Yields the generator of a run: its engine, with conversations over it if there is an environment.
 
-        Args:
-            plan: the planned run, which has an engine.
-            learner: the networks that learn, on whose base the engine may decode.
-            lora: the adapter's settings; None if the base itself is trained.
-            environment: the run's environment.
-            traces: as in `wrap_with_environment`.
+        learner: the networks that learn, on whose base the engine may decode. lora: the adapter's settings; None if the
+        base itself is trained. traces: as in `wrap_with_environment`.
         """
         assert plan.engine is not None, "the run samples"
         engine, args = plan.config.generation.named(plan.engine), engine_args(plan.config, lora, learner)
@@ -148,10 +144,7 @@ def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None
 def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | VLLMTeacher | None:
     """The teacher of this run if it is a separate model: its forward in transformers, or the vLLM that computes it.
 
-    Args:
-        engines: opens the teacher in vLLM.
-        config: the run's config.
-        row_tokens: number of tokens of the longest row that it will read.
+    row_tokens: number of tokens of the longest row that it will read.
     """
     settings = teacher_settings(config.snapshot, config.model)
     if settings is None or config.snapshot.teacher_engine == "transformers":

@@ -66,11 +66,7 @@ class Members:
 def open_members(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, has_ranks: bool) -> Iterator[Members]:
     """Starts engines and ranks in other processes as far as the plan has any; they end afterwards.
 
-    Args:
-        plan: the planned run, with its placement.
-        folder: the run's folder.
-        note: called with a line when a member is replaced.
-        has_ranks: whether the run trains, and so has ranks.
+    note: called with a line when a member is replaced. has_ranks: whether the run trains, and so has ranks.
     """
     cluster = plan.config.cluster
     has_ranks = has_ranks and cluster.ranks > 1

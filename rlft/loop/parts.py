@@ -87,14 +87,8 @@ def needs_checkpointing(
 ) -> bool:
     """Whether activations would take more than SHARE of the free memory without gradient checkpointing.
 
-    Args:
-        config: the model's config.
-        tokens: number of tokens in the forward.
-        itemsize: bytes of one weight of the base.
-        free: bytes of free memory.
-        device: type of the device.
-        plain: whether the kernels are plain.
-        adapter: bytes that the adapter's layers keep per token.
+    tokens: number of tokens in the forward. itemsize: bytes of one weight of the base. free: bytes of free memory.
+    adapter: bytes that the adapter's layers keep per token.
     """
     activations = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
     return activations > SHARE * free
@@ -110,13 +104,9 @@ def free_bytes(device: torch.device) -> int:
 def open_roles(
     config: RunConfig, teacher: Any, *, adopt: Adopt | None = None, base: ShardedLayers | None = None
 ) -> Iterator[Roles]:
-    """Loads the base and the roles on it.
+    """Loads the base and the roles on it; teacher: one that is a separate model, loaded before.
 
-    Args:
-        config: the run's config.
-        teacher: a teacher that is a separate model, loaded before; None without one.
-        adopt: puts the base on its device (`load_for_training`).
-        base: the base's layers where ranks divide them, else None.
+    adopt puts the base on its device (`load_for_training`); base: its layers where ranks divide them.
     """
     backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
     roles = Roles(

@@ -360,12 +360,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Opens the session of a plan, and closes what it opened (engines are closed by their owner).
 
-    Args:
-        plan: the planned run.
-        folder: the run's folder.
-        engines: opens the generator.
-        say: prints a line.
-        again: the command that resumes the run after a failure; None for an evaluation, which cannot be resumed.
+    again: the command that resumes the run after a failure; None for an evaluation, which cannot be resumed.
     """
     config, trains = plan.config, again is not None
     with ExitStack() as stack:

@@ -182,11 +182,7 @@ def train_supervised(
 ) -> Outcome:
     """Does the whole run, up to its end or an interruption.
 
-    Args:
-        plan: the planned run.
-        folder: the run's folder.
-        open_task: loads the model; the stack closes whatever it opens.
-        say: prints a line.
+    `open_task` loads the model, and the stack closes whatever it opens; `say` prints a line.
     """
     with open_run(plan, folder, say, resuming(folder)) as opened, ExitStack() as stack:
         run = SupervisedRun(opened, open_task(stack))

@@ -149,14 +149,9 @@ def opened_trainer(
 
 
 class RankWorker:
-    """The object of a member that is a rank; `RankedTrainer` calls its methods.
+    """A rank in a member, which `RankedTrainer` calls; rank: from 1 on, as the run's own process is rank 0.
 
-    Args:
-        config: the run's config.
-        needs_old: as in `LocalTrainer`.
-        teacher_top_k: as in `LocalTrainer`.
-        rank: the rank's number from 1 on; the run's own process is rank 0.
-        lanes: number of lanes of the run.
+    needs_old and teacher_top_k are as in `LocalTrainer`; lanes: number of lanes of the run.
     """
 
     def __init__(self, *, config: RunConfig, needs_old: bool, teacher_top_k: int = 0, rank: int, lanes: int) -> None:
@@ -190,14 +185,9 @@ class RankWorker:
     def update(
         self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int, texts: list[Batch]
     ) -> list[UpdateRecord]:
-        """Computes this rank's part of all updates of a step.
+        """Computes this rank's part of all updates of a step, as `LocalTrainer.update_lanes`.
 
-        Args:
-            algorithm: the algorithm.
-            batch: the step's batch after credit.
-            zero_gradient_B: bool `[B]`, rows that contribute nothing.
-            step: number of finished steps.
-            texts: the text of each update, where the algorithm needs pretraining text; else empty.
+        texts: the text of each update, where the algorithm needs pretraining text; else empty.
         """
         self._trainer.text = DrawnText(texts)
         with self._exchanging():

@@ -88,12 +88,7 @@ class Exchange:
             raise RanksError(f"rank {rank} could not meet the others: {error}") from error
 
     def broadcast(self, tensor: Tensor, root: int, what: str = "exchange gradients") -> None:
-        """Copies the tensor of rank `root` into that of each other rank.
-
-        Args:
-            tensor: this rank's tensor.
-            root: the rank that sends.
-            what: what this does, for error messages.
+        """Copies the tensor of rank `root` into that of each other rank; `what` says for error messages what this does.
 
         Raises:
             RanksError: a rank is gone, or is late.

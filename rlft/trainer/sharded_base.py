@@ -166,13 +166,7 @@ class ShardedLayers:
         return bool(needed)
 
     def _receive(self, exchange: Exchange, index: int, own: int) -> None:
-        """Sends or receives a layer.
-
-        Args:
-            exchange: the connections to the other ranks.
-            index: the layer.
-            own: the layer that this rank needs, whose buffer must not be overwritten by another one.
-        """
+        """Sends or receives a layer; the buffer of `own`, which this rank needs, must not be overwritten."""
         layer, what = self._layers[index], "exchange layers of the base"
         if layer.buffer is None:
             exchange.broadcast(layer.flat, self._rank, what)

@@ -265,11 +265,7 @@ def optimizer_step(
 ) -> dict[str, float]:
     """One step of every optimizer with the gradients so far; returns `<role>/lr` and `<role>/grad_norm`.
 
-    Args:
-        optimizers: the optimizers.
-        update: number of this update in the run, from 0.
-        num_updates: number of updates of the whole run.
-        resting: roles that do not learn now; their gradients are dropped.
+    update: number of this update in the run, from 0. resting: roles that do not learn now, whose gradients are dropped.
     """
     metrics: dict[str, float] = {}
     for optimizer in optimizers:

@@ -115,10 +115,7 @@ class RaySession:
         return Resources(cpus=cpus, gpus=gpus)
 
     def reserve(self, gpu: str) -> bool:
-        """Keeps the GPU of this process, until `close`, from being given to others.
-
-        Returns:
-            Whether it is one of the cluster's.
+        """Keeps the GPU of this process, until `close`, from being given to others; whether it is one of the cluster's.
 
         Raises:
             UserError: by cluster.address: others may use it.

@@ -233,13 +233,7 @@ def running(
 
 
 def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime | None = None) -> Result:
-    """What a process that was just started writes to its stdout, until it ends or exceeds a limit.
-
-    Args:
-        process: the process.
-        limits: its limits.
-        clock: the caller's clock, if it has one; it is used here, too.
-    """
+    """What a process that was just started writes to stdout, until it ends or exceeds a limit; clock: the caller's."""
     assert process.stdout is not None
     clock, left_s = clock or RunningTime(), limits.seconds
     pieces, size, is_open = [], 0, True
