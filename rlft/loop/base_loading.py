@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from rlft.config.cluster import ClusterConfig
 from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
+from rlft.config.trainer import ClusterConfig
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
 from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
 from rlft.model.forward import Forward, choose

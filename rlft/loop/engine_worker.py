@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlft.config.generation import GenerationConfig
 from rlft.config.model import LoraSettings, ModelConfig
-from rlft.config.schema import PromptsConfig
+from rlft.config.schema import GenerationConfig, PromptsConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import Engine, EngineArgs
 from rlft.generation.vllm.guest import DEAD_ENGINE

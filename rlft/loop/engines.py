@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from rlft.config.generation import GenerationConfig, section_of
 from rlft.config.model import LoraSettings, ModelConfig, teacher_settings
+from rlft.config.schema import GenerationConfig, section_of
 from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import AgentGenerator

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rlft.config.cluster import ClusterConfig
 from rlft.config.schema import RunConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.loop.base_loading import load_for_training
 from rlft.loop.members import Members, Ranks
 from rlft.model.backbone import Adopt

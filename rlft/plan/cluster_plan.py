@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from rlft.config.resolved import AUTO
 from rlft.config.schema import RunConfig
-from rlft.config.token_budget import AUTO
 from rlft.generation.memory import ModelSizes, peak
 from rlft.model.backbone import resolve_device
 from rlft.plan.fit import in_words

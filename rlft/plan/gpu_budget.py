@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from rlft.config.token_budget import AUTO, with_number
+from rlft.config.resolved import AUTO, with_number
 from rlft.generation.memory import ModelSizes, peak
 from rlft.model.backbone import resolve_device
 from rlft.plan.cluster_plan import context_bytes, placed_here

@@ -10,10 +10,8 @@ from typing import TypedDict
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlft.config.generation import AUTO, ON_A_GPU, section_of
-from rlft.config.model import KernelChoice, LoraSettings, ModelConfig
-from rlft.config.model_paths import is_adapter
-from rlft.config.schema import SamplingRoot
+from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter
+from rlft.config.schema import AUTO, ON_A_GPU, SamplingRoot, section_of
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.activations import NO_ADAPTER, AdapterLayers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlft.config.cluster import ClusterConfig
 from rlft.config.schema import RunConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.generation.engine import Engine
 from rlft.generation.pool import units_of
 from rlft.types import UserError

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlft.algorithm.objective import Objective
-from rlft.config.generation import section_of
-from rlft.config.model import ANSWER, CriticKind, teacher_settings
-from rlft.config.model_paths import is_adapter, resolve_path
-from rlft.config.schema import RunConfig
+from rlft.config.model import ANSWER, CriticKind, is_adapter, resolve_path, teacher_settings
+from rlft.config.schema import RunConfig, section_of
 from rlft.plan.environments import environment_of
 from rlft.plan.rules import check_model
 from rlft.plan.teachers import teacher_is_meant

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rlft.config.generation import AUTO, GenerationConfig
-from rlft.config.schema import SftConfig
+from rlft.config.schema import AUTO, GenerationConfig, SftConfig
 from rlft.logger.loggers import loggers_of
 from rlft.plan import rules
 from rlft.plan.adapters import AdapterUse, Use, check_folders, check_learned, uses_of_rewards

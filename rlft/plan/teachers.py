@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rlft.config.generation import section_of
+from rlft.config.schema import section_of
 from rlft.generation.vllm.engine import not_installed
 from rlft.generation.vllm.sharing import why_not_invariant
 from rlft.model.positions import limit_of

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 
 from rlft import cli
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.overlap import AheadSampler, check_versions, derived_from, packed, unpacked
 from rlft.loop.sampling import StepSampler

@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
+from rlft.config.resolved import build
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels import norm_and_mlp

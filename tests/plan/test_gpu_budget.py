@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlft.config.compose import compose
-from rlft.config.resolved import resolve
-from rlft.config.token_budget import GPU_TOKENS
+from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import gpu_budget, memory_demand
 from rlft.plan.gpu_budget import fit_to_device

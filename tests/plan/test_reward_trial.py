@@ -6,7 +6,7 @@ import pytest
 from slow_cases import slow
 
 from rlft.config.compose import compose
-from rlft.config.token_budget import resolved
+from rlft.config.resolved import with_token_budget
 from rlft.plan.reward_trial import completions, doubts, try_rewards
 from rlft.reward.workers.reward_spec import specs
 from rlft.tokens.ends import turn_ends
@@ -24,7 +24,7 @@ PROMPTS = (prompt("a", "12"), prompt("b", "7"))
 
 
 def tried(*words):
-    rewards = specs(resolved(compose(list(words)))["reward"])
+    rewards = specs(with_token_budget(compose(list(words)))["reward"])
     return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, turn_ends(TOKENIZER, "chat"), 10.0)
 
 

@@ -10,12 +10,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rlft.commands.launch import launch, resolve_in
 from rlft.config import compose as configs
-from rlft.config.resolved import Resolved
-from rlft.config.token_budget import AUTO
+from rlft.config.resolved import AUTO, Resolved
 from rlft.runs import run_folder
 from rlft.system.crash import UnforeseenError, explains_itself, one_line
 from rlft.system.terminal import Say
-from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.types import Evaluation, Logger, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,14 +85,6 @@ class Source(Protocol[R]):
         """Whether no run is left to begin."""
         ...
 
-    def is_pruned(self, run: R) -> bool:
-        """Whether a run is to end where it is, for what it has evaluated since the last call."""
-        ...
-
-    def was_pruned(self, run: R) -> None:
-        """A run has ended that was pruned."""
-        ...
-
     def ended(self, run: R, ending: Ending) -> R | None:
         """A run is finished or has failed; returns the one that follows it at once.
 
@@ -102,9 +93,15 @@ class Source(Protocol[R]):
         """
         ...
 
+    def is_pruned(self, run: R) -> bool:
+        """Whether a run is to end where it is, for what it has evaluated since the last call."""
+        return False
+
+    def was_pruned(self, run: R) -> None:
+        """A run has ended that was pruned."""
+
     def withdraw(self, run: R) -> None:
         """A run that was begun, or follows one, is left for when the sweep is resumed; that is no crash of its own."""
-        ...
 
     def conclude(self) -> None:
         """Raises what the sweep ends with if runs have failed, once it is done."""
@@ -122,17 +119,15 @@ class Place(Protocol):
         """Begins or resumes a run; calls `is_pruned` after each evaluation, if it does not return before that."""
         ...
 
-    def wait(self) -> None:
-        """Waits a moment for runs that are being done."""
-        ...
-
     def ending(self, run: Run) -> Ending | None:
         """How a run ended; None while it is being done."""
         ...
 
+    def wait(self) -> None:
+        """Waits a moment for runs that are being done."""
+
     def stop(self, run: Run) -> None:
         """Makes a run save its step and end, unless it has ended."""
-        ...
 
 
 class Driver(Generic[R]):
@@ -236,7 +231,7 @@ def why_pruned(step: int) -> str:
     return f"pruned by its sweep after step {step}: its trial lags behind"
 
 
-class InThisProcess:
+class InThisProcess(Place):
     """Does runs in this process, with what they can share: a loaded base, a started engine.
 
     Args:
@@ -265,12 +260,8 @@ class InThisProcess:
             self._ending = failure(error)
             self._say(f"job {run.number} failed: {self._ending.problem}")
 
-    def wait(self) -> None: ...
-
     def ending(self, run: Run) -> Ending:
         return self._ending
-
-    def stop(self, run: Run) -> None: ...
 
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
         """Does what the run lacks."""
@@ -301,8 +292,8 @@ def failure(error: Exception) -> Ending:
     )
 
 
-class PruningLogger:
-    """A logger that asks after each evaluation whether the run is pruned, and ends it then."""
+class PruningLogger(Logger):
+    """Asks after each evaluation whether the run is pruned, and ends it then."""
 
     def __init__(self, is_pruned: Callable[[], bool]) -> None:
         self._is_pruned = is_pruned
@@ -310,13 +301,3 @@ class PruningLogger:
     def evaluation(self, evaluation: Evaluation) -> None:
         if self._is_pruned():
             raise PrunedError(why_pruned(evaluation.step))
-
-    def start(self, run: RunInfo) -> None: ...
-
-    def stage(self, name: str) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def finish(self, status: str) -> None: ...

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.sweep.driver import Ending, Run
-from rlft.commands.sweep.job_process import FACTORY
-from rlft.config.cluster import ClusterConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.runs import run_status
 from rlft.system.crash import UnforeseenError
 from rlft.system.interrupt import EXIT_CODE, Interrupt
+from rlft.system.process.child import start_python
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import RunningTime
 from rlft.system.terminal import Say
 
+FACTORY = "rlft.commands.sweep.jobs:JobProcess"
 POLL_S = 0.2
 REFUSED, STOPPED = 2, 1
 """Exit codes of `rlft`."""
@@ -179,3 +180,23 @@ def _refusal(log: Path) -> str | None:
     """What an `rlft` has said last of its failure."""
     said = [line for line in last_lines(log).splitlines() if line.startswith("rlft: ")]
     return said[-1].removeprefix("rlft: ").removeprefix("stopped: ") if said else None
+
+
+class JobProcess:
+    """An `rlft` process in a member of the cluster, whose log is its output; starts at once.
+
+    Args:
+        words: the words of its command line, the verb first.
+        cwd: the folder from which relative paths are read.
+    """
+
+    def __init__(self, words: Sequence[str], cwd: str) -> None:
+        self._process = start_python("rlft:main", words, cwd=cwd)
+
+    def exit_code(self) -> int | None:
+        """The exit code of the job; None while it runs."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Sends the job a signal; does nothing if it has ended."""
+        self._process.send_signal(number)

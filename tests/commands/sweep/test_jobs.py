@@ -19,11 +19,11 @@ from run_processes import Nursery, happens
 import rlft
 from rlft.commands.sweep import jobs as sweep_jobs
 from rlft.commands.sweep.checks import cluster_of, gpus_of, is_finished
+from rlft.commands.sweep.command import Grid
 from rlft.commands.sweep.driver import Driver, Ending, Run
 from rlft.commands.sweep.jobs import JobsFailedError, SideBySide, threads_of_a_job
-from rlft.commands.sweep.plain import Grid
-from rlft.config.cluster import ClusterConfig
 from rlft.config.compose import compose
+from rlft.config.trainer import ClusterConfig
 from rlft.runs import run_folder, run_status
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.launcher import LocalProcesses
