@@ -14,11 +14,10 @@ from typing import Any
 from rlft.config import catalog
 from rlft.config.keys import options, without_key
 from rlft.config.suggest import as_typed, joined, unknown_in_section
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 ALLOW_UNSCORABLE = "allow_unscorable"
-RUNS_OWN = {"data": (ALLOW_UNSCORABLE,)}
-"""{section: its switches that the run reads, and not the section's component}."""
+"""The switch of `data` that the run reads, and not the source of the data."""
 
 SENTENCES = {
     f"Input should be less than or equal to {2**63 - 1}": "must be at most 2**63-1",
@@ -50,8 +49,7 @@ def locate(target: Any, key: str) -> Any:
         cause = f"{type(error).__name__}: {error}"
         remedy = "check the spelling; it is looked for in the current folder, in --config-dir and on PYTHONPATH"
         raise UserError(key, f"cannot be imported ({cause})", got=target, remedy=remedy) from error
-    if not callable(target_object):
-        raise UserError(key, "is not callable", got=target, remedy="name a class or a function")
+    require(callable(target_object), key, "is not callable", got=target, remedy="name a class or a function")
     return target_object
 
 
@@ -68,8 +66,8 @@ def instantiate(config: Any, key: str, verb: str = "train") -> Any:
         raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
     target = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k != "_target_"}
-    for own in (own for own in RUNS_OWN.get(key, ()) if own in kwargs):
-        convert(bool, kwargs.pop(own), f"{key}.{own}")
+    if key == "data" and ALLOW_UNSCORABLE in kwargs:
+        convert(bool, kwargs.pop(ALLOW_UNSCORABLE), f"{key}.{ALLOW_UNSCORABLE}")
     if dataclasses.is_dataclass(target):
         return from_mapping(target, kwargs, key, verb)
     check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)
@@ -102,12 +100,11 @@ def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any
     if hasattr(cls, "with_sections_read"):  # a class with sections whose names decide their classes
         values = cls.with_sections_read(values, prefix, verb)
     names = [f.name for f in dataclasses.fields(cls)]
-    for key in values:
-        if key not in names:
-            raise unknown_in_section(key, values[key], names, prefix, verb)
+    for key in (key for key in values if key not in names):
+        raise unknown_in_section(key, values[key], names, prefix, verb)
     for field in dataclasses.fields(cls):
-        if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:
-            raise UserError(joined(prefix, field.name), "is missing", remedy="give it a value")
+        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
+        require(has_default or field.name in values, joined(prefix, field.name), "is missing", remedy="give it a value")
     hints = _hints(cls)
     converted = {name: convert(hints[name], value, joined(prefix, name), verb) for name, value in values.items()}
     return cls(**converted)

@@ -94,10 +94,7 @@ class Tried:
 def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
     """Refuses a sweep for its words, or for what they mean in any of its runs; loads no weights.
 
-    Args:
-        verb: of its runs.
-        parsed: its words.
-        folder: of the sweep, if its words name it; there may be one that goes on.
+    `folder` is that of the sweep, if its words name it; there may be one that goes on.
     """
     keys = None
     if own := [word for word in parsed.overrides if is_own(word)]:
@@ -109,7 +106,7 @@ def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
     else:
         space = read_grid(parsed.overrides, verb)
     tried = corners_of(space) if keys is not None else jobs_of(space)
-    resolved = checked_configs(tried, space, parsed.config_dir, verb, None if keys is None else keys.metric)
+    resolved = checked_configs(tried, space, parsed.config_dir, verb, keys and keys.metric)
     plains = [one.plain for one in resolved]
     if (word := date_word(plains, folder)) is not None:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
@@ -171,10 +168,8 @@ def checked_configs(
 def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path | None = None) -> dict[int, Plan]:
     """{number: plan} of the first config and of those that read other files, which are read once.
 
-    Args:
-        tried: words that are tried; those of a study must hold out the same prompts for the same steps.
-        resolved: their configs.
-        folder: of a plain sweep that is repeated, whose finished jobs are left out.
+    Those of a study must hold out the same prompts for the same steps. `folder` is that of a plain sweep that is
+    repeated, whose finished jobs are left out.
     """
     seen: list[Any] = []
     plans: dict[int, Plan] = {}
@@ -267,9 +262,7 @@ def gpus_of(config: ClusterConfig) -> list[str]:
 def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str | None:
     """The override by which all runs have the date on which the sweep was begun; None if their configs name dates.
 
-    Args:
-        plains: configs of runs.
-        folder: of a sweep that goes on, whose record or first job with a date says which; None for a new one.
+    Of a sweep that goes on in `folder`, the record or the first job with a date says which.
     """
     if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
         return None
@@ -304,11 +297,7 @@ class Values:
 
         The run is planned again. Refused again, it is for its values if the first corner, which was accepted when
         the study began, still is. Accepted, it was refused later (by its engine, by what is in its folder): for its
-        values only if the refusal names a key that is chosen, and that is no file, which may have changed.
-
-        Args:
-            words: the overrides of the run.
-            key: what the refusal names.
+        values only if the refusal names a `key` that is chosen, and that is no file, which may have changed.
         """
         if self._is_refused(words):
             _, corner = next(self._space.corners())

@@ -11,8 +11,16 @@ from typing import Any
 from rlft.commands.arguments import make_importable
 from rlft.commands.sweep import measure
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
-from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, Run, Source
-from rlft.commands.sweep.jobs import JobsFailedError, SideBySide, threads_of_a_job
+from rlft.commands.sweep.driver import (
+    Driver,
+    Ending,
+    InThisProcess,
+    JobsFailedError,
+    Run,
+    SideBySide,
+    Source,
+    threads_of_a_job,
+)
 from rlft.commands.sweep.page import TABLE, show_jobs
 from rlft.commands.sweep.space import is_own, key_of
 from rlft.config import compose as configs
@@ -25,7 +33,7 @@ from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
 from rlft.system.process import signals
 from rlft.system.terminal import command_line, override, resuming, say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 
 class Grid(Source[Run]):
@@ -80,11 +88,7 @@ class Grid(Source[Run]):
 
 
 def resume(folder: Path, changes: Sequence[str]) -> None:
-    """Resumes the study in this folder.
-
-    Args:
-        folder: of the sweep.
-        changes: overrides of what may change, such as sweep.trials=40.
+    """Resumes the study in this folder with overrides of what may change, such as sweep.trials=40.
 
     Raises:
         UserError: it has all its trials, or a change is of something else.
@@ -92,12 +96,12 @@ def resume(folder: Path, changes: Sequence[str]) -> None:
     before = measure.read_record(folder)
     for word in changes:
         key, got = key_of(word), word.partition("=")[2]
-        if key not in measure.MAY_CHANGE:
-            problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
-            others = ", ".join(other for other in measure.MAY_CHANGE if other != "hydra.sweep.dir")
-            raise UserError(key, problem, got=got, remedy=f"begin another sweep, or change only {others}")
-        if key == "hydra.sweep.dir":
-            raise UserError(key, "a sweep is resumed in its own folder", got=got, remedy="leave it out")
+        problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
+        others = ", ".join(other for other in measure.MAY_CHANGE if other != "hydra.sweep.dir")
+        remedy = f"begin another sweep, or change only {others}"
+        require(key in measure.MAY_CHANGE, key, problem, got=got, remedy=remedy)
+        is_own_folder, problem = key != "hydra.sweep.dir", "a sweep is resumed in its own folder"
+        require(is_own_folder, key, problem, got=got, remedy="leave it out")
     folder = _at_its_start(folder, before.start)
     changed = {key_of(word) for word in changes}
     kept = [word for word in before.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]
@@ -122,10 +126,7 @@ def _at_its_start(folder: Path, start: str) -> Path:
 def sweep(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
     """Begins a sweep, or goes on with the one in hydra.sweep.dir, and prints what came of its runs.
 
-    Args:
-        verb: of its runs.
-        parsed: its words.
-        resumed: whether it must be there already, with something left to do.
+    A `resumed` one must be there already, with something left to do.
     """
     named = parsed.value("hydra.sweep.dir")
     if named is not None:
@@ -169,8 +170,7 @@ def check_folder(folder: Path, *, is_chosen: bool) -> None:
         problem = "there is a run in that folder"
     elif is_chosen and not measure.is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
         problem = "there are runs in that folder that are not of such a sweep"
-    if problem:
-        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy)
+    require(not problem, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
 
 
 def _hold(stack: ExitStack, folder: Path) -> None:

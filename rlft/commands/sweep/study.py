@@ -12,8 +12,7 @@ from pathlib import Path
 
 from rlft.commands.sweep import measure
 from rlft.commands.sweep.checks import Checked, Values
-from rlft.commands.sweep.driver import Ending, PrunedError, Run, Source, why_pruned
-from rlft.commands.sweep.jobs import JobsFailedError
+from rlft.commands.sweep.driver import Ending, JobsFailedError, PrunedError, Run, Source, why_pruned
 from rlft.commands.sweep.measure import curve, lower_is_better
 from rlft.commands.sweep.page import Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials

@@ -11,8 +11,7 @@ import pytest
 from fake_studies import RANK, RATE, STEPS, FakeRuns, keys, line, make_study, write
 
 from rlft.commands.sweep.checks import Values
-from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, PrunedError, Run
-from rlft.commands.sweep.jobs import JobsFailedError
+from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.measure import curve
 from rlft.commands.sweep.study import Study
 from rlft.logger.jsonl import METRICS, read_lines, silent
