@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_study
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_and_do, make_study
 from matplotlib.figure import Figure
 
 from rlft.commands.sweep import page
@@ -27,8 +27,7 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    study = make_study(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
-    do_all(study, FakeRuns())
+    study = make_and_do(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
     study.show()
     rows = study.trials.rows()
     with (tmp_path / "sweep.csv").open(newline="") as stream:
