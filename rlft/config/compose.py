@@ -17,7 +17,7 @@ from typing import Any
 
 from rlft.config import catalog, suggest
 from rlft.config import command as verbs
-from rlft.config.suggest import unknown_in_section, unknown_key
+from rlft.config.suggest import SEVERAL, unknown_in_section, unknown_key
 from rlft.types import UserError
 
 USUAL = "train"
@@ -192,10 +192,6 @@ def parse_overrides(overrides: Sequence[str], verb: str) -> list[Any]:
     return parsed
 
 
-SEVERAL = ("reward", "logger")
-"""Groups that take several choices at once."""
-
-
 def _nothing_chosen(key: str, group: str, verb: str) -> str:
     """The override that chooses nothing in a group; raises UserError if something must be chosen."""
     if group == "logger":
@@ -317,7 +313,7 @@ def changed(
                     result[key].setdefault(engine, section[engine])
             else:
                 result[key] = section
-        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
+        elif not _has(result, key):
             known = [name for name in suggest.known_keys(verb) if _has(result, name)]
             refused = unknown_key(key, verb, known, got=override.partition("=")[2] or "nothing")
             raise _with_keys_of_section(refused, config, verb) if _is_of_another_library(key, verb) else refused
@@ -339,13 +335,11 @@ def _rank(key: str, verb: str) -> int:
     return 0 if any(key in catalog.referred_to(group) for group in groups) else 1 if key in groups else 2
 
 
-_MISSING = object()
-
-
 def _has(config: Any, key: str) -> bool:
     from omegaconf import OmegaConf
 
-    return OmegaConf.select(config, key, default=_MISSING) is not _MISSING
+    missing = object()
+    return OmegaConf.select(config, key, default=missing) is not missing
 
 
 # -- Hydra's errors in rlft's words ----------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | Non
         if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(FILES_OF_DATA):
             remedy = f"write {key}=jsonl {key}.path={value}"
             raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
-        if key in suggest.NAMED_BY_CHOICE and value.startswith("["):
+        if key in suggest.SEVERAL and value.startswith("["):
             _check_chosen_once(key, value)
         if key == "recipe":
             remedy = f"write +recipe={value or '<name>'}"

@@ -17,10 +17,8 @@ from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.command import Verb
 from rlft.config.instantiate import from_mapping
-from rlft.config.schema import Root, RunConfig
+from rlft.config.schema import AUTO, Root, RunConfig
 from rlft.types import UserError, lone_surrogate
-
-AUTO = "auto"
 
 GPU_TOKENS = 16384
 """A GPU needs large matrix products, and memory limits them, not caches: plan/gpu_budget.py lowers the number."""

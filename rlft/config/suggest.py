@@ -19,8 +19,8 @@ from rlft.config import catalog
 from rlft.types import UserError
 
 PEER_NAMES = Path(__file__).parents[1] / "assets" / "peer_names.yaml"
-NAMED_BY_CHOICE = ("reward", "logger")
-"""Groups whose keys are below the name of a choice: reward.format.weight."""
+SEVERAL = ("reward", "logger")
+"""Groups that take several choices at once, whose keys are below the name of a choice: reward.format.weight."""
 LIKE, VERY_LIKE = 0.6, 0.8
 """The least similarity (difflib's ratio) of a suggested name, and a stricter one."""
 MOST_KEYS = 6
@@ -144,7 +144,7 @@ def unknown_key(
         return UserError(key, refused[0], got=got, remedy=refused[1])
     group, _, subkey = key.partition(".")
     if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
-        if group in NAMED_BY_CHOICE:
+        if group in SEVERAL:
             name = subkey.partition(".")[0]
             return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
         belongs = f"it belongs to {' and '.join(f'{group}={choice}' for choice in choices[key])}"
@@ -193,9 +193,7 @@ def _like(name: str, keys: Sequence[str]) -> str | None:
 def _same_end(last: str, keys: Sequence[str]) -> list[str]:
     """The keys with this last part; keys of several rewards or loggers become one, reward.<name>.weight."""
     matches = [key.split(".") for key in keys if key.rpartition(".")[2] == last]
-    num_alike = {
-        parts[0]: sum(other[0] == parts[0] for other in matches) for parts in matches if parts[0] in NAMED_BY_CHOICE
-    }
+    num_alike = {parts[0]: sum(other[0] == parts[0] for other in matches) for parts in matches if parts[0] in SEVERAL}
     shown = [
         [parts[0], "<name>", *parts[2:]] if len(parts) > 2 and num_alike.get(parts[0], 0) > 1 else parts
         for parts in matches
