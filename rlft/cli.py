@@ -26,7 +26,7 @@ from rlft.system.terminal import discard
 from rlft.types import UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tool:
     """A verb that makes no run.
 
@@ -50,76 +50,64 @@ class Tool:
         return module.command(arguments) or 0
 
 
+ONE_RUN = "run=<run or checkpoint>"
 TOOLS = {
     "resume": Tool(
-        module="rlft.commands.resume",
-        usage="<run> [<key>=<value>] ...",
-        help="go on from where any of these was saved",
+        "rlft.commands.resume",
+        "<run> [<key>=<value>] ...",
+        "go on from where any of these was saved",
         interrupted="the run is as it was",
     ),
     "eval": Tool(
-        module="rlft.commands.eval",
-        usage="run=<run or checkpoint> [...]",
-        help="mean@k and pass@k on the held-out split; or a model: model.path=<path>",
+        "rlft.commands.eval",
+        f"{ONE_RUN} [...]",
+        "mean@k and pass@k on the held-out split; or a model: model.path=<path>",
         interrupted="nothing was written",
     ),
-    "chat": Tool(
-        module="rlft.commands.chat",
-        usage="run=<run or checkpoint>",
-        help="talk to it",
-        interrupted="the conversation has ended",
-    ),
+    "chat": Tool("rlft.commands.chat", ONE_RUN, "talk to it", interrupted="the conversation has ended"),
     "serve": Tool(
-        module="rlft.commands.serve",
-        usage="run=<run or checkpoint>",
-        help="an endpoint that is compatible with those of OpenAI and vLLM",
+        "rlft.commands.serve",
+        ONE_RUN,
+        "an endpoint that is compatible with those of OpenAI and vLLM",
         interrupted="the server has ended",
     ),
     "export": Tool(
-        module="rlft.commands.export.command",
-        usage="run=<run> out=<folder>",
-        help="a model folder for transformers and vLLM, or the bare adapter",
+        "rlft.commands.export.command",
+        "run=<run> out=<folder>",
+        "a model folder for transformers and vLLM, or the bare adapter",
         interrupted="nothing was exported",
     ),
     "plan": Tool(
-        module="rlft.commands.plan_command",
-        usage="+recipe=<name> [...]",
-        help="what a run needs, and whether it fits, before any weight is loaded",
+        "rlft.commands.plan_command",
+        "+recipe=<name> [...]",
+        "what a run needs, and whether it fits, before any weight is loaded",
         interrupted="nothing was begun",
     ),
     "doctor": Tool(
-        module="rlft.commands.doctor.command",
-        usage="[+recipe=<name>] [...]",
-        help="does rlft work on this machine? measured in minutes, with nothing to download",
+        "rlft.commands.doctor.command",
+        "[+recipe=<name>] [...]",
+        "does rlft work on this machine? measured in minutes, with nothing to download",
         interrupted="no results were saved",
     ),
     "runs": Tool(
-        module="rlft.commands.watch.runs",
-        usage="[<folder>]",
-        help="every run: how it stands, its step, reward or loss, accuracy, age",
+        "rlft.commands.watch.runs", "[<folder>]", "every run: how it stands, its step, reward or loss, accuracy, age"
     ),
     "watch": Tool(
-        module="rlft.commands.watch.watch",
-        usage="<run>",
-        help="the live view of a run, from another terminal",
+        "rlft.commands.watch.watch",
+        "<run>",
+        "the live view of a run, from another terminal",
         interrupted="the view has ended, the run is left as it is",
     ),
-    "diff": Tool(
-        module="rlft.commands.watch.diff",
-        usage="<run> <run>",
-        help="in which keys they differ, and what came of it",
-    ),
+    "diff": Tool("rlft.commands.watch.diff", "<run> <run>", "in which keys they differ, and what came of it"),
     "report": Tool(
-        module="rlft.commands.watch.report",
-        usage="<run> ...",
-        help="one HTML file: curves, alarms, completions with coloured tokens",
+        "rlft.commands.watch.report",
+        "<run> ...",
+        "one HTML file: curves, alarms, completions with coloured tokens",
         interrupted="no report was written",
     ),
-    "recipes": Tool(module="rlft.commands.recipes", usage="", help="list the recipes"),
+    "recipes": Tool("rlft.commands.recipes", "", "list the recipes"),
     "algorithms": Tool(
-        module="rlft.commands.algorithms",
-        usage="[<name>]",
-        help="list the algorithms; or of one the loss, the keys, the paper",
+        "rlft.commands.algorithms", "[<name>]", "list the algorithms; or of one the loss, the keys, the paper"
     ),
 }
 

@@ -322,16 +322,12 @@ class Batch:
     group_ids: Tensor  # int64 [B]
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
-    teacher_prompts: Tensor | None = (
-        None  # int64 [B, P]: what the teacher reads in place of the prompt, -1 after its end
-    )
+    teacher_prompts: Tensor | None = None  # int64 [B, P]: what the teacher reads as the prompt, -1 after its end
     teacher_logprobs: Tensor | None = None
     teacher_top_k_ids: Tensor | None = None  # int64 [B, T, K]: the teacher's most likely tokens in the place of each
     teacher_top_k_logprobs: Tensor | None = None  # [B, T, K]: of these, by the teacher
     old_values: Tensor | None = None
-    each_reward: Tensor | None = (
-        None  # [B, K]: the rewards by themselves, of steps and turns their sum; weight 0 left out
-    )
+    each_reward: Tensor | None = None  # [B, K]: single rewards, of steps and turns their sum; weight 0 left out
     each_weight: Tensor | None = None  # [B, K]: their weights, the same in all rows
     token_rewards: Tensor | None = None
     step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
@@ -544,29 +540,30 @@ class RunInfo:
 
 class Logger(Protocol):
     """Where a run's numbers go. Calls come in order: start, then stage/step/evaluation, then finish exactly once.
+    One that inherits from this class ignores what it does not define.
 
     A class may say what it is by an attribute: `writes_metrics = True`: it leaves metrics.jsonl and eval.jsonl in the
     run's folder, which `rlft watch` and `rlft report` read; `has_page = True`: it draws on the terminal, where the page
     of the run is printed at its end. What a YAML or a section is called decides nothing.
     """
 
-    def start(self, run: RunInfo) -> None: ...
+    def start(self, run: RunInfo) -> None:
+        """The run begins, or goes on."""
 
     def stage(self, name: str) -> None:
         """The loop enters a stage: sample, score, credit, update, publish, evaluate, checkpoint."""
-        ...
 
-    def step(self, record: StepRecord) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """A step is finished."""
 
-    def evaluation(self, evaluation: Evaluation) -> None: ...
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """The policy has been evaluated."""
 
     def note(self, text: str) -> None:
         """A plain-word hint or warning for the person watching."""
-        ...
 
     def finish(self, status: str) -> None:
         """`finished`, `interrupted`, or the reason why the run stopped."""
-        ...
 
 
 class UserError(Exception):

@@ -44,7 +44,8 @@ from significance import Difference, all_differences, half_interval, letters, re
 from rlft.config import catalog
 from rlft.config import compose as config
 from rlft.config import overrides as command_line
-from rlft.config.flat import flatten
+from rlft.config.keys import flatten
+from rlft.config.resolved import build
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.runs import run_folder
 from rlft.tokens.text import AUTO_DATE
@@ -255,7 +256,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
             words = (*overrides, f"seed={seed}", f"hydra.run.dir={folder}")
             command_line.parse(words)  # refuses a key that is given twice
             plain = config.compose(words, options.config_dir)
-            config.build(plain)
+            build(plain)
             if name == PEER:
                 compare_trl.check(plain)
             jobs.append(Job(name=name, seed=seed, folder=folder, overrides=words, config=plain))

@@ -15,8 +15,9 @@ from run_processes import Nursery
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import rlft
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.config.resolved import build
 from rlft.config.schema import RunConfig
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.kernels import attention

@@ -25,8 +25,7 @@ TREES = {module: ast.parse((PACKAGE / module).with_suffix(".py").read_text()) fo
 # and from itself; rooms of one level do not import each other. Every module is in one of them.
 LEVELS = (
     ("types",),
-    ("batch", "config", "tokens"),
-    ("system",),
+    ("batch", "config", "system", "tokens"),
     ("algorithm", "generation", "logger", "model", "reward", "data"),
     ("trainer", "environment", "runs"),
     ("plan",),
@@ -36,7 +35,7 @@ LEVELS = (
     ("cli",),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 10, 150
+MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 9, 150
 
 # {library: where it may be imported}; what is imported by name (trackers, see logger/scalars.py) has no place.
 PLACES = {
@@ -60,13 +59,13 @@ LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logg
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
     "algorithms", "arguments", "ask", "chat", "doctor/command", "eval", "export/command", "launch", "own",
-    "plan_command", "recipes", "resume", "serve", "sweep/command", "sweep/plain",
+    "plan_command", "recipes", "resume", "serve", "sweep/command",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"doctor/page", "own", "policy_page", "recipes", "sweep/job_process", "train"},
+    "commands": {"doctor/page", "own", "policy_page", "recipes", "train"},
     "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlft.config.compose import build, compose
-from rlft.config.resolved import resolve
+from rlft.config.compose import compose
+from rlft.config.resolved import build, resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.sampling import StepSampler
 from rlft.model.backbone import load_tokenizer

@@ -30,10 +30,10 @@ from slow_cases import slow_but
 from rlft import cli
 from rlft.config import catalog
 from rlft.config import command as verbs
-from rlft.config.compose import build, compose
-from rlft.config.generation import free_keys
+from rlft.config.compose import compose
 from rlft.config.keys import is_below, keys_of
-from rlft.config.resolved import resolve
+from rlft.config.resolved import build, resolve
+from rlft.config.schema import free_keys
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))

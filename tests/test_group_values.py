@@ -10,8 +10,9 @@ from in_one_test import each
 from rlft.commands.ask import ask
 from rlft.config import catalog
 from rlft.config import command as verbs
-from rlft.config.compose import build, compose, named_choices
+from rlft.config.compose import compose, named_choices
 from rlft.config.overrides import parse
+from rlft.config.resolved import build
 from rlft.config.schema import SftConfig
 from rlft.types import UserError
 

@@ -23,8 +23,8 @@ from fresh_export import fresh_export
 
 from rlft.commands.preferences import open_task
 from rlft.config import command as verbs
-from rlft.config.compose import build, compose
-from rlft.config.resolved import resolve
+from rlft.config.compose import compose
+from rlft.config.resolved import build, resolve
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.trainer.update import Optimizer, learning_rate
 

@@ -7,7 +7,8 @@ from in_one_test import each
 
 from rlft.config import catalog
 from rlft.config import command as verbs
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.plan.config_checks import check_components, check_preferences, check_sft
 
 RECIPES = catalog.choices("recipe")

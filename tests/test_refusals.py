@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from rlft import cli
-from rlft.config.compose import build, compose
-from rlft.config.resolved import resolve
+from rlft.config.compose import compose
+from rlft.config.resolved import build, resolve
 from rlft.data.sampled import sampled_line
 from rlft.model import adapter_folder
 from rlft.model.backbone import Backbone, fingerprint

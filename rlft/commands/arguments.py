@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlft.config.overrides import Arguments, check_no_options, parse
-from rlft.config.token_budget import AUTO
+from rlft.config.resolved import AUTO
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import NamedRun, find, one_run
 from rlft.runs.fork import forking

@@ -18,6 +18,7 @@ from rlft.commands.arguments import check_names_a_model, of_a_run
 from rlft.commands.eval import changed_to_sample
 from rlft.commands.launch import import_libraries
 from rlft.config import compose as configs
+from rlft.config.resolved import build
 from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint, with_named_runs
 from rlft.system.interrupt import Terminated, handled_inside
 from rlft.system.terminal import command_line, override, say
@@ -36,9 +37,8 @@ from rlft.types import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rlft.config.generation import GenerationConfig
     from rlft.config.model import LoraSettings, ModelConfig
-    from rlft.config.schema import PromptsConfig, ScoringConfig
+    from rlft.config.schema import GenerationConfig, PromptsConfig, ScoringConfig
     from rlft.environment.protocol import Environment
     from rlft.generation.engine import Generator
     from rlft.model.backbone import Backbone
@@ -116,16 +116,15 @@ class Settings:
 
 def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     """Reads the settings from a plain config; `raw` leaves out the data's system prompt and template."""
-    from rlft.config.generation import GenerationConfig
     from rlft.config.instantiate import from_mapping
     from rlft.config.model import LoraSettings, ModelConfig
-    from rlft.config.schema import PromptsConfig, ScoringConfig
-    from rlft.config.token_budget import AUTO, on_gpu, resolved
+    from rlft.config.resolved import AUTO, on_gpu, with_token_budget
+    from rlft.config.schema import GenerationConfig, PromptsConfig, ScoringConfig
     from rlft.data.records import PLACEHOLDER, check_template
     from rlft.plan.scoring_rules import read_environment
 
     if plain["token_budget"] == AUTO:
-        plain = resolved(plain, gpu=on_gpu(plain["model"]))
+        plain = with_token_budget(plain, gpu=on_gpu(plain["model"]))
     environment = read_environment(plain.get("environment"))
     data = {} if raw else plain.get("data") or {}
     template = data.get("prompt_template") or PLACEHOLDER
@@ -149,9 +148,9 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
 
 def check(plain: Mapping[str, Any], raw: bool) -> None:
     """Refuses settings that the config alone shows to be wrong; imports no library."""
-    from rlft.config.token_budget import resolved
+    from rlft.config.resolved import with_token_budget
 
-    read_settings(resolved(plain), raw)
+    read_settings(with_token_budget(plain), raw)
 
 
 def read_raw(word: str | None) -> bool:
@@ -169,7 +168,7 @@ def command(arguments: list[str]) -> None:
     raw = read_raw(parsed.value("raw"))
     if source is None:
         plain = configs.compose(changes, parsed.config_dir)
-        configs.build(plain)
+        build(plain)
     else:
         plain = changed_to_sample(source, changes, parsed.config_dir)
     check(plain, raw)
@@ -257,7 +256,7 @@ class Talk:
     """
 
     def __init__(self, settings: Settings, roles: Roles, backbone: Backbone, saved: Checkpoint | None) -> None:
-        from rlft.config.generation import ANYWHERE
+        from rlft.config.schema import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
         from rlft.plan.scoring_rules import prompt_additions

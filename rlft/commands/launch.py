@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config.command import Verb
-from rlft.config.resolved import Resolved, resolve
-from rlft.config.token_budget import AUTO
+from rlft.config.resolved import AUTO, Resolved, resolve
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
 from rlft.runs.find import with_named_runs

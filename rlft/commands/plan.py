@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from rlft.config import token_budget
-from rlft.config.generation import section_of
-from rlft.config.resolved import Resolved
-from rlft.config.token_budget import AUTO, with_budget_of_device
+from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_token_budget
+from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, peak
 from rlft.loop.parts import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
@@ -207,7 +205,7 @@ def without_gpu(resolved: Resolved) -> Resolved:
     config = with_budget_of_device(resolved.config, resolved.plain)
     dtype = "bfloat16" if config.model.dtype == AUTO else config.model.dtype  # float16 before Ampere: of the same size
     config = replace(config, model=replace(config.model, device="cpu", dtype=dtype))
-    return replace(resolved, plain=token_budget.resolved(resolved.plain, gpu=True), config=config)
+    return replace(resolved, plain=with_token_budget(resolved.plain, gpu=True), config=config)
 
 
 def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:

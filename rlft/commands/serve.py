@@ -21,6 +21,7 @@ from rlft.config import catalog
 from rlft.config import compose as configs
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
+from rlft.config.resolved import build
 from rlft.environment.endpoint.app import bound, check_installed
 from rlft.runs.find import NamedRun, find_checkpoint, with_named_runs
 from rlft.system.terminal import say
@@ -102,7 +103,7 @@ def command(arguments: list[str]) -> None:
     keys = read_config(serve_words)
     if source is None:
         plain = configs.compose(changes, parsed.config_dir)
-        configs.build(plain)
+        build(plain)
     else:
         plain = changed_to_sample(source, changes, parsed.config_dir)
     plain = {**plain, "environment": None}  # clients bring their own

@@ -1,8 +1,6 @@
-"""Composes YAML into a plain config, and types that into frozen dataclasses; refuses what is wrong in between.
+"""Composes YAML into a plain config, and words the errors of Hydra and OmegaConf as rlft's own.
 
-`build` turns a composed config into its verb's root (rlft/config/schema.py): every key exists, has its type and is
-within its bounds. `rlft/plan/rules.py` has the rules between parts. Only this file and commands/ask.py import Hydra,
-and this one alone OmegaConf.
+`resolved.py` types the config. Only this file and commands/ask.py import Hydra, and this one alone OmegaConf.
 """
 
 from __future__ import annotations
@@ -12,18 +10,15 @@ import difflib
 import itertools
 import re
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
-from rlft.config import catalog, sampling_keys, suggest
+from rlft.config import catalog, suggest
 from rlft.config import command as verbs
-from rlft.config.instantiate import from_mapping
-from rlft.config.instantiate import unknown_key as unknown_in_section
-from rlft.config.schema import Root, RunConfig
-from rlft.config.token_budget import resolved
-from rlft.types import UserError, lone_surrogate
+from rlft.config.suggest import SEVERAL, unknown_in_section, unknown_key
+from rlft.types import UserError
 
 USUAL = "train"
 """The verb of a config that names none. Its YAML gives every key a value, so other verbs compose groups with it."""
@@ -167,22 +162,15 @@ def _named_choice(override: str, verb: str) -> str:
     if value is None:
         return _nothing_chosen(key, group, verb)
     names = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and value and group in catalog.groups(verb) and group not in SEVERAL:
-        _refuse_several(key, names, written, verb)
-    if isinstance(value, Mapping) or all(isinstance(name, str) and name for name in names):
+    are_names = all(isinstance(name, str) and name for name in names)
+    if isinstance(value, list) and value and are_names and group in catalog.groups(verb) and group not in SEVERAL:
+        remedy = f"write {key}={names[0]}"
+        remedy += f", or for a run of each rlft {verb} -m {key}={','.join(names)}" if len(names) > 1 else ""
+        raise UserError(_shown_group(key), "takes one name", got=written, remedy=remedy)
+    if isinstance(value, Mapping) or are_names:
         return override  # a mapping sets keys of the chosen file
     kind = "a name or a list of names" if group in SEVERAL else "a name"
     raise UserError(_shown_group(key), f"must be {kind}", got=written or "nothing", remedy=_choose(group, verb))
-
-
-def _refuse_several(key: str, names: Sequence[Any], written: str, verb: str) -> None:
-    """Refuses a list of names for a group that takes one; values that are not names are refused elsewhere."""
-    if not all(isinstance(name, str) and name for name in names):
-        return
-    remedy = f"write {key}={names[0]}"
-    if len(names) > 1:
-        remedy += f", or for a run of each rlft {verb} -m {key}={','.join(names)}"
-    raise UserError(_shown_group(key), "takes one name", got=written, remedy=remedy)
 
 
 def parse_overrides(overrides: Sequence[str], verb: str) -> list[Any]:
@@ -202,10 +190,6 @@ def parse_overrides(overrides: Sequence[str], verb: str) -> list[Any]:
             key = override.lstrip("+~").partition("=")[0]
             raise refusal(error, verb, key) or error from None
     return parsed
-
-
-SEVERAL = ("reward", "logger")
-"""Groups that take several choices at once."""
 
 
 def _nothing_chosen(key: str, group: str, verb: str) -> str:
@@ -246,8 +230,7 @@ def refusal(error: Exception, verb: str, key: str = "command line") -> UserError
     if match := re.match(r"\w+ while evaluating '(.*?)': (.*)", str(error)):
         problem = f"has a function that cannot be read ({match[2]})"
         return UserError(key, problem, got=match[1], remedy=WITH_FUNCTIONS)
-    explained = explain(error, verb)
-    if explained is not None:
+    if (explained := explain(error, verb)) is not None:
         return explained
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1]):
@@ -330,7 +313,7 @@ def changed(
                     result[key].setdefault(engine, section[engine])
             else:
                 result[key] = section
-        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
+        elif not _has(result, key):
             known = [name for name in suggest.known_keys(verb) if _has(result, name)]
             refused = unknown_key(key, verb, known, got=override.partition("=")[2] or "nothing")
             raise _with_keys_of_section(refused, config, verb) if _is_of_another_library(key, verb) else refused
@@ -352,55 +335,11 @@ def _rank(key: str, verb: str) -> int:
     return 0 if any(key in catalog.referred_to(group) for group in groups) else 1 if key in groups else 2
 
 
-_MISSING = object()
-
-
 def _has(config: Any, key: str) -> bool:
     from omegaconf import OmegaConf
 
-    return OmegaConf.select(config, key, default=_MISSING) is not _MISSING
-
-
-AnyRoot = TypeVar("AnyRoot", bound=Root)
-
-
-@overload
-def build(config: Mapping[str, Any]) -> RunConfig: ...
-@overload
-def build(config: Mapping[str, Any], root: type[AnyRoot], verb: str) -> AnyRoot: ...
-def build(config: Mapping[str, Any], root: type[Any] = RunConfig, verb: str = USUAL) -> Any:
-    """The typed root of a verb from a plain config; refuses unknown keys, wrong types and values out of bounds."""
-    names = [field.name for field in fields(root)]
-    # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
-    for key in config:
-        if isinstance(config[key], Mapping) and key == "recipe":
-            problem = "its keys stay below `recipe` and would set nothing"
-            raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
-        if key not in names and difflib.get_close_matches(key, [*names, "recipe"], 1) == ["recipe"]:
-            raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
-    if config.get("verb", verb) != verb:
-        raise UserError("verb", f"this is rlft {verb}", got=config["verb"], remedy="leave it as it is")
-    for group in ("algorithm", "data", "demonstrations", "preferences", "loss"):
-        if group in names and group not in config and not catalog.may_be_absent(group, verb):
-            raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
-    _check_text(config, "")
-    # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
-    empty = {name: {} for name in ("reward", "logger", "data") if name in names}
-    return from_mapping(root, {**empty, **resolved(config)}, "", verb)
-
-
-def _check_text(value: Any, key: str) -> None:
-    """Refuses strings and keys with a lone surrogate, which a recipe's YAML may hold as `"\\ud800"`."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _check_text(str(name), key)
-            _check_text(inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _check_text(inner, key)
-    elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
-        problem = f"holds half a character, the lone surrogate {surrogate}, which is not text"
-        raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
+    missing = object()
+    return OmegaConf.select(config, key, default=missing) is not missing
 
 
 # -- Hydra's errors in rlft's words ----------------------------------------------------------------------------------
@@ -432,9 +371,8 @@ def explain(error: BaseException, verb: str = USUAL) -> UserError | None:
         return UserError(key, "has no value yet", remedy=remedy)
     if isinstance(error, InterpolationKeyError):
         missing = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"
-        return UserError(
-            str(key or "config"), f"refers to a key that does not exist, ${{{missing}}}", remedy="name an existing key"
-        )
+        problem = f"refers to a key that does not exist, ${{{missing}}}"
+        return UserError(str(key or "config"), problem, remedy="name an existing key")
     if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
         inner_key = str(getattr(error.__cause__, "full_key", ""))  # of `reward={a: 1}`
         typed = re.search(r"To append to your config use \+[^=]*=(.*)", text)
@@ -470,30 +408,4 @@ def _unknown_choice(group: str, name: str, verb: str) -> UserError:
     if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, verb)):
         return UserError(group, "is not one of its choices", got=name, remedy=f"write {group}=null for none")
     remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(known)
-    return UserError(
-        f"+{group}" if group == "recipe" else group, "is not one of its choices", got=name or "nothing", remedy=remedy
-    )
-
-
-def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = None, got: str | None = None) -> UserError:
-    """The refusal of a key that the composed config does not have, with the most likely suggestion as the remedy.
-
-    Args:
-        key: with its section.
-        verb: of the config.
-        known: the existing keys; None means all keys of the verb.
-        got: the value as it was typed, where it is known.
-    """
-    if refused := sampling_keys.refusal(key):
-        return UserError(key, refused[0], got=got, remedy=refused[1])
-    group, _, subkey = key.partition(".")
-    if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
-        if group in suggest.NAMED_BY_CHOICE:
-            name = subkey.partition(".")[0]
-            return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
-        choices_with_key = " and ".join(f"{group}={choice}" for choice in choices[key])
-        remedy = f"it belongs to {choices_with_key}"
-        return UserError(key, f"the {group} chosen here has no such key", got=got, remedy=remedy)
-    suggestion = suggest.remedy(suggest.suggestions(key, verb, known))
-    remedy = suggestion or f"`rlft {verb} --cfg job` shows every key"
-    return UserError(key, "there is no such key", got=got, remedy=remedy)
+    return UserError(_shown_group(group), "is not one of its choices", got=name or "nothing", remedy=remedy)

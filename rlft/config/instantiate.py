@@ -11,13 +11,13 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from rlft.config import catalog, sampling_keys, suggest
+from rlft.config import catalog
 from rlft.config.keys import options, without_key
-from rlft.types import UserError
+from rlft.config.suggest import as_typed, joined, unknown_in_section
+from rlft.types import UserError, require
 
 ALLOW_UNSCORABLE = "allow_unscorable"
-RUNS_OWN = {"data": (ALLOW_UNSCORABLE,)}
-"""{section: its switches that the run reads, and not the section's component}."""
+"""The switch of `data` that the run reads, and not the source of the data."""
 
 SENTENCES = {
     f"Input should be less than or equal to {2**63 - 1}": "must be at most 2**63-1",
@@ -49,8 +49,7 @@ def locate(target: Any, key: str) -> Any:
         cause = f"{type(error).__name__}: {error}"
         remedy = "check the spelling; it is looked for in the current folder, in --config-dir and on PYTHONPATH"
         raise UserError(key, f"cannot be imported ({cause})", got=target, remedy=remedy) from error
-    if not callable(target_object):
-        raise UserError(key, "is not callable", got=target, remedy="name a class or a function")
+    require(callable(target_object), key, "is not callable", got=target, remedy="name a class or a function")
     return target_object
 
 
@@ -67,8 +66,8 @@ def instantiate(config: Any, key: str, verb: str = "train") -> Any:
         raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
     target = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k != "_target_"}
-    for own in (own for own in RUNS_OWN.get(key, ()) if own in kwargs):
-        convert(bool, kwargs.pop(own), f"{key}.{own}")
+    if key == "data" and ALLOW_UNSCORABLE in kwargs:
+        convert(bool, kwargs.pop(ALLOW_UNSCORABLE), f"{key}.{ALLOW_UNSCORABLE}")
     if dataclasses.is_dataclass(target):
         return from_mapping(target, kwargs, key, verb)
     check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)
@@ -83,23 +82,9 @@ def check_keys(
         return
     accepted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for unknown in (k for k in kwargs if k not in [p.name for p in accepted]):
-        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in accepted), *also], key)
+        raise unknown_in_section(unknown, kwargs[unknown], [*(p.name for p in accepted), *also], key)
     for missing in (p.name for p in accepted if p.default is p.empty and p.name not in kwargs):
-        raise UserError(_join(key, missing), "is missing", remedy="give it a value")
-
-
-def unknown_key(name: object, value: object, names: list[str], prefix: str, verb: str = "train") -> UserError:
-    """The refusal of a key that a section or a component with these keys does not have."""
-    full_key, known_keys = _join(prefix, name), [_join(prefix, known) for known in names]
-    if refused := sampling_keys.refusal(full_key):
-        return UserError(full_key, refused[0], got=_short(value), remedy=refused[1])
-    suggestion_here = suggest.remedy(suggest.suggestions(full_key, verb, known_keys))
-    if prefix in catalog.sections():  # a section of rlft's, so that a key of another section may have been meant
-        suggestion_anywhere = suggestion_here or suggest.remedy(suggest.suggestions(full_key, verb))
-        remedy = suggestion_anywhere or f"known here: {', '.join(names) or 'none'}"
-    else:
-        remedy = " ".join(filter(None, [suggestion_here, f"known here: {', '.join(names) or 'none'}"]))
-    return UserError(full_key, "there is no such key", got=_short(value), remedy=remedy)
+        raise UserError(joined(key, missing), "is missing", remedy="give it a value")
 
 
 def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
@@ -108,21 +93,20 @@ def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any
     `verb` is the verb of these keys, because keys of the same name may mean different things.
     """
     if not isinstance(values, Mapping):
-        keys = [_join(prefix, f.name) for f in dataclasses.fields(cls)]
+        keys = [joined(prefix, f.name) for f in dataclasses.fields(cls)]
         is_path = isinstance(values, str) and keys[0].endswith(".path")  # model=<path>
         remedy = f"write {keys[0]}={values}" if is_path else f"set one of {', '.join(keys)}"
-        raise UserError(prefix, "must be a section of keys", got=_short(values), remedy=remedy)
+        raise UserError(prefix, "must be a section of keys", got=as_typed(values), remedy=remedy)
     if hasattr(cls, "with_sections_read"):  # a class with sections whose names decide their classes
         values = cls.with_sections_read(values, prefix, verb)
     names = [f.name for f in dataclasses.fields(cls)]
-    for key in values:
-        if key not in names:
-            raise unknown_key(key, values[key], names, prefix, verb)
+    for key in (key for key in values if key not in names):
+        raise unknown_in_section(key, values[key], names, prefix, verb)
     for field in dataclasses.fields(cls):
-        if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:
-            raise UserError(_join(prefix, field.name), "is missing", remedy="give it a value")
+        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
+        require(has_default or field.name in values, joined(prefix, field.name), "is missing", remedy="give it a value")
     hints = _hints(cls)
-    converted = {name: convert(hints[name], value, _join(prefix, name), verb) for name, value in values.items()}
+    converted = {name: convert(hints[name], value, joined(prefix, name), verb) for name, value in values.items()}
     return cls(**converted)
 
 
@@ -145,12 +129,12 @@ def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
     except PydanticSchemaGenerationError:
         return value  # a type that pydantic does not know: its own class must check it
     except ValidationError as error:
-        problem = _joined(list(dict.fromkeys(_sentence(e["msg"]) for e in error.errors())))
+        problem = _either(list(dict.fromkeys(_sentence(e["msg"]) for e in error.errors())))
         choices = [str(m.value) for kind in enums for m in kind]
         choices += ["null"] if choices and type(None) in options(hint) else []
         remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, verb)
         problem = "is not one of its choices" if choices else problem
-        raise UserError(key, problem, got=_short(value), remedy=remedy) from None
+        raise UserError(key, problem, got=as_typed(value), remedy=remedy) from None
     if isinstance(validated, float) and not abs(validated) < float("inf"):
         raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key, verb))
     return tuple(validated) if isinstance(validated, list) else validated
@@ -174,10 +158,10 @@ def _sentence(message: str) -> str:
     return SENTENCES.get(start, "") + message.removeprefix(start)
 
 
-def _joined(problems: Sequence[str]) -> str:
+def _either(problems: Sequence[str]) -> str:
     """One sentence about the problems that the possible types have with the value.
 
-    >>> _joined(["must be true or false", "must be 'auto'"])
+    >>> _either(["must be true or false", "must be 'auto'"])
     "must be true or false or 'auto'"
     """
     prefix = "must be "
@@ -194,7 +178,7 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
         if value is None:
             return f"write {key}=[]"
         if isinstance(value, str | int | float):
-            return f"write {key}=[{_short(value)}]"
+            return f"write {key}=[{as_typed(value)}]"
     literals = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
     if literals:
         return f"use {' or '.join(literals)}" + (" or a number" if float in kinds else "")
@@ -206,20 +190,3 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
     if meaning is None or not meaning.default:
         return f"`rlft {verb} --cfg job` shows every key with a right value"
     return f"for instance {meaning.default}" + (f" ({meaning.comment})" if meaning.comment else "")
-
-
-def _join(prefix: str, key: object) -> str:
-    return f"{prefix}.{key}" if prefix else str(key)
-
-
-def _short(value: object) -> str:
-    """The value as it would be typed: strings in quotes, and YAML's words for None, True and False."""
-    words = {None: "null", True: "true", False: "false"}
-    text = (
-        repr(value)
-        if isinstance(value, str)
-        else words[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -96,3 +96,16 @@ def _keys(cls: type, prefix: str, section: Key) -> Iterator[tuple[str, Key]]:
             yield from _keys(kinds[0], f"{prefix}{name}.", key)
         else:
             yield from ((f"{prefix}{name}.{inner}", inner_key.over(key)) for inner, inner_key in key.inside.items())
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"trainer.lr": 1e-5, ..}.
+
+    >>> flatten({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlft.config import catalog, suggest
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 PRINTING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
 SWEEPING = ("-m", "--multirun")
@@ -117,16 +117,17 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
         name, equals, value = word.partition("=")
         if name not in (*PRINTING, *SWEEPING, *CONFIG_DIR):
             raise _unknown_option(name, value if equals else _next_word(remaining), verb)
-        if equals and name not in WITH_VALUE:
-            raise UserError(name, "takes no value", got=value or "nothing", remedy=f"write {name}")
+        takes_value, got = name in WITH_VALUE, value or "nothing"
+        require(takes_value or not equals, name, "takes no value", got=got, remedy=f"write {name}")
         options.append(word)
-        if name in WITH_VALUE and not equals:
-            if not remaining:
-                raise UserError(name, "needs a value", remedy=f"write {name} {_example(name)}")
+        if takes_value and not equals:
+            example = "job" if name in ("--cfg", "-c") else "<folder>" if name in CONFIG_DIR else "<name>"
+            require(remaining, name, "needs a value", remedy=f"write {name} {example}")
             value = remaining.pop(0)
             options.append(value)
-        if name in ("--cfg", "-c") and value not in ("job", "hydra", "all"):
-            raise UserError(name, "is not one of its choices", got=value, remedy="use job, hydra or all")
+        if name in ("--cfg", "-c"):
+            is_known = value in ("job", "hydra", "all")
+            require(is_known, name, "is not one of its choices", got=value, remedy="use job, hydra or all")
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, verb, config_dir)
@@ -135,7 +136,10 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     if printing or not {*names} & {*SWEEPING}:
         _check_no_sweep(overrides, verb, printing)
     if {*names} & {*SWEEPING}:
-        _check_sweep(overrides)
+        for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
+            remedy = "write hydra.sweep.dir=<folder>, in which each run has its own"
+            problem = "is the folder of one run, and this is a sweep"
+            require(key != "hydra.run.dir", key, problem, got=value, remedy=remedy)
     for name in (name for name in names if name in ("--cfg", "-c") and {*names} & {*SWEEPING}):
         raise UserError(name, "prints the config of one run, and -m is a sweep", remedy="leave -m out")
     for name in (name for name in names if name in OF_CFG and not {"--cfg", "-c"} & {*names}):
@@ -157,30 +161,26 @@ def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | Non
             raise _not_an_override(override, overrides[i + 1 : i + 2], verb)
         key, value = match["key"], match["value"]
         _check_one_word(override, key, value, verb)
-        if _is_left_open(QUOTED.sub("", value)):
-            raise UserError(
-                key, "its bracket is not closed", got=value, remedy="leave no spaces, or quote it: 'key=[a, b]'"
-            )
+        is_closed, remedy = not _is_left_open(QUOTED.sub("", value)), "leave no spaces, or quote it: 'key=[a, b]'"
+        require(is_closed, key, "its bracket is not closed", got=value, remedy=remedy)
         if key == "recipe" and value:
             _check_recipe_name(value, override, config_dir)
         if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(FILES_OF_DATA):
             remedy = f"write {key}=jsonl {key}.path={value}"
             raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
-        if key in suggest.NAMED_BY_CHOICE and value.startswith("["):
+        if key in suggest.SEVERAL and value.startswith("["):
             _check_chosen_once(key, value)
-        if key == "recipe" and match["sign"] != "+":
-            name = value or "<name>"
-            raise UserError(
-                "recipe", "a recipe is added, so it takes a plus", got=override, remedy=f"write +recipe={name}"
-            )
-        if key == "recipe" and not value:
-            choices = ", ".join(catalog.choices("recipe", verb))
-            raise UserError("+recipe", "has no name", remedy=f"choose one of {choices}")
-        if key == "recipe" and value in catalog.choices("recipe") and catalog.verb_of(value) != verb:
-            other = catalog.verb_of(value)
-            raise UserError("+recipe", f"is for rlft {other}", got=value, remedy=f"write rlft {other} +recipe={value}")
-        if key == "verb" and value != verb:
-            raise UserError("verb", f"this is rlft {verb}", got=value, remedy="leave it as it is")
+        if key == "recipe":
+            remedy = f"write +recipe={value or '<name>'}"
+            is_added = match["sign"] == "+"
+            require(is_added, "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy)
+            recipes = ", ".join(catalog.choices("recipe", verb))
+            require(value, "+recipe", "has no name", remedy=f"choose one of {recipes}")
+            other = catalog.verb_of(value) if value in catalog.choices("recipe") else verb
+            remedy = f"write rlft {other} +recipe={value}"
+            require(other == verb, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
+        is_of_verb = key != "verb" or value == verb
+        require(is_of_verb, "verb", f"this is rlft {verb}", got=value, remedy="leave it as it is")
         if key.startswith(FIXED):
             remedy = f"sweep with rlft {verb} -m, add YAML with --config-dir"
             raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
@@ -216,26 +216,12 @@ def _check_no_sweep(overrides: Sequence[str], verb: str, printing: str | None) -
         elif key.partition(".")[0] == "sweep":
             remedy = f"write rlft {verb} -m to sweep, or leave it out"
         elif INTERVAL.match(value):
-            problem = (
-                f"has an interval of values, and {one_run}"
-                if printing
-                else "has an interval of values but this is no sweep"
-            )
-            remedy, instead = (
-                f"write rlft {verb} -m sweep=optuna to choose from it, or give one value",
-                "give one value",
-            )
+            problem = f"has an interval of values{f', and {one_run}' if printing else ' but this is no sweep'}"
+            instead = "give one value"
+            remedy = f"write rlft {verb} -m sweep=optuna to choose from it, or {instead}"
         else:
             continue
         raise UserError(key, problem, got=value or "nothing", remedy=instead if printing else remedy)
-
-
-def _check_sweep(overrides: Sequence[str]) -> None:
-    """Refuses a key that only a single run reads."""
-    for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
-        if key == "hydra.run.dir":
-            remedy = "write hydra.sweep.dir=<folder>, in which each run has its own"
-            raise UserError(key, "is the folder of one run, and this is a sweep", got=value, remedy=remedy)
 
 
 def _is_left_open(value: str) -> bool:
@@ -270,7 +256,6 @@ def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> No
         remedy = f"write --config-dir {folder.parent} +recipe={name}"
         if folder.name != "recipe":
             remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
-
         raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
     if value != name:
         close = difflib.get_close_matches(name, catalog.choices("recipe"), n=1)
@@ -293,7 +278,7 @@ def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserErro
     elif key == "recipe":
         suggestion = f"did you mean +recipe={value or '<name>'}?"
     else:
-        suggestion = suggest.remedy_with_value(suggest.suggestions(key, verb), value)
+        suggestion = suggest.remedy(suggest.suggestions(key, verb), value)
     remedy = suggestion or "for instance +recipe=grpo_arithmetic steps=10"
     return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
 
@@ -304,7 +289,7 @@ def _unknown_option(name: str, value: str, verb: str) -> UserError:
     if close := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
         remedy = f"did you mean {close[0]}?"
     elif suggested_keys:
-        remedy = f"keys have no dashes; {suggest.remedy_with_value(suggested_keys, value)}"
+        remedy = f"keys have no dashes; {suggest.remedy(suggested_keys, value)}"
     else:
         remedy = "use --help, --cfg job, -m or --config-dir <folder>"
     return UserError("command line", "there is no such option", got=name, remedy=remedy)
@@ -314,28 +299,13 @@ def _next_word(remaining: Sequence[str]) -> str:
     return remaining[0] if remaining and "=" not in remaining[0] and not remaining[0].startswith("-") else ""
 
 
-def _example(option: str) -> str:
-    return "job" if option in ("--cfg", "-c") else "<folder>" if option in CONFIG_DIR else "<name>"
-
-
 def _checked_folder(option: str, value: str) -> Path:
     """The user's config folder; refuses a file in it with the name of one of rlft's, because it would not be read."""
-    folder = Path(value).expanduser()
-    if not value or not folder.is_dir():
-        raise UserError(
-            option,
-            "there is no such folder",
-            got=value or "nothing",
-            remedy="name a folder that holds, say, reward/mine.yaml",
-        )
-    rlfts_folder = catalog.config_folder()
-    names = [file.relative_to(folder) for file in sorted(folder.rglob("*.yaml"))]
-    shadowed = [name for name in names if (rlfts_folder / name).exists()]
-    if shadowed:
-        raise UserError(
-            option,
-            f"{shadowed[0]} has the name of one of rlft's own, which takes precedence",
-            got=value,
-            remedy="rename it",
-        )
+    folder, remedy = Path(value).expanduser(), "name a folder that holds, say, reward/mine.yaml"
+    is_there = bool(value) and folder.is_dir()
+    require(is_there, option, "there is no such folder", got=value or "nothing", remedy=remedy)
+    for name in (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml"))):
+        problem = f"{name} has the name of one of rlft's own, which takes precedence"
+        is_new = not (catalog.config_folder() / name).exists()
+        require(is_new, option, problem, got=value, remedy="rename it")
     return folder

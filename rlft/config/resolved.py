@@ -1,15 +1,31 @@
-"""A config is read here, once: typed, and checked by itself within a second, without torch."""
+"""A config is read here, once: typed, and checked by itself within a second, without torch.
+
+`build` turns a composed config into its command's root (schema.py): every key exists, has its type and is within its
+bounds; plan/rules.py has the rules between parts. `token_budget: auto` becomes the number of tokens in one
+forward-backward on this machine. It changes memory and time, never a gradient, so a run may be resumed on a machine
+where it differs.
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, overload
 
+from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.command import Verb
-from rlft.config.compose import build
-from rlft.config.token_budget import with_budget_of_device
+from rlft.config.instantiate import from_mapping
+from rlft.config.schema import AUTO, Root, RunConfig
+from rlft.types import UserError, lone_surrogate
+
+GPU_TOKENS = 16384
+"""A GPU needs large matrix products, and memory limits them, not caches: plan/gpu_budget.py lowers the number."""
+
+CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
+"""On a CPU small micro-batches stay in its caches. A group of up to MOST_CPU_TOKENS stays together, so that its prompt
+is computed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +72,107 @@ def resolve(plain: Mapping[str, Any], verb: str | None = None, check: Callable[[
     config = build(plain, command.root, command.name)
     check = check or command.check
     return Resolved(command=command, plain=plain, config=config, parts=None if check is None else check(config))
+
+
+AnyRoot = TypeVar("AnyRoot", bound=Root)
+
+
+@overload
+def build(config: Mapping[str, Any]) -> RunConfig: ...
+@overload
+def build(config: Mapping[str, Any], root: type[AnyRoot], verb: str) -> AnyRoot: ...
+def build(config: Mapping[str, Any], root: type[Any] = RunConfig, verb: str = "train") -> Any:
+    """The typed root of a verb from a plain config; refuses unknown keys, wrong types and values out of bounds."""
+    names = [field.name for field in fields(root)]
+    # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
+    for key in config:
+        if isinstance(config[key], Mapping) and key == "recipe":
+            problem = "its keys stay below `recipe` and would set nothing"
+            raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
+        if key not in names and difflib.get_close_matches(key, [*names, "recipe"], 1) == ["recipe"]:
+            raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
+    if config.get("verb", verb) != verb:
+        raise UserError("verb", f"this is rlft {verb}", got=config["verb"], remedy="leave it as it is")
+    for group in ("algorithm", "data", "demonstrations", "preferences", "loss"):
+        if group in names and group not in config and not catalog.may_be_absent(group, verb):
+            raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
+    _check_text(config, "")
+    # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
+    empty = {name: {} for name in ("reward", "logger", "data") if name in names}
+    return from_mapping(root, {**empty, **with_token_budget(config)}, "", verb)
+
+
+def _check_text(value: Any, key: str) -> None:
+    """Refuses strings and keys with a lone surrogate, which a recipe's YAML may hold as `"\\ud800"`."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_text(str(name), key)
+            _check_text(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_text(inner, key)
+    elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
+        problem = f"holds half a character, the lone surrogate {surrogate}, which is not text"
+        raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
+
+
+def with_token_budget(config: Mapping[str, Any], *, gpu: bool = False) -> dict[str, Any]:
+    """The plain config with a number instead of `auto`, also in the rewards' own token budgets.
+
+    `gpu` says whether the base will be on a GPU.
+    """
+    result = dict(config)
+    if result.get("token_budget") == AUTO:
+        budget = result["token_budget"] = token_budget(config, gpu=gpu)
+        if isinstance(rewards := config.get("reward"), Mapping):
+            result["reward"] = with_budget(rewards, rewards, budget)
+    return result
+
+
+def with_budget_of_device(config: Any, plain: Mapping[str, Any]) -> Any:
+    """The typed config of this plain one, with a GPU's budget for `auto` if the base will be on a GPU."""
+    if plain.get("token_budget") != AUTO or not on_gpu(plain["model"]):
+        return config
+    return with_number(config, plain, token_budget(plain, gpu=True))
+
+
+def with_number(config: Any, plain: Mapping[str, Any], budget: int) -> Any:
+    """The typed config with this token budget, also in the rewards whose section says `auto` in the plain one."""
+    rewards = {"reward": with_budget(config.reward, plain["reward"], budget)} if plain.get("reward") else {}
+    return replace(config, token_budget=budget, **rewards)
+
+
+def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: int) -> dict[str, Any]:
+    """The rewards, with this token budget in each whose section says `token_budget: auto`."""
+    automatic = {n for n, keys in written.items() if isinstance(keys, Mapping) and keys.get("token_budget") == AUTO}
+    return {n: {**keys, "token_budget": budget} if n in automatic else keys for n, keys in rewards.items()}
+
+
+def token_budget(config: Mapping[str, Any], *, gpu: bool) -> int:
+    """The number of tokens in one forward-backward, on a GPU or for the longest group of this config on a CPU."""
+    prompt, completion = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
+    completion = completion or _positive_int(config.get("max_completion_tokens"))
+    minimum = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
+    if gpu:
+        return max(GPU_TOKENS, minimum)
+    group = prompt + completion * max(1, _positive_int(config.get("group_size")))
+    return max(min(max(CPU_TOKENS, group), MOST_CPU_TOKENS), minimum)
+
+
+def on_gpu(model: Mapping[str, Any]) -> bool:
+    """Whether the base will be on a GPU; imports torch if the config leaves it to this machine."""
+    if model["device"] != AUTO:
+        return model["device"].startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _number(config: Mapping[str, Any], section: str, key: str) -> int:
+    keys = config.get(section)
+    return _positive_int(keys.get(key)) if isinstance(keys, Mapping) else 0
+
+
+def _positive_int(value: Any) -> int:
+    """The value if it is a positive integer, else 0: a wrong value is refused later, when the config is typed."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

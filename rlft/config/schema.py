@@ -1,21 +1,34 @@
 """The typed roots of configs, one per verb, and their sections; defaults and meanings are in configs/.
 
 The sections `algorithm`, `data`, `reward`, `environment`, `logger`, `demonstrations`, `preferences` and `loss` are
-open: `_target_` names a class, the rest is its keys.
+open: `_target_` names a class, the rest is its keys. The section `generation` has, beside the keys of all engines, a
+section for each engine, whose keys are the fields of its class; that of an engine from outside the tree has a
+`_target_`.
 """
 
 from __future__ import annotations
 
+import importlib
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache
+from inspect import isabstract
 from typing import Annotated, Any
 
-from rlft.config.bounds import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
-from rlft.config.cluster import ClusterConfig
-from rlft.config.generation import GenerationConfig
-from rlft.config.instantiate import ALLOW_UNSCORABLE
+from rlft.config import catalog
+from rlft.config.bounds import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Seed,
+)
+from rlft.config.instantiate import ALLOW_UNSCORABLE, from_mapping, locate
 from rlft.config.keys import Key
 from rlft.config.model import (
     CriticConfig,
@@ -25,7 +38,15 @@ from rlft.config.model import (
     RewardModelConfig,
     SnapshotConfig,
 )
-from rlft.config.trainer import CheckpointConfig, TrainerConfig
+from rlft.config.suggest import unknown_in_section
+from rlft.config.trainer import CheckpointConfig, ClusterConfig, TrainerConfig
+from rlft.types import Sampling, UserError, require
+
+AUTO = "auto"
+ENGINE = "rlft.generation.engine.Engine"
+"""The class of all engines, by name: this package is below the one of the engines."""
+ON_A_GPU, ANYWHERE = "vllm", "transformers"
+"""What `auto` chooses on a GPU, if that engine can run and serves the adapters, and what it chooses otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +156,138 @@ class RankingEvalConfig:
 class ReplayConfig:
     path: Annotated[str | None, Key(free=True)]
     fraction: Decay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """The `generation` section of a config.
+
+    Attributes:
+        engine: auto, the name of an engine's section, or `module.Class` of an engine outside the tree.
+        engines: {section: engine} for the engines in the tree and the one that is chosen.
+    """
+
+    engine: str
+    max_tokens: PositiveInt
+    temperature: NonNegativeFloat
+    top_p: PositiveFraction
+    top_k: NonNegativeInt
+    engines: Mapping[str, Any]
+    min_p: Decay
+    stop: Sequence[str | int]
+    include_stop_str_in_output: bool
+
+    def __post_init__(self) -> None:
+        problem = "holds an empty string, which is in every completion"
+        require("" not in self.stop, "generation.stop", problem, got=list(self.stop), remedy="leave it out")
+        for stop in (stop for stop in self.stop if isinstance(stop, int) and stop < 0):
+            remedy = "use token ids of the model's vocabulary, or strings"
+            raise UserError("generation.stop", "holds a token id below 0", got=stop, remedy=remedy)
+
+    @classmethod
+    def with_sections_read(cls, values: Mapping[str, Any], prefix: str, verb: str) -> dict[str, Any]:
+        """The plain section, in which the sections of engines are replaced by `engines`, the engines made of them.
+
+        Raises:
+            UserError: a class that is not an engine's, or a wrong key of an engine.
+        """
+        targets, chosen = _targets(values), str(values.get("engine"))
+        shared_keys = [field.name for field in fields(cls) if field.name != "engines"]
+        for name in (name for name in values if name not in (*shared_keys, *targets)):
+            section = values[name]
+            if isinstance(section, Mapping) and "_target_" not in section and name == chosen:
+                remedy = f"name the engine's class, as in {prefix}.{name}._target_=mine.Engine"
+                raise UserError(f"{prefix}.{name}", "has no _target_", remedy=remedy)
+            if not (isinstance(section, Mapping) and "_target_" in section):  # else an engine that is not chosen
+                raise unknown_in_section(name, section, [*shared_keys, *targets], prefix, verb)
+        engines = {}
+        for name, target in targets.items():
+            key = f"{prefix}.{name}"
+            require(target is not None or name in values, key, "is missing", remedy="give it a value")
+            engine = _class(name, target, "generation.engine" if target == chosen else f"{key}._target_")
+            section = values.get(name, {})
+            if isinstance(section, Mapping):
+                section = {inner: value for inner, value in section.items() if inner != "_target_"}
+            engines[name] = from_mapping(engine, section, key, verb)
+        return {**{name: value for name, value in values.items() if name in shared_keys}, "engines": engines}
+
+    def named(self, engine: str) -> Any:
+        """The engine of this name (a `rlft.generation.engine.Engine`), which must not be `auto`."""
+        return self.engines[section_of(engine)]
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(stop for stop in self.stop if isinstance(stop, str)),
+            stop_token_ids=tuple(stop for stop in self.stop if isinstance(stop, int)),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
+
+def section_of(engine: str) -> str:
+    """The section of `generation` that holds an engine's keys.
+
+    >>> section_of("vllm"), section_of("mine.Engine")
+    ('vllm', 'Engine')
+    """
+    return engine.rpartition(".")[2]
+
+
+@cache
+def own_engines() -> tuple[str, ...]:
+    """The engines in the tree: the sections of configs/generation/auto.yaml, each with a module in rlft/generation/."""
+    entries = catalog.entries(catalog.files("generation")[AUTO])
+    return tuple(key for key, entry in entries.items() if "." not in key and not entry.default)
+
+
+def free_keys(section: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of a plain `generation` section that change no number, so that a run may be resumed with other values."""
+    for name, engine in _classes(section).items():
+        yield from (f"generation.{name}.{key}" for key in engine.may_change)
+
+
+def packages(section: Mapping[str, Any]) -> Iterator[str]:
+    """Distributions that the engines of a plain `generation` section need, besides those that rlft needs itself."""
+    for engine in _classes(section).values():
+        yield from engine.packages
+
+
+def _classes(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _class(name, target, f"generation.{name}") for name, target in _targets(section).items()}
+
+
+def _targets(values: Mapping[str, Any]) -> dict[str, str | None]:
+    """{section: the class that it names} of each engine in the tree (None), and of a chosen one from outside it."""
+    chosen, targets = str(values.get("engine")), dict.fromkeys(own_engines())
+    section = values.get(chosen)
+    if "." in chosen:
+        return {**targets, section_of(chosen): chosen}
+    return (
+        {**targets, chosen: section["_target_"]} if isinstance(section, Mapping) and "_target_" in section else targets
+    )
+
+
+def _class(name: str, target: str | None, key: str) -> Any:
+    """The class that `target`, the value of a key, names; with None the only engine that its own module defines."""
+    engine = locate(ENGINE, key)
+    if target is None:
+        module = importlib.import_module(f"rlft.generation.{name}")
+        module = importlib.import_module(f"{module.__name__}.engine") if hasattr(module, "__path__") else module
+        classes = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, engine)]
+        return next(kind for kind in classes if kind.__module__ == module.__name__)
+    cls = locate(target, key)
+    if not (isinstance(cls, type) and issubclass(cls, engine)):
+        remedy = f"make it a subclass of {ENGINE} (docs/engines.md)"
+        raise UserError(key, "is not an engine's class", got=target, remedy=remedy)
+    if isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise UserError(key, f"is an engine's class without {missing}", got=target, remedy=f"define {missing} in it")
+    return cls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,26 @@
-"""Suggests the key that was meant, by its last part, its name in another library (peer_names.yaml), or similarity."""
+"""Refuses keys that do not exist: suggests the key that was meant, or says why there is none.
+
+A key is found by its last part, its name in another library (peer_names.yaml), or similarity. Sampling settings of
+other libraries that rlft does not have are refused with a reason each: a policy's gradient is computed from its
+log-probs, and settings that change the model's distribution make the engine sample from another one than the trainer
+computes, so that ratios, KL and entropy would be those of a policy from which nobody samples.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlft.config import catalog
+from rlft.types import UserError
 
 PEER_NAMES = Path(__file__).parents[1] / "assets" / "peer_names.yaml"
-NAMED_BY_CHOICE = ("reward", "logger")
-"""Groups whose keys are below the name of a choice: reward.format.weight."""
+SEVERAL = ("reward", "logger")
+"""Groups that take several choices at once, whose keys are below the name of a choice: reward.format.weight."""
 LIKE, VERY_LIKE = 0.6, 0.8
 """The least similarity (difflib's ratio) of a suggested name, and a stricter one."""
 MOST_KEYS = 6
@@ -82,14 +89,10 @@ def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> l
     return []
 
 
-def remedy(meant: Sequence[Suggestion]) -> str:
-    """The question "did you mean ..?" with the suggestions; "" without any."""
-    return f"did you mean {_joined([str(suggestion) for suggestion in meant])}?" if meant else ""
-
-
-def remedy_with_value(meant: Sequence[Suggestion], value: str) -> str:
-    """As `remedy`, with the user's value."""
-    return f"did you mean {_joined([suggestion.written(value) for suggestion in meant])}?" if meant else ""
+def remedy(meant: Sequence[Suggestion], value: str | None = None) -> str:
+    """The question "did you mean ..?" with the suggestions, and with the user's value if there is one; else ""."""
+    words = [str(suggestion) if value is None else suggestion.written(value) for suggestion in meant]
+    return f"did you mean {_joined(words)}?" if meant else ""
 
 
 def of_peers(name: str, verb: str, known: Collection[str]) -> Suggestion | None:
@@ -126,6 +129,56 @@ def known_keys(verb: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*catalog.root_entries(verb), *groups, *keys_of_choices, "hydra.run.dir")))
 
 
+def unknown_key(
+    key: str, verb: str = "train", known: Collection[str] | None = None, got: str | None = None
+) -> UserError:
+    """The refusal of a key that the composed config does not have, with the most likely suggestion as the remedy.
+
+    Args:
+        key: with its section.
+        verb: of the config.
+        known: the existing keys; None means all keys of the verb.
+        got: the value as it was typed, where it is known.
+    """
+    if refused := refused_setting(key):
+        return UserError(key, refused[0], got=got, remedy=refused[1])
+    group, _, subkey = key.partition(".")
+    if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
+        if group in SEVERAL:
+            name = subkey.partition(".")[0]
+            return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
+        belongs = f"it belongs to {' and '.join(f'{group}={choice}' for choice in choices[key])}"
+        return UserError(key, f"the {group} chosen here has no such key", got=got, remedy=belongs)
+    meant = remedy(suggestions(key, verb, known)) or f"`rlft {verb} --cfg job` shows every key"
+    return UserError(key, "there is no such key", got=got, remedy=meant)
+
+
+def unknown_in_section(name: object, value: object, names: list[str], section: str, verb: str = "train") -> UserError:
+    """The refusal of a key that a section or a component with these keys does not have."""
+    key, keys = joined(section, name), [joined(section, known) for known in names]
+    if refused := refused_setting(key):
+        return UserError(key, refused[0], got=as_typed(value), remedy=refused[1])
+    here, all_keys = remedy(suggestions(key, verb, keys)), f"known here: {', '.join(names) or 'none'}"
+    if section in catalog.sections():  # a section of rlft's, so that a key of another section may have been meant
+        meant = here or remedy(suggestions(key, verb)) or all_keys
+    else:
+        meant = " ".join(filter(None, [here, all_keys]))
+    return UserError(key, "there is no such key", got=as_typed(value), remedy=meant)
+
+
+def joined(section: str, name: object) -> str:
+    """The full key of a section's key."""
+    return f"{section}.{name}" if section else str(name)
+
+
+def as_typed(value: object) -> str:
+    """The value as it would be typed, cut: strings in quotes, and YAML's words for None, True and False."""
+    words = {None: "null", True: "true", False: "false"}
+    is_word = value is None or value is True or value is False
+    text = words[value] if is_word else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _like(name: str, keys: Sequence[str]) -> str | None:
     """The key most similar to the name: within the named section if it exists, else by the whole name."""
     section, dot, last = name.rpartition(".")
@@ -140,9 +193,7 @@ def _like(name: str, keys: Sequence[str]) -> str | None:
 def _same_end(last: str, keys: Sequence[str]) -> list[str]:
     """The keys with this last part; keys of several rewards or loggers become one, reward.<name>.weight."""
     matches = [key.split(".") for key in keys if key.rpartition(".")[2] == last]
-    num_alike = {
-        parts[0]: sum(other[0] == parts[0] for other in matches) for parts in matches if parts[0] in NAMED_BY_CHOICE
-    }
+    num_alike = {parts[0]: sum(other[0] == parts[0] for other in matches) for parts in matches if parts[0] in SEVERAL}
     shown = [
         [parts[0], "<name>", *parts[2:]] if len(parts) > 2 and num_alike.get(parts[0], 0) > 1 else parts
         for parts in matches
@@ -156,3 +207,58 @@ def _typed(key: str) -> str:
 
 def _joined(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+SECTIONS = ("", "generation", "eval", "sampling", "sampling_params")
+"""Sections, besides those of engines, whose keys are sampling settings; `algorithm.length_penalty` is not one."""
+
+_WITH_HISTORY = "makes a token's probability depend on how often it was said, unlike the trainer's log-probs"
+_TOKENS = "takes tokens out of the distribution or shifts them, and the trainer's log-probs count them as they are"
+_TAIL = "leaves unlikely tokens out, and the trainer's log-probs count them"
+_SEARCH = "searches for likely completions, and a policy learns from its own samples"
+_LENGTH = "forbids the end token, whose probability the trainer's log-probs count"
+
+_LEARN = "let the policy learn it instead: reward=[...,repetition]"
+_STOP = "write the text or the token id into the list generation.stop"
+
+REFUSED: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+        (_WITH_HISTORY, _LEARN),
+    ),
+    **dict.fromkeys(
+        ("logit_bias", "bad_words", "bad_words_ids", "allowed_token_ids", "suppress_tokens", "sequence_bias"),
+        (_TOKENS, "leave it out; a reward, for instance reward=[...,format], can ask for a form"),
+    ),
+    **dict.fromkeys(
+        ("guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        (_TOKENS, "leave it out; reward=[...,format] teaches a form, also by a regular expression"),
+    ),
+    **dict.fromkeys(
+        ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_a", "tfs"),
+        (_TAIL, "leave it out (rlft eval, rlft sample and rlft chat take generation.min_p, top_p and top_k)"),
+    ),
+    **dict.fromkeys(
+        ("num_beams", "use_beam_search", "beam_width", "best_of", "length_penalty", "penalty_alpha", "num_beam_groups"),
+        (_SEARCH, "leave it out; rlft sample n=8 keep=best keeps the best of several samples"),
+    ),
+    **dict.fromkeys(
+        ("min_tokens", "min_new_tokens", "min_length", "ignore_eos"),
+        (_LENGTH, "let the policy learn it instead: reward=[...,length]"),
+    ),
+    **dict.fromkeys(("stop_strings", "stop_token_ids", "stop_sequences"), ("there is no such key", _STOP)),
+}
+"""{name: (what is wrong with it, what to do instead)}."""
+
+
+def refused_setting(key: str) -> tuple[str, str] | None:
+    """(what is wrong, what to do) for a key that would change how tokens are drawn; None for any other key.
+
+    >>> refused_setting("generation.stop_strings")[1]
+    'write the text or the token id into the list generation.stop'
+    >>> refused_setting("algorithm.length_penalty") is None
+    True
+    """
+    section, _, name = key.rpartition(".")
+    is_of_sampling = section in SECTIONS or section.rpartition(".")[0] == "generation"
+    return REFUSED.get(name.lower().replace("-", "_")) if is_of_sampling else None

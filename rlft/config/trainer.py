@@ -1,12 +1,16 @@
-"""Typed sections of the config that concern training. Defaults and their meaning are in configs/train.yaml."""
+"""Typed sections about training and the processes that share it. Defaults and meanings are in configs/train.yaml, and
+those of `cluster` in configs/cluster/local.yaml."""
 
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any
 
 from rlft.config.bounds import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.config.keys import Key
 
 
 class Schedule(StrEnum):
@@ -33,3 +37,47 @@ class CheckpointConfig:
     every: NonNegativeInt
     keep: PositiveInt
     on_signal: PositiveFloat | typing.Literal["step", "now"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The `cluster` section. The defaults: one process does all."""
+
+    kind: Annotated[typing.Literal["local", "ray"], Key(free_in_sweep=True)] = "local"
+    address: Annotated[str | None, Key(free_in_sweep=True)] = None
+    engines: NonNegativeInt = 0
+    gpus_per_engine: PositiveInt = 1
+    ranks: PositiveInt = 1
+    lanes: Annotated[PositiveInt | typing.Literal["auto"], Key(free=False)] = "auto"
+    placement: Annotated[typing.Literal["auto", "pairs", "divided"], Key(free_in_sweep=True)] = "auto"
+    timeout: Annotated[PositiveFloat, Key(free_in_sweep=True)] = 600.0
+    max_engine_restarts: NonNegativeInt = 3
+    scoring: bool = False
+    jobs: Annotated[PositiveInt, Key(free_in_sweep=True)] = 1
+    shard_base: bool = False
+
+    @property
+    def num_lanes(self) -> int:
+        """The lanes of a run that begins so; a resumed run has a number there (`kept_lanes`)."""
+        return self.ranks if self.lanes == "auto" else self.lanes
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the members run on a Ray cluster that runs already."""
+        return self.kind == "ray" and self.address is not None
+
+
+def kept_lanes(cluster: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The plain section with a number instead of `lanes: auto`, unless one process does all.
+
+    Args:
+        before: the section of the run that is resumed; None for a new run.
+    """
+    if cluster.get("lanes", "auto") != "auto":
+        return dict(cluster)
+    ranks = cluster.get("ranks", 1)
+    kept = ranks
+    if before is not None:
+        kept = before.get("lanes", "auto")
+        kept = before.get("ranks", 1) if kept == "auto" else kept
+    return dict(cluster) if kept == ranks == 1 else {**cluster, "lanes": kept}

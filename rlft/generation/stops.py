@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rlft.config.generation import GenerationConfig
+from rlft.config.schema import GenerationConfig
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.text import decode, decoded, hidden_special_tokens, visible_special_ids
 from rlft.types import Sampling, UserError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.config.flat import flatten
+from rlft.config.keys import flatten
 from rlft.system.files import write_atomically
 from rlft.system.process.running_time import within
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from rlft.config.generation import section_of
 from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
+from rlft.config.schema import section_of
 from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import AgentGenerator, Traces

@@ -11,9 +11,9 @@ from typing import TypedDict
 
 import torch
 
-from rlft.config.cluster import ClusterConfig
 from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.pool import EnginePool, units_of
 from rlft.model.backbone import resolve_device

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rlft.config.cluster import ClusterConfig
 from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import RunConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.generation.pool import EnginePool
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
 from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone

@@ -23,8 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.config.model import DTYPES, ModelConfig
-from rlft.config.model_paths import check_local, resolve_path
+from rlft.config.model import DTYPES, ModelConfig, check_local, resolve_path
 from rlft.model.activations import set_checkpointing
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from rlft.batch import select
-from rlft.config.model_paths import is_adapter, looks_local
+from rlft.config.model import is_adapter, looks_local
 from rlft.model.backbone import resolve_dtype
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles

@@ -12,8 +12,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.config.model import CriticKind, LoraSettings, ModelConfig
-from rlft.config.model_paths import is_adapter
+from rlft.config.model import CriticKind, LoraSettings, ModelConfig, is_adapter
 from rlft.config.schema import RunConfig
 from rlft.model.adapter_folder import (
     OLD,

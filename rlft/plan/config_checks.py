@@ -12,10 +12,9 @@ from typing import Any
 
 from rlft.algorithm.objective import Objective
 from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
-from rlft.config.generation import AUTO
 from rlft.config.instantiate import instantiate
 from rlft.config.model import LoraSettings
-from rlft.config.schema import DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
+from rlft.config.schema import AUTO, DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
 from rlft.data.jsonl import existing_file
 from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head

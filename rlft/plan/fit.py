@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from rlft.config.schema import RunConfig
-from rlft.config.token_budget import AUTO, with_number
+from rlft.config.resolved import with_number
+from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes, peak
 from rlft.model.backbone import resolve_device

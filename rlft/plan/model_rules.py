@@ -13,10 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
-from rlft.config.generation import ANYWHERE, AUTO, BUILT_IN, ON_A_GPU, GenerationConfig, section_of
-from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig
-from rlft.config.model_paths import check_local
-from rlft.config.schema import RunConfig
+from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig, check_local
+from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.generation.engine import Engine
 from rlft.model.positions import limit_of
 from rlft.plan.adapters import empty_model, modules_to_adapt
@@ -35,7 +33,7 @@ def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
     engine = ANYWHERE if generation.engine == AUTO else generation.engine
     section = section_of(engine)
     if section not in generation.engines:
-        remedy = f"use auto, {', '.join(BUILT_IN)}, or one of your own (docs/engines.md)"
+        remedy = f"use auto, {', '.join(own_engines())}, or one of your own (docs/engines.md)"
         raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
     with _keys_of(engine):
         generation.named(engine).check(plain_kernels=model.kernels == "plain")

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
-from rlft.config.generation import section_of
-from rlft.config.model import ANSWER, CriticKind, teacher_settings
-from rlft.config.model_paths import is_adapter, resolve_path
-from rlft.config.schema import RunConfig
+from rlft.config.model import ANSWER, CriticKind, is_adapter, resolve_path, teacher_settings
+from rlft.config.schema import RunConfig, section_of
 from rlft.generation.vllm.engine import not_installed, why_not_invariant
 from rlft.model.positions import limit_of
 from rlft.plan.model_rules import check_machine, check_model

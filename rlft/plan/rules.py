@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft.algorithm.objective import Objective
-from rlft.config.cluster import ClusterConfig
-from rlft.config.generation import AUTO, GenerationConfig, section_of
 from rlft.config.instantiate import instantiate
-from rlft.config.schema import EvalConfig, RunConfig
+from rlft.config.schema import AUTO, EvalConfig, GenerationConfig, RunConfig, section_of
+from rlft.config.trainer import ClusterConfig
 from rlft.generation.pool import units_of
 from rlft.plan.model_rules import check_apart, check_engine, check_model, check_served
 from rlft.plan.scoring_rules import check_time_limits

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlft.config.generation import AUTO, GenerationConfig
 from rlft.config.instantiate import instantiate
 from rlft.config.model import HEAD, LoraSettings
 from rlft.config.resolved import Resolved
-from rlft.config.schema import SampleConfig
+from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
 from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlft.config.generation import GenerationConfig
 from rlft.config.instantiate import instantiate, locate
-from rlft.config.model_paths import is_adapter
-from rlft.config.schema import RunConfig, SamplingRoot, ScoringConfig
+from rlft.config.model import is_adapter
+from rlft.config.schema import GenerationConfig, RunConfig, SamplingRoot, ScoringConfig
 from rlft.environment.protocol import Environment
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.types import NOTHING, Prompt, Shown, UserError, require

@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from rlft.config.generation import AUTO, ON_A_GPU, section_of
-from rlft.config.model import KernelChoice, LoraSettings, ModelConfig
-from rlft.config.model_paths import is_adapter, resolve_path
-from rlft.config.schema import EvalConfig, RunConfig, SamplingRoot
+from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
+from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
 from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rlft.algorithm.objective import Objective
-from rlft.config.generation import AUTO
 from rlft.config.instantiate import instantiate
 from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
 from rlft.config.resolved import Resolved
-from rlft.config.schema import RunConfig
+from rlft.config.schema import AUTO, RunConfig
 from rlft.data.prompts import PromptSet, left_out, scan
 from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment

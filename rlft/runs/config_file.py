@@ -19,8 +19,7 @@ import yaml
 
 from rlft.config import command as verbs
 from rlft.config.command import UnknownVerbError
-from rlft.config.flat import flatten
-from rlft.config.keys import keys_of
+from rlft.config.keys import flatten, keys_of
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"

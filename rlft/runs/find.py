@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config import command as verbs
 from rlft.config.command import UnknownVerbError
-from rlft.config.flat import flatten
-from rlft.config.keys import keys_of
+from rlft.config.keys import flatten, keys_of
 from rlft.logger.jsonl import METRICS
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.config_file import KEYWORDS, set_value

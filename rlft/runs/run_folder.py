@@ -17,10 +17,9 @@ import yaml
 
 import rlft
 from rlft.config import command as verbs
-from rlft.config import generation as engines
-from rlft.config.cluster import kept_lanes
-from rlft.config.flat import flatten
-from rlft.config.keys import is_below, known
+from rlft.config.keys import flatten, is_below, known
+from rlft.config.schema import free_keys, packages
+from rlft.config.trainer import kept_lanes
 from rlft.runs import checkpoint, run_status
 from rlft.runs.config_file import (
     CONFIG,
@@ -164,7 +163,7 @@ def write_config(
         "rlft": rlft.__version__,
         "commit": commit(),
         "python": platform.python_version(),
-        **versions([*PACKAGES, *engines.packages(config.get("generation", {}))]),
+        **versions([*PACKAGES, *packages(config.get("generation", {}))]),
         **fingerprints,
         **(more or {}),
     }
@@ -289,7 +288,7 @@ def _is_of_an_adapter(name: str) -> bool:
 
 def may_change(key: str, config: Mapping[str, Any]) -> bool:
     """Whether a resume may change this key of a plain config: the key is free, or its engine says so."""
-    of_engines = engines.free_keys(config.get("generation") or {})
+    of_engines = free_keys(config.get("generation") or {})
     return bool(known(verbs.named(config["verb"]).root, key).free) or is_below(key, of_engines)
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from rlft import cli
 from rlft.config import compose, instantiate
-from rlft.config.generation import GenerationConfig
 from rlft.config.resolved import Resolved
-from rlft.config.schema import Root
+from rlft.config.schema import GenerationConfig, Root
 
 SMALL = ("lora.rank=2", "model.device=cpu", "checkpoint.every=0", "logger=[jsonl]", "scoring.workers=0")
 SAMPLES = ("generation=transformers", "generation.max_tokens=8")

@@ -16,7 +16,8 @@ from slow_cases import slow
 from rlft import cli
 from rlft.commands import sample
 from rlft.commands.sample import kept
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.config.schema import SampleConfig
 from rlft.runs import run_folder
 from rlft.runs.find import NamedRun, like_run

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from rlft import cli
 from rlft.commands.sft import DemonstrationTask
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
+from rlft.config.resolved import build
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples
 from rlft.data.texts import TextTokens

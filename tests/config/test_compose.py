@@ -19,8 +19,9 @@ from rlft.algorithm.ops.ratio import Mismatch
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
-from rlft.config.compose import build, compose, compose_run
+from rlft.config.compose import compose, compose_run
 from rlft.config.instantiate import convert, from_mapping, instantiate, locate
+from rlft.config.resolved import build
 from rlft.config.schema import RunConfig, SampleConfig, SftConfig
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError

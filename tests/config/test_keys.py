@@ -12,7 +12,7 @@ import rlft
 from rlft.config import command as verbs
 from rlft.config.catalog import config_folder
 from rlft.config.instantiate import from_mapping
-from rlft.config.keys import Key, keys_of, known
+from rlft.config.keys import Key, flatten, keys_of, known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +72,11 @@ def test_a_key_stands_in_its_yaml_in_its_section_and_where_it_is_used(key: str, 
     found = [f"rlft/{f.relative_to(package)}" for f in package.rglob("*.py") if f"{key}" in f.read_text()]
     found += [f"configs/{f.relative_to(configs)}" for f in configs.rglob("*.yaml") if f"{key}:" in f.read_text()]
     assert sorted(found) == sorted(files)
+
+
+def test_an_empty_section_is_a_value() -> None:
+    assert flatten({"data": {}, "a": {"b": {"c": None}}, "d": [{"e": 1}]}) == {
+        "data": {},
+        "a.b.c": None,
+        "d": [{"e": 1}],
+    }

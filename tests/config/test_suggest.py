@@ -9,7 +9,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.config import command as verbs
-from rlft.config.suggest import known_keys, peer_names, suggestions
+from rlft.config.suggest import REFUSED, SECTIONS, known_keys, peer_names, refused_setting, suggestions
 
 
 def targets(name: str) -> Iterator[tuple[str | None, str]]:
@@ -108,3 +108,16 @@ def test_a_name_of_another_library_leads_to_ours(
     assert told.err.startswith(f"rlft: {key}: ")
     assert fragment in told.err
     assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_refused_name_is_refused_in_every_section_of_sampling(section: str) -> None:
+    for name in REFUSED:
+        problem, remedy = refused_setting(f"{section}.{name}" if section else name) or ("", "")
+        assert problem
+        assert remedy
+
+
+def test_no_key_of_rlft_is_refused() -> None:
+    for verb in ("train", "sft", "rm", "sample"):
+        assert [key for key in known_keys(verb) if refused_setting(key)] == []

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
+from rlft.config.resolved import build
 from rlft.data.texts import load_texts
 from rlft.types import Split, UserError
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from rlft.config.generation import GenerationConfig
 from rlft.config.instantiate import from_mapping
+from rlft.config.schema import GenerationConfig
 from rlft.generation.stops import GrowingText, ShownText, StopStrings, check_stops, cut, plain_decoder, shown_texts
 from rlft.generation.transformers import TransformersGenerator
 from rlft.types import Sampling, UserError

@@ -14,7 +14,7 @@ from rlft.commands.sweep.checks import Checked
 from rlft.commands.sweep.driver import Driver, InThisProcess, PrunedError, Run
 from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
 from rlft.commands.sweep.study import Study, TrialRun
-from rlft.commands.sweep.trials import Trials
+from rlft.commands.sweep.trials import Trial, Trials
 from rlft.config.overrides import parse
 from rlft.logger.jsonl import silent
 
@@ -94,15 +94,12 @@ def write(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def make_trials(folder: Path, config: StudyConfig, space: Space, *, lower: bool = False, steps: int = STEPS) -> Trials:
+    folder.mkdir(exist_ok=True)
     return Trials(folder, config, space, lower=lower, steps=steps, first_evaluation=EVERY, parallel=False)
 
 
 def make_study(
-    folder: Path,
-    config: StudyConfig,
-    *varied: Choice | Interval,
-    lower: bool = False,
-    steps: int = STEPS,
+    folder: Path, config: StudyConfig, *varied: Choice | Interval, lower: bool = False, steps: int = STEPS
 ) -> Study:
     space = Space(fixed=(), varied=varied or (RATE, RANK, ALGORITHM))
     plan: Any = SimpleNamespace(num_steps=steps)
@@ -118,3 +115,19 @@ def make_study(
     )
     config = replace(config, metric="eval/loss" if lower else config.metric)
     return Study(make_trials(folder, config, space, lower=lower, steps=steps), folder, checked, config)
+
+
+def make_and_do(folder: Path, config: StudyConfig, *varied: Choice | Interval, runs: DoRun | None = None) -> Study:
+    """The study in this folder, with all its trials done."""
+    study = make_study(folder, config, *varied)
+    do_all(study, FakeRuns() if runs is None else runs)
+    return study
+
+
+def by_number(study: Study) -> list[Trial]:
+    return sorted(study.trials.rows(), key=lambda row: row.number)
+
+
+def states(study: Study) -> list[str]:
+    """What became of the trials, in the order in which they were drawn."""
+    return [row.state for row in by_number(study)]

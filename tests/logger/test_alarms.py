@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.logger.alarms import Alarms
 
 HEALTHY = {

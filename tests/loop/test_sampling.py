@@ -17,7 +17,8 @@ from slow_cases import slow_but
 
 from rlft import cli
 from rlft.batch import collate
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.metrics import Clock, rollout_metrics

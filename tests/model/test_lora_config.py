@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
+from rlft.config.resolved import build
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model import lora_config as module
 from rlft.model.backbone import read_backbone

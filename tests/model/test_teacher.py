@@ -51,7 +51,7 @@ def student_as_teacher(model_config):
 @pytest.fixture(scope="module")
 def by_transformers():
     """Log-probs `[T, V]` that `tiny-student` gives the tokens after the first of one row, by transformers alone."""
-    from rlft.config.model_paths import resolve_path
+    from rlft.config.model import resolve_path
 
     model = AutoModelForCausalLM.from_pretrained(resolve_path("embedded:tiny-student"), dtype=torch.float32).eval()
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from rlft.commands import plan
 from rlft.config.compose import compose
-from rlft.config.model_paths import resolve_path
+from rlft.config.model import resolve_path
 from rlft.config.resolved import resolve
 from rlft.types import UserError
 

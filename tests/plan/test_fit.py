@@ -11,8 +11,7 @@ from in_one_test import each
 
 from rlft.commands.plan_command import read_bytes
 from rlft.config.compose import compose
-from rlft.config.resolved import resolve
-from rlft.config.token_budget import GPU_TOKENS
+from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
 from rlft.plan.fit import fit_to_device, largest_budget, remedies

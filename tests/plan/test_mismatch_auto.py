@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
-from rlft.config.resolved import resolve
-from rlft.config.token_budget import resolved
+from rlft.config.resolved import build, resolve, with_token_budget
 from rlft.plan.model_rules import resolve_mismatch
 
 TRUNCATED_BY_TOKEN = ["grpo", "dapo", "cispo", "sapo", "rloo", "reinforce", "ppo", "a2c", "opd"]
@@ -17,7 +16,7 @@ OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kim
 
 
 def mode_of(words: list[str], engine: str, itemsize: int = 2) -> str:
-    config = build(resolved(compose(words), gpu=False))
+    config = build(with_token_budget(compose(words), gpu=False))
     algorithm: Any = instantiate(config.algorithm, "algorithm")
     assert not algorithm.corrects_mismatch or "algorithm.mismatch=" in " ".join(words)
     return resolve_mismatch(config, algorithm, engine, itemsize=itemsize).mismatch

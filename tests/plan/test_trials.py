@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 
 from rlft.config.compose import compose
 from rlft.config.instantiate import from_mapping, instantiate
+from rlft.config.resolved import with_token_budget
 from rlft.config.schema import RunConfig
-from rlft.config.token_budget import resolved
 from rlft.plan import trials
 from rlft.plan.trials import check_references, check_servers, doubts, tried_completions, try_rewards
 from rlft.reward.answer import AnswerKeys
@@ -37,7 +37,7 @@ PROMPTS = (prompt("a", "12"), prompt("b", "7"))
 
 
 def tried(*words):
-    rewards = specs(resolved(compose(list(words)))["reward"])
+    rewards = specs(with_token_budget(compose(list(words)))["reward"])
     return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, turn_ends(TOKENIZER, "chat"), 10.0)
 
 
@@ -182,7 +182,7 @@ def rows(*answers, tail="", **metadata):
 
 
 def notes(prompts, *words, tokenizer=None, limit_s=20.0):
-    plain = resolved(compose(list(words)))
+    plain = with_token_budget(compose(list(words)))
     config = from_mapping(RunConfig, plain, "")
     tokenizer = tokenizer or family_tokenizer("qwen2.5")
     found = check_references(config, specs(config.reward), prompts, tokenizer, turn_ends(tokenizer, "chat"), limit_s)
@@ -302,7 +302,7 @@ def test_numbers_that_may_be_indices_or_choices_are_refused_unless_a_key_says_wh
     for kind, right in (("index", "C"), ("choice", "B")):
         chosen = [*field, f"reward.choice.reference_is={kind}"]
         assert notes(numeric, *chosen) == []
-        reward = specs(resolved(compose(chosen))["reward"])["choice"].build()
+        reward = specs(with_token_budget(compose(chosen))["reward"])["choice"].build()
         assert reward.reference_text(numeric[0]) == f"<answer>{right}</answer>"
     assert notes(rows("15", "12", "15", choices=["12", "15", "18"]), *field) == [], "no index goes so far"
 

@@ -37,6 +37,14 @@ def tiny() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
+def two_steps() -> tuple[str, ...]:
+    """Two steps, each saved, and enough held-out completions to tell the runs of a sweep apart."""
+    changed = ("steps=", "eval.", "data.held_out_size")
+    evaluated = ("data.held_out_size=16", "eval.num_prompts=16", "eval.num_samples=2")
+    return *(key for key in TINY if not key.startswith(changed)), "steps=2", "checkpoint.every=1", *evaluated
+
+
+@pytest.fixture(scope="session")
 def all_checkpoints() -> tuple[str, ...]:
     """Keys that keep a checkpoint of every step."""
     return "checkpoint.every=1", "checkpoint.keep=99"

@@ -17,8 +17,7 @@ from rlft.commands import eval as evaluation
 from rlft.commands import resume
 from rlft.commands.sweep import checks as sweep
 from rlft.config import compose as configs
-from rlft.config.resolved import resolve
-from rlft.config.token_budget import resolved
+from rlft.config.resolved import build, resolve, with_token_budget
 from rlft.runs import run_folder
 from rlft.tokens import text
 from rlft.types import UserError
@@ -91,4 +90,4 @@ def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today: Today, tmp_p
 @pytest.mark.parametrize("date", ["25.11.2026", "2026-13-01", "20261125", "today"])
 def test_a_date_that_is_none_is_refused(date: str) -> None:
     with pytest.raises(UserError, match=r"^model.date: is not a date, got .*write it as 2026-11-25, or auto"):
-        configs.build(resolved(configs.compose([f"model.date='{date}'"])))
+        build(with_token_budget(configs.compose([f"model.date='{date}'"])))

@@ -17,21 +17,6 @@ SPACE = ("trainer.lr=interval(1e-3,1e-1)", "algorithm=grpo,gspo")
 policy says nothing that is right."""
 
 
-@pytest.fixture(scope="module")
-def keys(tiny: tuple[str, ...]) -> tuple[str, ...]:
-    """Two steps, each saved and evaluated on enough completions to tell trials apart."""
-    changed = ("steps=", "eval.", "data.held_out_size", "checkpoint")
-    return (
-        *(key for key in tiny if not key.startswith(changed)),
-        "steps=2",
-        "checkpoint.every=1",
-        "eval.every=1",
-        "data.held_out_size=16",
-        "eval.num_prompts=16",
-        "eval.num_samples=2",
-    )
-
-
 def table(sweep: Path) -> list[dict[str, str]]:
     with (sweep / "sweep.csv").open(newline="") as stream:
         return list(csv.DictReader(stream))
@@ -49,11 +34,11 @@ def all_steps(sweep: Path) -> int:
 
 @pytest.mark.slow
 def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
-    keys: tuple[str, ...], quiet: Nursery, rough: Nursery, tmp_path: Path
+    two_steps: tuple[str, ...], quiet: Nursery, rough: Nursery, tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    words = ("train", "-m", *keys, *SPACE, *CHOSEN)
+    words = ("train", "-m", *two_steps, "eval.every=1", *SPACE, *CHOSEN)
     done = quiet.run(*words, cwd=whole)
     assert done.code == 0, done.err
     assert "sweep of 3 trials, best accuracy first" in done.out

@@ -18,26 +18,12 @@ BASE = "transformers:AutoModelForCausalLM.from_pretrained"
 
 
 @pytest.fixture(scope="module")
-def keys(tiny: tuple[str, ...]) -> tuple[str, ...]:
-    """Two steps, saved each, and enough held-out completions to tell jobs apart."""
-    changed = ("steps=", "eval.", "data.held_out_size")
-    return (
-        *(key for key in tiny if not key.startswith(changed)),
-        "steps=2",
-        "checkpoint.every=1",
-        "data.held_out_size=16",
-        "eval.num_prompts=16",
-        "eval.num_samples=2",
-    )
-
-
-@pytest.fixture(scope="module")
-def alone(keys: tuple[str, ...], quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def alone(two_steps: tuple[str, ...], quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The folder of each job, run by itself in a process of its own."""
     place = tmp_path_factory.mktemp("alone")
     for number, (rate, seed) in enumerate(JOBS):
         job = (f"trainer.lr={rate}", f"seed={seed}", f"hydra.run.dir={number}")
-        done = quiet.run("train", *keys, *job, cwd=place)
+        done = quiet.run("train", *two_steps, *job, cwd=place)
         assert done.code == 0, done.err
         assert learned(place / str(number))
     return [place / str(number) for number in range(len(JOBS))]
@@ -69,11 +55,11 @@ def check_table(folder: Path, done: Ended, alone: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_jobs_share_one_base_in_one_process_and_each_is_as_if_alone(
-    keys: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
+    two_steps: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
     look = {"at": BASE, "do": "note", "to": str(seen)}
-    done = rough.run("train", "-m", *keys, *SWEEP, cwd=tmp_path, events=[look])
+    done = rough.run("train", "-m", *two_steps, *SWEEP, cwd=tmp_path, events=[look])
     assert done.code == 0, done.err
     assert len(seen.read_text().splitlines()) == 1, "the base was loaded once"
     check_jobs(tmp_path / "sweep", alone)
@@ -86,9 +72,9 @@ def accuracy(folder: Path) -> float:
 
 
 def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is_repeated(
-    keys: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
+    two_steps: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
 ) -> None:
-    words, sweep = ("train", "-m", *keys, *SWEEP), tmp_path / "sweep"
+    words, sweep = ("train", "-m", *two_steps, *SWEEP), tmp_path / "sweep"
     kill = {"at": "rlft.loop.session:Session.sample", "call": 4, "do": "kill"}  # in job 1, with its first step saved
     assert rough.run(*words, cwd=tmp_path, events=[kill]).code == -9
     assert steps_done(sweep) == [2, 1]
@@ -120,11 +106,11 @@ def steps_done(sweep: Path) -> list[int]:
 
 
 def test_a_sweep_repeated_with_other_values_in_the_same_folder_is_refused(
-    keys: tuple[str, ...], rough: Nursery, tmp_path: Path
+    two_steps: tuple[str, ...], rough: Nursery, tmp_path: Path
 ) -> None:
     kill = {"at": "rlft.loop.session:Session.sample", "call": 1, "do": "kill"}
-    assert rough.run("train", "-m", *keys, *SWEEP, cwd=tmp_path, events=[kill]).code == -9
+    assert rough.run("train", "-m", *two_steps, *SWEEP, cwd=tmp_path, events=[kill]).code == -9
     others = [word.replace("trainer.lr=0.001,", "trainer.lr=0.002,") for word in SWEEP]
-    done = rough.run("train", "-m", *keys, *others, cwd=tmp_path)
+    done = rough.run("train", "-m", *two_steps, *others, cwd=tmp_path)
     assert done.code == 2
     assert done.err.startswith("rlft: resume: the config differs from the run's (trainer.lr: 0.001 -> 0.002) (job 0: ")

@@ -17,7 +17,7 @@ import torch
 
 from rlft.commands.doctor.row import CheckRow, Status, judged
 from rlft.commands.doctor.trial import MachineTrial
-from rlft.config.model_paths import resolve_path
+from rlft.config.model import resolve_path
 from rlft.model.backbone import OLDEST_WITH_BFLOAT16
 from rlft.system.disk import room, size_text
 from rlft.system.hub import hub_answers

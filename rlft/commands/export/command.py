@@ -23,7 +23,7 @@ from rlft.commands.export import gguf, push
 from rlft.commands.launch import import_libraries
 from rlft.config import compose as configs
 from rlft.config.model import DTYPES
-from rlft.config.token_budget import AUTO
+from rlft.config.resolved import AUTO
 from rlft.runs import run_folder
 from rlft.runs.checkpoint import set_usual_mode
 from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from rlft.commands.export.gguf import card_section
-from rlft.config.model import ALL_LINEAR
-from rlft.config.model_paths import EMBEDDED, looks_local
+from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
 from rlft.data.records import PLACEHOLDER, chat
 from rlft.generation.vllm.engine import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries
-from rlft.commands.sweep import record
+from rlft.commands.sweep import measure
 from rlft.commands.sweep.measure import (
     check_evaluates,
     check_loggers,
@@ -35,16 +34,17 @@ from rlft.commands.sweep.space import (
     read_space,
 )
 from rlft.config import compose as configs
-from rlft.config.cluster import ClusterConfig
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
+from rlft.config.trainer import ClusterConfig
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import is_path_key
 from rlft.runs.find import with_named_runs
+from rlft.system.process.placement import visible_gpus
 from rlft.system.terminal import override
 from rlft.tokens.text import AUTO_DATE, today
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "rollouts", "checkpoint")
 """Keys that no file of data, model or adapters is read by: configs that differ only in these are planned once."""
@@ -95,10 +95,7 @@ class Tried:
 def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
     """Refuses a sweep for its words, or for what they mean in any of its runs; loads no weights.
 
-    Args:
-        verb: of its runs.
-        parsed: its words.
-        folder: of the sweep, if its words name it; there may be one that goes on.
+    `folder` is that of the sweep, if its words name it; there may be one that goes on.
     """
     keys = None
     if own := [word for word in parsed.overrides if is_own(word)]:
@@ -110,12 +107,12 @@ def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
     else:
         space = read_grid(parsed.overrides, verb)
     tried = corners_of(space) if keys is not None else jobs_of(space)
-    resolved = checked_configs(tried, space, parsed.config_dir, verb, None if keys is None else keys.metric)
+    resolved = checked_configs(tried, space, parsed.config_dir, verb, keys and keys.metric)
     plains = [one.plain for one in resolved]
     if (word := date_word(plains, folder)) is not None:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
         resolved = [dated(one, word) for one in resolved]
-    cluster = cluster_of(plains)
+    cluster = cluster_of(resolved)
     import_libraries()
     on_gpus = cluster is not None and cluster.jobs > 1 and are_on_gpus(plains)
     if cluster is not None and on_gpus:
@@ -136,15 +133,13 @@ def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
 
 
 def jobs_of(space: Space) -> list[Tried]:
-    """The words of every job of a plain sweep."""
     jobs = [space.words(params) for params in space.combinations()]
     return [Tried(words=words, label=f"job {number}: {' '.join(words)}") for number, words in enumerate(jobs)]
 
 
 def corners_of(space: Space) -> list[Tried]:
-    """The words with each value and each end of an interval of a study."""
-    corners = space.corners()
-    return [Tried(words=space.words(params), label=f"tried with {word}", word=word) for word, params in corners]
+    tried = space.corners()
+    return [Tried(words=space.words(params), label=f"tried with {word}", word=word) for word, params in tried]
 
 
 def resolve_words(words: Sequence[str], config_dir: Path | None, verb: str) -> Resolved:
@@ -157,28 +152,25 @@ def checked_configs(
 ) -> list[Resolved]:
     """The configs, once each has been checked; metric: by which they are to be comparable, if they are."""
     found: list[Resolved] = []
-    plains: list[Mapping[str, Any]] = []
     for one in tried:
         with _blamed_on(one, space):
             found.append(resolve_words(one.words, config_dir, verb))
-            plains.append(found[-1].plain)
-            if metric is not None and len(plains) > 1:
-                check_measured_alike(plains[0], plains[-1], metric)
-                check_loggers(plains[-1])
-        if metric is not None and len(plains) == 1:
-            check_changes_numbers(space, plains[0])
-            check_metric(metric, plains[0])
-            check_loggers(plains[0])
+            first, plain = found[0].plain, found[-1].plain
+            if metric is not None and len(found) > 1:
+                check_measured_alike(first, plain, metric)
+                check_loggers(plain)
+        if metric is not None and len(found) == 1:
+            check_changes_numbers(space, first)
+            check_metric(metric, first)
+            check_loggers(first)
     return found
 
 
 def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path | None = None) -> dict[int, Plan]:
     """{number: plan} of the first config and of those that read other files, which are read once.
 
-    Args:
-        tried: words that are tried; those of a study must hold out the same prompts for the same steps.
-        resolved: their configs.
-        folder: of a plain sweep that is repeated, whose finished jobs are left out.
+    Those of a study must hold out the same prompts for the same steps. `folder` is that of a plain sweep that is
+    repeated, whose finished jobs are left out.
     """
     seen: list[Any] = []
     plans: dict[int, Plan] = {}
@@ -219,34 +211,31 @@ def is_finished(plain: Mapping[str, Any], folder: Path) -> bool:
 
 def check_prunes(keys: StudyConfig, every: int, steps: int) -> None:
     """Refuses a pruner that never gets an evaluation to prune at. every: steps between evaluations."""
-    if keys.pruner != "none" and keys.seeds == 1 and every >= steps:
-        problem = f"never prunes a trial: its run is not evaluated before the last step, {steps}"
-        remedy = f"set eval.every below {steps}, or leave sweep.pruner out"
-        raise UserError("sweep.pruner", problem, got=keys.pruner, remedy=remedy)
+    prunes = keys.pruner == "none" or keys.seeds > 1 or every < steps
+    problem = f"never prunes a trial: its run is not evaluated before the last step, {steps}"
+    remedy = f"set eval.every below {steps}, or leave sweep.pruner out"
+    require(prunes, "sweep.pruner", problem, got=keys.pruner, remedy=remedy)
 
 
-def cluster_of(plains: Sequence[Mapping[str, Any]]) -> ClusterConfig | None:
+def cluster_of(resolved: Sequence[Resolved]) -> ClusterConfig | None:
     """The `cluster` section of a sweep's jobs; None where its verb has none.
 
     Raises:
         UserError: jobs differ in how many run side by side and where, or would be spread themselves.
     """
-    sections = [plain.get("cluster") for plain in plains]
-    if not isinstance(first := sections[0], Mapping):
+    first = getattr(resolved[0].config, "cluster", None)
+    if first is None:
         return None
     for key in ("kind", "address", "jobs", "timeout"):
-        values = {json.dumps(section[key]) for section in sections if isinstance(section, Mapping)}
-        if len(values) > 1:
-            got, problem = ", ".join(sorted(values)), "is one for all jobs of a sweep"
-            raise UserError(f"cluster.{key}", problem, got=got, remedy="give one value")
-    config = ClusterConfig(**first)
-    several = {"engines": config.engines > 0, "ranks": config.ranks > 1, "scoring": config.scoring}
-    if config.jobs > 1 and any(several.values()):
-        name = next(name for name, is_so in several.items() if is_so)
-        value = getattr(config, name)
-        problem = f"a job that runs beside others (cluster.jobs={config.jobs}) is one process"
-        raise UserError(f"cluster.{name}", problem, got=value, remedy="leave it out, or set cluster.jobs=1")
-    return config
+        values = sorted({json.dumps(one.plain["cluster"][key]) for one in resolved})
+        problem = "is one for all jobs of a sweep"
+        require(len(values) == 1, f"cluster.{key}", problem, got=", ".join(values), remedy="give one value")
+    several = {"engines": first.engines > 0, "ranks": first.ranks > 1, "scoring": first.scoring}
+    for name in (name for name, is_so in several.items() if is_so and first.jobs > 1):
+        problem = f"a job that runs beside others (cluster.jobs={first.jobs}) is one process"
+        remedy = "leave it out, or set cluster.jobs=1"
+        raise UserError(f"cluster.{name}", problem, got=getattr(first, name), remedy=remedy)
+    return first
 
 
 def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
@@ -262,30 +251,25 @@ def gpus_of(config: ClusterConfig) -> list[str]:
     Raises:
         UserError: there are fewer than jobs at a time.
     """
-    import torch
-
     if config.address is not None:
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    if len(gpus) < config.jobs:
-        problem = f"each job that runs at a time has a GPU of its own, and there are {len(gpus)} here"
-        raise UserError("cluster.jobs", problem, got=config.jobs, remedy=f"use cluster.jobs={max(1, len(gpus))}")
+    gpus = visible_gpus()
+    problem = f"each job that runs at a time has a GPU of its own, and there are {len(gpus)} here"
+    remedy = f"use cluster.jobs={max(1, len(gpus))}"
+    require(len(gpus) >= config.jobs, "cluster.jobs", problem, got=config.jobs, remedy=remedy)
     return gpus
 
 
 def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str | None:
     """The override by which all runs have the date on which the sweep was begun; None if their configs name dates.
 
-    Args:
-        plains: configs of runs.
-        folder: of a sweep that goes on, whose record or first job with a date says which; None for a new one.
+    Of a sweep that goes on in `folder`, the record or the first job with a date says which.
     """
     if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
         return None
     dates: list[str] = []
-    if folder is not None and record.is_study(folder):
-        dates = [word.partition("=")[2] for word in record.read(folder).words if key_of(word) == DATE]
+    if folder is not None and measure.is_study(folder):
+        dates = [word.partition("=")[2] for word in measure.read_record(folder).words if key_of(word) == DATE]
     elif folder is not None:
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
         dates = [run_folder.read(run)["model"].get("date", AUTO_DATE) for run in runs]
@@ -314,11 +298,7 @@ class Values:
 
         The run is planned again. Refused again, it is for its values if the first corner, which was accepted when
         the study began, still is. Accepted, it was refused later (by its engine, by what is in its folder): for its
-        values only if the refusal names a key that is chosen, and that is no file, which may have changed.
-
-        Args:
-            words: the overrides of the run.
-            key: what the refusal names.
+        values only if the refusal names a `key` that is chosen, and that is no file, which may have changed.
         """
         if self._is_refused(words):
             _, corner = next(self._space.corners())

@@ -1,4 +1,4 @@
-"""`rlft <verb> -m`, from its words to its runs; and `rlft resume` of a study that was stopped."""
+"""`rlft <verb> -m`, from its words to its runs: a plain sweep, or a study, which `rlft resume` resumes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import make_importable
-from rlft.commands.sweep import record
-from rlft.commands.sweep.checks import Checked, check, gpus_of
-from rlft.commands.sweep.driver import Driver, InThisProcess, Run, Source
-from rlft.commands.sweep.jobs import SideBySide, threads_of_a_job
-from rlft.commands.sweep.page import TABLE
-from rlft.commands.sweep.plain import Grid
+from rlft.commands.sweep import measure
+from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
+from rlft.commands.sweep.driver import (
+    Driver,
+    Ending,
+    InThisProcess,
+    JobsFailedError,
+    Run,
+    SideBySide,
+    Source,
+    threads_of_a_job,
+)
+from rlft.commands.sweep.page import TABLE, show_jobs
 from rlft.commands.sweep.space import is_own, key_of
 from rlft.config import compose as configs
 from rlft.config.overrides import SWEEPING, Arguments, parse
@@ -25,29 +32,76 @@ from rlft.system import interrupt
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
 from rlft.system.process import signals
-from rlft.system.terminal import override, resuming, say
-from rlft.types import UserError
+from rlft.system.terminal import command_line, override, resuming, say
+from rlft.types import UserError, require
+
+
+class Grid(Source[Run]):
+    """The jobs of a plain sweep, see `driver.Source`: a run for every combination of the values, in <sweep>/<job>.
+
+    What it knows of its jobs is what their runs leave on disk: the same command again does what they lack.
+    """
+
+    def __init__(self, checked: Checked, folder: Path) -> None:
+        repeating = command_line(override("hydra.sweep.dir", folder))
+        self._space, self._folder = checked.space, folder
+        self._waiting = [
+            Run(
+                number=number,
+                name=checked.space.name(params),
+                words=checked.space.words(params),
+                folder=folder / str(number),
+                resolved=resolved,
+                plan=checked.plans.get(number),
+            )
+            for number, (params, resolved) in enumerate(zip(checked.space.combinations(), checked.configs, strict=True))
+        ]
+        self._failed: list[tuple[Run, Ending]] = []
+        first = f"sweep of {len(self._waiting)} jobs; if it is stopped, repeat it with {repeating}"
+        self.beginning = [first]
+        self.again = f"repeat the sweep with {repeating}"
+
+    def next(self) -> Run | None:
+        while self._waiting:
+            run = self._waiting.pop(0)
+            if run.resolved is None or not is_finished(run.resolved.plain, run.folder):
+                return run
+            print(f"job {run.number} is finished already: {run.folder}")
+        return None
+
+    def is_done(self) -> bool:
+        return not self._waiting
+
+    def ended(self, run: Run, ending: Ending) -> None:
+        """A job that has failed stops none of the others."""
+        if ending.problem:
+            self._failed.append((run, ending))
+
+    def conclude(self) -> None:
+        if self._failed:
+            run, ending = self._failed[0]
+            others = f"{len(self._failed)} jobs failed, the first of them " if len(self._failed) > 1 else ""
+            raise ending.error or JobsFailedError(f"{others}job {run.number}: {ending.problem}")
+
+    def show(self) -> None:
+        show_jobs(self._folder, self._space)
 
 
 def resume(folder: Path, changes: Sequence[str]) -> None:
-    """Resumes the study in this folder.
-
-    Args:
-        folder: of the sweep.
-        changes: overrides of what may change, such as sweep.trials=40.
+    """Resumes the study in this folder with overrides of what may change, such as sweep.trials=40.
 
     Raises:
         UserError: it has all its trials, or a change is of something else.
     """
-    before = record.read(folder)
+    before = measure.read_record(folder)
     for word in changes:
         key, got = key_of(word), word.partition("=")[2]
-        if key not in record.MAY_CHANGE:
-            problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
-            others = ", ".join(other for other in record.MAY_CHANGE if other != "hydra.sweep.dir")
-            raise UserError(key, problem, got=got, remedy=f"begin another sweep, or change only {others}")
-        if key == "hydra.sweep.dir":
-            raise UserError(key, "a sweep is resumed in its own folder", got=got, remedy="leave it out")
+        problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
+        others = ", ".join(other for other in measure.MAY_CHANGE if other != "hydra.sweep.dir")
+        remedy = f"begin another sweep, or change only {others}"
+        require(key in measure.MAY_CHANGE, key, problem, got=got, remedy=remedy)
+        is_own_folder, problem = key != "hydra.sweep.dir", "a sweep is resumed in its own folder"
+        require(is_own_folder, key, problem, got=got, remedy="leave it out")
     folder = _at_its_start(folder, before.start)
     changed = {key_of(word) for word in changes}
     kept = [word for word in before.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]
@@ -72,10 +126,7 @@ def _at_its_start(folder: Path, start: str) -> Path:
 def sweep(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
     """Begins a sweep, or goes on with the one in hydra.sweep.dir, and prints what came of its runs.
 
-    Args:
-        verb: of its runs.
-        parsed: its words.
-        resumed: whether it must be there already, with something left to do.
+    A `resumed` one must be there already, with something left to do.
     """
     named = parsed.value("hydra.sweep.dir")
     if named is not None:
@@ -112,15 +163,14 @@ def check_folder(folder: Path, *, is_chosen: bool) -> None:
     """
     run_folder.check_can_be_made(folder, "hydra.sweep.dir")
     problem, remedy = "", "name another folder, or leave it out"
-    if not is_chosen and record.is_study(folder):
+    if not is_chosen and measure.is_study(folder):
         problem = "there is a sweep in that folder whose values Optuna chooses"
         remedy = f"resume that one with {resuming(folder)}, or name another folder"
     elif is_chosen and run_folder.config_file(folder).exists():
         problem = "there is a run in that folder"
-    elif is_chosen and not record.is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
+    elif is_chosen and not measure.is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
         problem = "there are runs in that folder that are not of such a sweep"
-    if problem:
-        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy)
+    require(not problem, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
 
 
 def _hold(stack: ExitStack, folder: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +15,21 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rlft.commands.launch import launch, resolve_in
 from rlft.config import compose as configs
-from rlft.config.resolved import Resolved
-from rlft.config.token_budget import AUTO
-from rlft.runs import run_folder
+from rlft.config.resolved import AUTO, Resolved
+from rlft.config.trainer import ClusterConfig
+from rlft.runs import run_folder, run_status
 from rlft.system.crash import UnforeseenError, explains_itself, one_line
+from rlft.system.interrupt import EXIT_CODE, Interrupt
+from rlft.system.process.child import start_python
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.system.process.running_time import RunningTime
 from rlft.system.terminal import Say
-from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.types import Evaluation, Logger, UserError
+
+FACTORY = "rlft.commands.sweep.driver:JobProcess"
+POLL_S = 0.2
+REFUSED, STOPPED = 2, 1
+"""Exit codes of `rlft`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,14 +100,6 @@ class Source(Protocol[R]):
         """Whether no run is left to begin."""
         ...
 
-    def is_pruned(self, run: R) -> bool:
-        """Whether a run is to end where it is, for what it has evaluated since the last call."""
-        ...
-
-    def was_pruned(self, run: R) -> None:
-        """A run has ended that was pruned."""
-        ...
-
     def ended(self, run: R, ending: Ending) -> R | None:
         """A run is finished or has failed; returns the one that follows it at once.
 
@@ -102,9 +108,15 @@ class Source(Protocol[R]):
         """
         ...
 
+    def is_pruned(self, run: R) -> bool:
+        """Whether a run is to end where it is, for what it has evaluated since the last call."""
+        return False
+
+    def was_pruned(self, run: R) -> None:
+        """A run has ended that was pruned."""
+
     def withdraw(self, run: R) -> None:
         """A run that was begun, or follows one, is left for when the sweep is resumed; that is no crash of its own."""
-        ...
 
     def conclude(self) -> None:
         """Raises what the sweep ends with if runs have failed, once it is done."""
@@ -122,17 +134,15 @@ class Place(Protocol):
         """Begins or resumes a run; calls `is_pruned` after each evaluation, if it does not return before that."""
         ...
 
-    def wait(self) -> None:
-        """Waits a moment for runs that are being done."""
-        ...
-
     def ending(self, run: Run) -> Ending | None:
         """How a run ended; None while it is being done."""
         ...
 
+    def wait(self) -> None:
+        """Waits a moment for runs that are being done."""
+
     def stop(self, run: Run) -> None:
         """Makes a run save its step and end, unless it has ended."""
-        ...
 
 
 class Driver(Generic[R]):
@@ -236,15 +246,10 @@ def why_pruned(step: int) -> str:
     return f"pruned by its sweep after step {step}: its trial lags behind"
 
 
-class InThisProcess:
-    """Does runs in this process, with what they can share: a loaded base, a started engine.
+class InThisProcess(Place):
+    """Does runs in this process, with what they can share: a loaded base, a started engine of `engines`.
 
-    Args:
-        verb: of the runs.
-        config_dir: the user's folder with more YAML.
-        engines: of the sweep.
-        say: prints a line about each run.
-        prunes: whether runs may be pruned.
+    `prunes` is whether runs may be pruned.
     """
 
     def __init__(self, verb: str, config_dir: Path | None, engines: Any, say: Say, *, prunes: bool) -> None:
@@ -252,7 +257,6 @@ class InThisProcess:
         self._prunes, self._ending = prunes, Ending()
 
     def start(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        """Does the run to its end."""
         self._say(f"job {run.number}: {run.name}")
         self._ending = Ending()
         try:
@@ -265,15 +269,10 @@ class InThisProcess:
             self._ending = failure(error)
             self._say(f"job {run.number} failed: {self._ending.problem}")
 
-    def wait(self) -> None: ...
-
     def ending(self, run: Run) -> Ending:
         return self._ending
 
-    def stop(self, run: Run) -> None: ...
-
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        """Does what the run lacks."""
         resolved, plan = run.resolved, run.plan
         if resolved is not None and not run_folder.config_file(run.folder).exists():
             resolved = replace(resolved, plain=run_folder.with_kept_values(resolved.plain, None))
@@ -291,7 +290,6 @@ class InThisProcess:
 
 
 def failure(error: Exception) -> Ending:
-    """How a run ended that raised this error."""
     return Ending(
         problem=one_line(error) or type(error).__name__,
         kind=type(error).__name__,
@@ -301,8 +299,8 @@ def failure(error: Exception) -> Ending:
     )
 
 
-class PruningLogger:
-    """A logger that asks after each evaluation whether the run is pruned, and ends it then."""
+class PruningLogger(Logger):
+    """Asks after each evaluation whether the run is pruned, and ends it then."""
 
     def __init__(self, is_pruned: Callable[[], bool]) -> None:
         self._is_pruned = is_pruned
@@ -311,12 +309,175 @@ class PruningLogger:
         if self._is_pruned():
             raise PrunedError(why_pruned(evaluation.step))
 
-    def start(self, run: RunInfo) -> None: ...
 
-    def stage(self, name: str) -> None: ...
+class JobsFailedError(RuntimeError):
+    """Jobs of a sweep have failed; the others are finished."""
 
-    def step(self, record: StepRecord) -> None: ...
 
-    def note(self, text: str) -> None: ...
+@dataclass(slots=True, kw_only=True)
+class RunningJob:
+    """A job that has been started.
 
-    def finish(self, status: str) -> None: ...
+    answer: of its member to the last call; clock: since that call; stopping: since `stop` was called, if it was;
+    is_signalled: whether it has been told to save and end. A second signal would abandon the step in progress.
+    """
+
+    run: Run
+    member: Member
+    gpu: str | None
+    answer: Future[Any]
+    clock: RunningTime = field(default_factory=RunningTime)
+    stopping: RunningTime | None = None
+    is_signalled: bool = False
+
+    def end_after_its_step(self) -> None:
+        """Makes it finish its step, save and end; tells it once, whatever the reasons."""
+        if not self.is_signalled:
+            self.is_signalled = True
+            self.member.call("send", int(signal.SIGINT))
+
+
+class SideBySide(Place):
+    """Does runs side by side (cluster.jobs): each is an `rlft` of its own, on a GPU of its own where there are any.
+
+    A job is the run that it would be alone: it has its folder, is resumed where it stopped when the sweep is repeated,
+    and saves when the sweep is interrupted. Its output is in `<sweep>/cluster/job-<number>.log`.
+
+    Args:
+        launcher: starts a member for each job.
+        words: (run) -> the words after `rlft` that do it.
+        config: how many run at a time, and how long a member may take to answer.
+        interrupt: its first signal makes the jobs save and end.
+        say: prints a line.
+        on_gpus: whether each job needs a GPU of its own.
+        gpus: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        words: Callable[[Run], Sequence[str]],
+        config: ClusterConfig,
+        interrupt: Interrupt,
+        say: Say,
+        *,
+        on_gpus: bool = False,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        self._launcher, self._words, self._jobs, self._timeout_s = launcher, words, config.jobs, config.timeout
+        self._on_gpus, self._free_gpus = on_gpus, list(gpus)
+        self._interrupt, self._say = interrupt, say
+        self._running: dict[Run, RunningJob] = {}
+        self._endings: dict[Run, Ending] = {}
+
+    def start(self, run: Run, is_pruned: Callable[[], bool]) -> None:
+        gpu = self._free_gpus.pop(0) if self._free_gpus else None
+        spec = MemberSpec(
+            name=f"job-{run.number}",
+            factory=FACTORY,
+            arguments={"words": list(self._words(run)), "cwd": str(Path.cwd())},
+            gpus=1.0 if self._on_gpus and gpu is None else 0.0,
+            threads=threads_of_a_job(self._jobs),
+            environment={} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu},
+        )
+        member = self._launcher.start(spec)
+        self._say(f"job {run.number}: {run.name}; its output is in {os.path.relpath(member.log)}")
+        self._running[run] = RunningJob(run=run, member=member, gpu=gpu, answer=member.call("exit_code"))
+
+    def wait(self) -> None:
+        """Waits a moment, then asks the running jobs again and passes a signal on."""
+        wait_for([job.answer for job in self._running.values()], timeout=POLL_S)
+        time.sleep(POLL_S)
+        for job in list(self._running.values()):
+            if self._interrupt.requested:
+                job.end_after_its_step()
+            self._check(job)
+
+    def ending(self, run: Run) -> Ending | None:
+        return self._endings.get(run)
+
+    def stop(self, run: Run) -> None:
+        """As in `Place`; `wait` kills a job that does not end in time, which is no failure."""
+        job = self._running.get(run)
+        if job is not None and job.stopping is None:
+            job.stopping = RunningTime()
+            job.end_after_its_step()
+
+    def _check(self, job: RunningJob) -> None:
+        number = job.run.number
+        if job.stopping is not None and job.stopping() > self._timeout_s:
+            late = f"has not ended {self._timeout_s:g} s after it was asked to (cluster.timeout)"
+            self._say(f"job {number} {late}: its process is killed, its checkpoints stay in {job.run.folder}")
+            self._end(job, Ending(is_interrupted=True, is_explained=True))
+            return
+        if not job.answer.done():
+            if job.clock() > self._timeout_s:
+                problem = f"its process has not answered for {self._timeout_s:g} s (cluster.timeout)"
+                self._end(job, Ending(problem=problem))
+            return
+        try:
+            code = job.answer.result()
+        except (MemberError, OSError) as error:
+            self._end(job, Ending(problem=str(error)))
+            return
+        if code is None:
+            job.answer, job.clock = job.member.call("exit_code"), RunningTime()
+        elif code == EXIT_CODE and (self._interrupt.requested or job.stopping is not None):
+            self._end(job, Ending(is_interrupted=True, is_explained=True))
+        else:
+            self._end(job, self._ended_with(job, code))
+
+    def _ended_with(self, job: RunningJob, code: int) -> Ending:
+        """How a job ended whose process has ended by itself."""
+        if code == 0:
+            return Ending()
+        log = job.member.log
+        problem = f"{_refusal(log) or f'it ended with exit code {code}'}; its output is in {log}"
+        if code == REFUSED:
+            return Ending(problem=problem, key=problem.partition(":")[0], is_explained=True)
+        kind = (run_status.error(job.run.folder) if code == STOPPED else None) or ""
+        return Ending(problem=problem, kind=kind, is_explained=kind not in ("", UnforeseenError.__name__))
+
+    def _end(self, job: RunningJob, ending: Ending) -> None:
+        del self._running[job.run]
+        self._endings[job.run] = ending
+        job.member.kill()
+        if job.gpu is not None:
+            self._free_gpus.append(job.gpu)
+        if ending.problem:
+            self._say(f"job {job.run.number} failed: {ending.problem.splitlines()[0]}")
+        elif ending.is_finished:
+            self._say(f"job {job.run.number} is finished: {job.run.folder}")
+
+
+def threads_of_a_job(jobs: int) -> int:
+    """Threads of a job's torch: OMP_NUM_THREADS where it is set, else its share of this process's."""
+    import torch
+
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, torch.get_num_threads() // jobs))
+
+
+def _refusal(log: Path) -> str | None:
+    """What an `rlft` has said last of its failure."""
+    said = [line for line in last_lines(log).splitlines() if line.startswith("rlft: ")]
+    return said[-1].removeprefix("rlft: ").removeprefix("stopped: ") if said else None
+
+
+class JobProcess:
+    """An `rlft` process in a member of the cluster, whose log is its output; starts at once.
+
+    Args:
+        words: the words of its command line, the verb first.
+        cwd: the folder from which relative paths are read.
+    """
+
+    def __init__(self, words: Sequence[str], cwd: str) -> None:
+        self._process = start_python("rlft:main", words, cwd=cwd)
+
+    def exit_code(self) -> int | None:
+        """The exit code of the job; None while it runs."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Sends the job a signal; does nothing if it has ended."""
+        self._process.send_signal(number)

@@ -1,20 +1,33 @@
-"""What trials are compared by: a number of the last evaluation, measured alike in all of them."""
+"""What makes trials comparable: a number of the last evaluation, measured alike in all of them, and the study's record.
+
+The record says how the study was begun: its words and what they meant then. Whoever resumes it has the same study.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlft.algorithm.ops.aggregate import pass_sizes
+from rlft.commands.sweep.space import SECTION, StudyConfig, changes_no_number, key_of
 from rlft.config import command as verbs
 from rlft.config.instantiate import locate
+from rlft.config.keys import flatten, keys_of
+from rlft.config.overrides import CONFIG_DIR, Arguments
+from rlft.config.schema import RunConfig
 from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
 from rlft.logger.loggers import is_declared
 from rlft.plan.run_plan import Plan
-from rlft.types import UserError
+from rlft.runs import run_folder
+from rlft.system.files import write_atomically
+from rlft.system.terminal import resuming
+from rlft.types import UserError, require
 
 REWARDS = "eval/reward/"
 """The beginning of metrics that are a reward's mean, whatever its name."""
@@ -29,6 +42,12 @@ OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "include_stop_s
 PROMPTS = "held_out_fingerprint"
 """The key of a fingerprint of all held-out prompts and their tokens. Trials need only the same first prompts, whose
 tokens may differ."""
+RECORD = "sweep.yaml"
+"""The file in a sweep's folder with the record."""
+MAY_CHANGE = ("hydra.sweep.dir", *(f"{SECTION}.{key}" for key, of in keys_of(StudyConfig).items() if of.free),
+              "cluster", *(key for key, of in keys_of(RunConfig).items() if of.free_in_sweep))  # fmt: skip
+"""Keys that may differ when a study is resumed: none of them changes a trial that was drawn. `cluster` is the choice of
+a YAML; what else than these keys it changes, such as cluster.lanes, is seen in the configs."""
 
 
 def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -79,9 +98,9 @@ WITHOUT_SAMPLES = {
 
 def check_evaluates(verb: str) -> None:
     """Refuses a verb whose runs have no evaluations."""
-    if "eval" not in {field.name for field in fields(verbs.named(verb).root)}:
-        problem = f"trials are compared by what evaluations measure, and rlft {verb} has none"
-        raise UserError("sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
+    evaluates = "eval" in {field.name for field in fields(verbs.named(verb).root)}
+    problem = f"trials are compared by what evaluations measure, and rlft {verb} has none"
+    require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
 
 
 def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
@@ -89,21 +108,20 @@ def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
 
     Verbs from outside the tree say only when they run what they measure: theirs are not checked.
     """
-    every = (plain.get("eval") or {}).get("every")
-    if not every:
-        problem, got = "trials are compared by what evaluations measure, and there is none", every
-        raise UserError("eval.every", problem, got="null" if got is None else got, remedy="set it to a number of steps")
+    every, problem = (plain.get("eval") or {}).get("every"), "trials are compared by what evaluations measure"
+    got = "null" if every is None else every
+    require(every, "eval.every", f"{problem}, and there is none", got=got, remedy="set it to a number of steps")
     known = metrics_of(plain) if plain["verb"] in verbs.OWN else [metric]
-    if metric not in known:
-        raise UserError("sweep.metric", "no evaluation has it", got=metric, remedy=f"use one of {', '.join(known)}")
+    remedy = f"use one of {', '.join(known)}"
+    require(metric in known, "sweep.metric", "no evaluation has it", got=metric, remedy=remedy)
 
 
 def check_loggers(plain: Mapping[str, Any]) -> None:
     """Refuses loggers of which none writes what trials are compared by."""
     loggers = plain.get("logger") or {}
-    if not is_declared(loggers, "writes_metrics"):
-        problem = "trials are compared by eval.jsonl, which none of these writes"
-        raise UserError("logger", problem, got=", ".join(loggers) or "null", remedy="add jsonl")
+    writes, got = is_declared(loggers, "writes_metrics"), ", ".join(loggers) or "null"
+    problem = "trials are compared by eval.jsonl, which none of these writes"
+    require(writes, "logger", problem, got=got, remedy="add jsonl")
 
 
 def metrics_of(plain: Mapping[str, Any]) -> list[str]:
@@ -138,8 +156,12 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
     """
     before, after = _questions(first), _questions(other)
     if before != after:
+        got = f"{len(before)} and {len(after)} prompts"
+        if len(before) == len(after):
+            different = sum(one != other for one, other in zip(before, after, strict=True))
+            got = f"{different} of {len(before)} other prompts"
         problem = "decides which prompts are held out, so that trials could not be compared"
-        raise UserError(key, problem, got=_difference(before, after), remedy="give it one value")
+        raise UserError(key, problem, got=got, remedy="give it one value")
     texts, others = _held_out_texts(first), _held_out_texts(other)
     for name in (name for name in texts if texts[name] != others.get(name)):
         what = name.removesuffix("_fingerprint").removeprefix("held_out_")
@@ -148,18 +170,10 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
         raise UserError(key, problem, got=got, remedy="give it one value")
 
 
-def _difference(before: Sequence[Any], after: Sequence[Any]) -> str:
-    """What two lists of held-out prompts differ in, in a few words."""
-    if len(before) != len(after):
-        return f"{len(before)} and {len(after)} prompts"
-    return f"{sum(one != other for one, other in zip(before, after, strict=True))} of {len(before)} other prompts"
-
-
 def check_same_steps(key: str, first: int, other: int) -> None:
     """Refuses runs of different lengths. key: of the value that makes the difference."""
-    if first != other:
-        problem = "decides how many steps a run has, and trials are compared at the same steps"
-        raise UserError(key, problem, got=f"{first} and {other} steps", remedy="set steps")
+    problem = "decides how many steps a run has, and trials are compared at the same steps"
+    require(first == other, key, problem, got=f"{first} and {other} steps", remedy="set steps")
 
 
 def _questions(plan: Plan) -> list[tuple[Any, ...]]:
@@ -184,3 +198,127 @@ def curve(run: Path, metric: str) -> dict[int, float]:
     lines = read_lines(run / EVALUATIONS, silent)
     values = {line["step"]: line.get(metric) for line in lines if line["step"] > 0}
     return {step: math.nan if value is None else float(value) for step, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord:
+    """How a study was begun.
+
+    Attributes:
+        verb: of its runs.
+        options: words such as -m and --config-dir.
+        words: the overrides.
+        start: the directory that relative paths in them are read from.
+        configs: the configs of its corners with full keys: that of the first, and of each other what differs from it.
+        fingerprints: of what each of the corners reads that are planned.
+    """
+
+    verb: str
+    options: Sequence[str]
+    words: Sequence[str]
+    start: str
+    configs: Sequence[Mapping[str, Any]]
+    fingerprints: Sequence[Mapping[str, str]]
+
+    @property
+    def config_dir(self) -> str | None:
+        """The user's folder with more YAML, as it was typed."""
+        options = [part for option in self.options for part in option.split("=", 1)]
+        return next((value for name, value in itertools.pairwise(options) if name in CONFIG_DIR), None)
+
+
+def record_of(
+    verb: str, parsed: Arguments, plains: Sequence[Mapping[str, Any]], fingerprints: Sequence[Mapping[str, str]]
+) -> StudyRecord:
+    """The record of a study that is begun now, with the plain configs of its corners."""
+    first, *others = [flatten(plain) for plain in plains]
+    configs = [first, *({key: v for key, v in flat.items() if first.get(key, _ABSENT) != v} for flat in others)]
+    return StudyRecord(
+        verb=verb,
+        options=list(parsed.options),
+        words=list(parsed.overrides),
+        start=str(Path.cwd()),
+        configs=configs,
+        fingerprints=[dict(of_corner) for of_corner in fingerprints],
+    )
+
+
+def is_study(folder: Path) -> bool:
+    """Whether the folder is that of a sweep whose values Optuna chooses."""
+    return (folder / RECORD).is_file()
+
+
+def read_record(folder: Path) -> StudyRecord:
+    """The record of the study in this folder.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        content = yaml.safe_load((folder / RECORD).read_text(encoding="utf-8"))
+        return StudyRecord(**content)
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        problem = f"{RECORD} in that folder cannot be read ({type(error).__name__})"
+        raise UserError("resume", problem, got=folder, remedy="restore it from a copy, or begin another") from None
+
+
+def write_record(folder: Path, now: StudyRecord) -> None:
+    write_atomically(folder / RECORD, yaml.safe_dump(asdict(now), sort_keys=False, allow_unicode=True))
+
+
+def check_same_study(folder: Path, now: StudyRecord) -> None:
+    """Refuses another study than the one in this folder, if there is one.
+
+    Raises:
+        UserError: it is another sweep, or its YAML, data or base have changed.
+    """
+    if is_study(folder):
+        before = read_record(folder)
+        _check_same_words(folder, before, now)
+        _check_same_configs(folder, before, now)
+        _check_same_inputs(before, now)
+
+
+def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
+    remedy = f"resume that one with {resuming(folder)}, or name another hydra.sweep.dir"
+    is_its_verb, problem = before.verb == now.verb, f"there is a sweep of rlft {before.verb}"
+    require(is_its_verb, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
+    both = ({key_of(w): w.partition("=")[2] for w in of.words} | {CONFIG_DIR[0]: of.config_dir} for of in (before, now))
+    old, new = ({key: value for key, value in of.items() if key not in MAY_CHANGE} for of in both)
+    for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
+        if not (key == CONFIG_DIR[0] and same_path(old[key], new[key])):
+            problem = f"differs from that of the sweep in {folder}, {old.get(key) or 'left out'}"
+            raise UserError(key, problem, got=new.get(key) or "nothing", remedy=remedy)
+
+
+def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
+    """Refuses other configs from the same words: a recipe, or other YAML, was changed in between."""
+    for old, new in zip(before.configs, now.configs, strict=False):
+        for key in _changed(old, new, before.verb):
+            problem = f"was {old.get(key, 'left out')} when the sweep in {folder} began, and its trials would differ"
+            remedy = "put the YAML back as it was, or begin another sweep"
+            if is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
+                remedy = "begin another sweep, and name a checkpoint's folder in it, which does not change with its run"
+            raise UserError(key, problem, got=new.get(key, "nothing"), remedy=remedy)
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
+    """The keys that differ and matter to a trial."""
+    for key in {**old, **new}:
+        free = key in MAY_CHANGE or (changes_no_number(key, {"verb": verb}) and key.partition(".")[0] != "cluster")
+        if not free and old.get(key) != new.get(key) and not same_path(old.get(key), new.get(key)):
+            yield key
+
+
+def _check_same_inputs(before: StudyRecord, now: StudyRecord) -> None:
+    """Refuses data, a base or adapters that have changed, of any corner."""
+    for old, new in zip(before.fingerprints, now.fingerprints, strict=False):
+        try:
+            run_folder.check_same_inputs(old, new)
+        except UserError as error:
+            problem = error.problem.replace("since the run began", "since the sweep began")
+            remedy = error.remedy.replace("start a new run", "begin another sweep")
+            raise UserError(error.key, problem, got=error.got, remedy=remedy) from None
+
+
+_ABSENT = object()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.watch.report import SWEEP as TABLE
+from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ MOST_KEYS = 7
 """Keys with a panel of their own in the picture: the most important ones."""
 GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
+RESULTS = ("job", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds", "folder")
+"""The columns of a plain sweep's sweep.csv beside the swept keys."""
+PRINTED = ("steps", "accuracy_before", "accuracy", "reward", "loss", "seconds")
+"""Those of the printed table; the accuracy is printed with its standard error."""
 
 
 class Page:
@@ -73,6 +78,61 @@ class Page:
         drawn.savefig(picture, dpi=120, metadata={"Software": None})
         write_atomically(self._folder / PICTURE, picture.getvalue())
         print(f"written to {self._folder / TABLE} and {self._folder / PICTURE}")
+
+
+def show_jobs(folder: Path, space: Space) -> None:
+    """Writes sweep.csv of a plain sweep and prints the table, without columns that no job has."""
+    table = rows(folder, space)
+    file = write_csv(folder, list(table[0]), [list(row.values()) for row in table])
+    names = [space.name(params) for params in space.combinations()]
+    first = "lowest held-out loss" if all(row["accuracy"] is None for row in table) else "best held-out accuracy"
+    shown = [name for name in PRINTED if any(row[name] is not None for row in table)]
+    lines = [[str(row["job"]), names[row["job"]], *(_shown(row, name) for name in shown)] for row in table]
+    columns = ["job", KEYS, *("before" if name == "accuracy_before" else name for name in shown)]
+    print_table(f"sweep of {len(table)} jobs, {first} first", columns, lines)
+    print(f"written to {file}")
+
+
+def rows(folder: Path, space: Space) -> list[dict[str, Any]]:
+    """One row per job, the best held-out accuracy first, or the lowest loss if no accuracy was measured."""
+    result = []
+    for number, params in enumerate(space.combinations()):
+        run = folder / str(number)
+        metrics, evaluations = read_lines(run / METRICS), read_lines(run / EVALUATIONS) or [{}]
+        first, last = evaluations[0], evaluations[-1]
+        result.append(
+            {
+                "job": number,
+                **{column_of(key): value for key, value in space.named(params).items()},
+                "steps": metrics[-1]["step"] if metrics else 0,
+                "accuracy_before": first.get("accuracy"),
+                "accuracy": last.get("accuracy"),
+                "accuracy_se": last.get("accuracy_se"),
+                "reward": metrics[-1].get("reward/mean") if metrics else None,
+                "loss": last.get("eval/loss"),
+                "seconds": round(sum(line.get("time/step") or 0.0 for line in metrics), 1),
+                "folder": str(run),
+            }
+        )
+
+    def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        loss = row["loss"]
+        return (row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
+
+    return sorted(result, key=rank)
+
+
+def column_of(key: str) -> str:
+    """A swept key's column: the key itself, with a mark if a result has that name, such as `reward`."""
+    return f"{key}=" if key in RESULTS else key
+
+
+def _shown(row: Mapping[str, Any], name: str) -> str:
+    value, error = row[name], row["accuracy_se"] if name == "accuracy" else None
+    if value is None:
+        return "-"
+    text = f"{value:.3f}" if isinstance(value, float) and name != "seconds" else str(value)
+    return text if error is None else f"{text} {PLUS_MINUS} {error:.3f}"
 
 
 def value_of(row: Trial) -> str:

@@ -22,7 +22,7 @@ from rlft.config.overrides import OVERRIDE
 from rlft.runs import run_folder
 from rlft.runs.config_file import is_path_key
 from rlft.runs.find import short_names
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 SECTION, SWEEPER = "sweep", "optuna"
 NEEDED = ("optuna", "matplotlib")
@@ -70,22 +70,18 @@ def read_config(words: Sequence[str], verb: str) -> StudyConfig:
     sweeper = None
     for parsed in configs.parse_overrides(words, verb):
         key = parsed.key_or_group
-        if parsed.input_line.startswith(("+", "~")):
-            line = parsed.input_line
-            raise UserError(key, "takes no sign", got=line, remedy=f"write {line.lstrip('+~')}, or leave it out")
-        if parsed.is_sweep_override():
-            raise UserError(key, "is one for the whole sweep", got=parsed.input_line, remedy="give one value")
+        line, remedy = parsed.input_line, f"write {parsed.input_line.lstrip('+~')}, or leave it out"
+        require(not line.startswith(("+", "~")), key, "takes no sign", got=line, remedy=remedy)
+        is_one = not parsed.is_sweep_override()
+        require(is_one, key, "is one for the whole sweep", got=line, remedy="give one value")
         if key == SECTION:
             sweeper = parsed.value()
         else:
             values[key.partition(".")[2]] = parsed.value()
-    if sweeper is None:
-        remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
-        raise UserError(SECTION, "no sampler is chosen", got="nothing", remedy=remedy)
-    if sweeper != SWEEPER:
-        problem = "names who chooses the values, and this is not one of its choices"
-        remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
-        raise UserError(SECTION, problem, got=sweeper, remedy=remedy)
+    remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
+    require(sweeper is not None, SECTION, "no sampler is chosen", got="nothing", remedy=remedy)
+    problem = "names who chooses the values, and this is not one of its choices"
+    require(sweeper == SWEEPER, SECTION, problem, got=sweeper, remedy=remedy)
     try:
         return from_mapping(StudyConfig, values, SECTION, verb)
     except UserError as error:
@@ -99,14 +95,12 @@ def read_config(words: Sequence[str], verb: str) -> StudyConfig:
 def check_installed() -> None:
     """Refuses a study without the libraries that it needs."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-        raise UserError(SECTION, problem, got=SWEEPER, remedy="pip install 'rlft[sweep]'")
+    problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+    require(not missing, SECTION, problem, got=SWEEPER, remedy="pip install 'rlft[sweep]'")
 
 
 WIDE = 10.0
 """An interval of positive numbers whose end is at least so many times its start is sampled on a log scale."""
-TAGS = ("log", "linear")
 ENDS = re.compile(r"interval\(\s*(?:start\s*=\s*)?(?P<low>[^,\s]+)\s*,\s*(?:end\s*=\s*)?(?P<high>[^)\s]+)\s*\)")
 
 
@@ -206,15 +200,15 @@ def read_space(words: Sequence[str], verb: str) -> Space:
         if not parsed.is_sweep_override():
             fixed.append(word)
             continue
-        _check_is_a_setting(key, got)
+        remedy = "write sweep.seeds=3 for three runs of each trial" if key == "seed" else "give it one value"
+        require(key not in OF_THE_COMPARISON, key, OF_THE_COMPARISON.get(key, ""), got=got, remedy=remedy)
         if parsed.is_interval_sweep():
             varied.append(_interval(parsed.get_key_element(), parsed.value(), got))
         else:
             varied.append(Choice(key=parsed.get_key_element(), values=_values(key, parsed, got)))
-    if not varied:
-        problem = "has nothing to choose: no key has an interval or several values"
-        remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
-        raise UserError("sweep", problem, got="optuna", remedy=remedy)
+    problem = "has nothing to choose: no key has an interval or several values"
+    remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
+    require(varied, "sweep", problem, got="optuna", remedy=remedy)
     return _without_place(fixed, varied)
 
 
@@ -230,22 +224,20 @@ def read_grid(words: Sequence[str], verb: str) -> Space:
         if not parsed.is_sweep_override():
             fixed.append(word)
             continue
-        if parsed.is_interval_sweep():
-            problem = "an interval has no values to go through one by one"
-            remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
-            raise UserError(key, problem, got=got, remedy=remedy)
+        problem = "an interval has no values to go through one by one"
+        remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
+        require(not parsed.is_interval_sweep(), key, problem, got=got, remedy=remedy)
         one = Choice(key=parsed.get_key_element(), values=tuple(parsed.sweep_string_iterator()))
-        if key in OF_THE_PLACE:
-            problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
-            raise UserError(key, problem, got=sorted(one.values), remedy=remedy)
+        problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
+        require(key not in OF_THE_PLACE, key, problem, got=sorted(one.values), remedy=remedy)
         varied += [one] if len(one.values) > 1 else []
         fixed += [one.word(one.values[0])] if len(one.values) == 1 else []
     space = _without_place(fixed, varied)
     seen: dict[tuple[str, ...], int] = {}
     for number, params in enumerate(space.combinations()):
-        if (first := seen.setdefault(tuple(params.values()), number)) != number:
-            got, problem = " ".join(space.words(params)), f"jobs {first} and {number} are the same"
-            raise UserError("-m", problem, got=got, remedy="give every value once")
+        first, got = seen.setdefault(tuple(params.values()), number), " ".join(space.words(params))
+        problem = f"jobs {first} and {number} are the same"
+        require(first == number, "-m", problem, got=got, remedy="give every value once")
     return space
 
 
@@ -270,10 +262,9 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
         problem = f"a grid goes through values one by one, and {intervals[0]} has an interval"
         remedy = f"give {intervals[0]} values with commas between them, or use sweep.sampler=tpe"
         raise UserError("sweep.sampler", problem, got="grid", remedy=remedy)
-    if keys.trials not in ("auto", space.size):
-        problem = f"a grid tries each of its {space.size} combinations once"
-        remedy = "leave it out, or use sweep.sampler=tpe or random"
-        raise UserError("sweep.trials", problem, got=keys.trials, remedy=remedy)
+    fits, problem = keys.trials in ("auto", space.size), f"a grid tries each of its {space.size} combinations once"
+    remedy = "leave it out, or use sweep.sampler=tpe or random"
+    require(fits, "sweep.trials", problem, got=keys.trials, remedy=remedy)
     return space.size
 
 
@@ -284,15 +275,15 @@ def _read(words: Sequence[str], verb: str, again: str) -> Iterator[tuple[str, st
     """
     for word, parsed in zip(words, configs.parse_overrides(words, verb), strict=True):
         key, got, value = key_of(word), word.partition("=")[2], parsed.value()
-        if key == "resume" and got != "null":
-            raise UserError(key, "cannot be used in a sweep", got=got, remedy=again)
+        is_new = key != "resume" or got == "null"
+        require(is_new, key, "cannot be used in a sweep", got=got, remedy=again)
         if parsed.is_sweep_override() and parsed.value_type.name == "GLOB_CHOICE_SWEEP":
             choices = value.filter(catalog.choices(key, verb))
             remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
             raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
-        if parsed.is_sweep_override() and getattr(value, "shuffle", False):
-            problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
-            raise UserError(key, problem, got=got, remedy="leave shuffle(..) out")
+        shuffles = parsed.is_sweep_override() and getattr(value, "shuffle", False)
+        problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
+        require(not shuffles, key, problem, got=got, remedy="leave shuffle(..) out")
         yield word, key, got, parsed
 
 
@@ -308,55 +299,45 @@ def changes_no_number(key: str, plain: Mapping[str, Any]) -> bool:
 def check_changes_numbers(space: Space, plain: Mapping[str, Any]) -> None:
     """Refuses keys that no measurement depends on. plain: the config of a corner."""
     for one in space.varied:
-        key = key_of(one.key)
-        if changes_no_number(key, plain):
-            got = ", ".join(map(str, one.extremes))
-            problem = "cannot be swept: it does not change what a run measures"
-            raise UserError(key, problem, got=got, remedy="give it one value")
+        key, got = key_of(one.key), ", ".join(map(str, one.extremes))
+        problem = "cannot be swept: it does not change what a run measures"
+        require(not changes_no_number(key, plain), key, problem, got=got, remedy="give it one value")
 
 
-def _check_is_a_setting(key: str, got: str) -> None:
-    """Refuses keys that are no setting of a run, but of the comparison."""
-    if key == "seed":
-        problem = "cannot be swept by sweep=optuna: the best seed would only be a lucky one"
-        raise UserError(key, problem, got=got, remedy="write sweep.seeds=3 for three runs of each trial")
-    if key == "data.seed":
-        problem = "is the seed of the data: trials on other data cannot be compared"
-        raise UserError(key, problem, got=got, remedy="give it one value")
-    if key == "steps":
-        problem = "is one for all trials, which are compared at the same steps"
-        raise UserError(key, problem, got=got, remedy="give it one value")
-    if key == "hydra.sweep.dir":
-        raise UserError(key, "is one for the whole sweep", got=got, remedy="give it one value")
+OF_THE_COMPARISON = {
+    "seed": "cannot be swept by sweep=optuna: the best seed would only be a lucky one",
+    "data.seed": "is the seed of the data: trials on other data cannot be compared",
+    "steps": "is one for all trials, which are compared at the same steps",
+    "hydra.sweep.dir": "is one for the whole sweep",
+}
+"""{key that is no setting of a run, but of the comparison: why a study cannot choose it}."""
 
 
 def _interval(key: str, value: Any, got: str) -> Interval:
     """The interval of Hydra's `value`, with its tag or without."""
     name, low, high = key.lstrip("+"), value.start, value.end
     tags = sorted(value.tags)
-    if set(tags) - {*TAGS} or len(tags) > 1:
-        remedy = "write tag(log,interval(..)), tag(linear,interval(..)) or interval(..)"
-        raise UserError(name, "an interval is tagged log, linear or not at all", got=got, remedy=remedy)
+    is_known, problem = not tags or tags in (["log"], ["linear"]), "an interval is tagged log, linear or not at all"
+    remedy = "write tag(log,interval(..)), tag(linear,interval(..)) or interval(..)"
+    require(is_known, name, problem, got=got, remedy=remedy)
     whole = isinstance(low, int) and isinstance(high, int)
     if whole and (ends := ENDS.search(got)) and not all(float(end).is_integer() for end in ends.group("low", "high")):
         remedy = "round them, or leave int(..) out"
         raise UserError(name, "an interval of whole numbers has ends that are not whole", got=got, remedy=remedy)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise UserError(name, "an interval has two finite ends", got=got, remedy="give finite ends")
-    if low >= high:
-        remedy = "swap its ends" if low > high else f"write {name}={low}"
-        raise UserError(name, "an interval goes from a number to a larger one", got=got, remedy=remedy)
-    if tags == ["log"] and low <= 0:
-        remedy = "begin above 0, or leave log out"
-        raise UserError(name, "only positive numbers have logarithms", got=got, remedy=remedy)
+    is_finite = math.isfinite(low) and math.isfinite(high)
+    require(is_finite, name, "an interval has two finite ends", got=got, remedy="give finite ends")
+    remedy = "swap its ends" if low > high else f"write {name}={low}"
+    require(low < high, name, "an interval goes from a number to a larger one", got=got, remedy=remedy)
+    has_logarithms, remedy = tags != ["log"] or low > 0, "begin above 0, or leave log out"
+    require(has_logarithms, name, "only positive numbers have logarithms", got=got, remedy=remedy)
     log = tags == ["log"] or (not tags and low > 0 and high >= WIDE * low)
     return Interval(key=key, low=low, high=high, whole=whole, log=log)
 
 
 def _values(key: str, parsed: Any, got: str) -> tuple[str, ...]:
-    values = list(parsed.sweep_string_iterator())
-    if len(values) == 1:
-        raise UserError(key, "is a choice of one value", got=got, remedy=f"give several, or {key}={values[0]}")
-    for value in (value for value in values if values.count(value) > 1):
-        raise UserError(key, "has a value twice", got=value, remedy="give every value once")
-    return tuple(values)
+    values = tuple(parsed.sweep_string_iterator())
+    remedy = f"give several, or {key}={''.join(values[:1])}"
+    require(len(values) != 1, key, "is a choice of one value", got=got, remedy=remedy)
+    for value in values:
+        require(values.count(value) == 1, key, "has a value twice", got=value, remedy="give every value once")
+    return values

@@ -6,14 +6,13 @@ from eval.jsonl alone, so that it makes no difference in which process they are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlft.commands.sweep import record
+from rlft.commands.sweep import measure
 from rlft.commands.sweep.checks import Checked, Values
-from rlft.commands.sweep.driver import Ending, PrunedError, Run, why_pruned
-from rlft.commands.sweep.jobs import JobsFailedError
+from rlft.commands.sweep.driver import Ending, JobsFailedError, PrunedError, Run, Source, why_pruned
 from rlft.commands.sweep.measure import curve, lower_is_better
 from rlft.commands.sweep.page import Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
@@ -23,7 +22,7 @@ from rlft.loop.driver import BrokenRunError
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.system.memory import OutOfMemoryError
 from rlft.system.terminal import resuming, say
-from rlft.types import UserError
+from rlft.types import require
 
 OF_THE_VALUES = (BrokenRunError.__name__, OutOfMemoryError.__name__)
 """Errors that end a run because of the values of its trial: numbers that are not finite, too much memory.
@@ -46,7 +45,7 @@ class TrialRun(Run):
     seed: int
 
 
-class Study:
+class Study(Source[TrialRun]):
     """The course of a study, see `driver.Source`.
 
     Args:
@@ -65,7 +64,7 @@ class Study:
         self._unfinished = trials.unfinished()
         done = trials.number_drawn - len(self._unfinished)
         first = f"sweep of {self.total} trials, {done} done; if it is stopped, resume it with: {resuming(folder)}"
-        self.beginning: Sequence[str] = [first, *notes(keys, checked.space)]
+        self.beginning = [first, *notes(keys, checked.space)]
         self.again = f"resume the sweep with: {resuming(folder)}"
 
     def next(self) -> TrialRun | None:
@@ -115,7 +114,6 @@ class Study:
         return False
 
     def was_pruned(self, run: TrialRun) -> None:
-        """The trial of this run, which has ended, is pruned."""
         if run_status.read(run.folder)[0] is not run_status.Status.finished:
             step = max(curve(run.folder, self._metric), default=0)
             run_status.write_stopped(run.folder, self._steps, why_pruned(step), PrunedError.__name__)
@@ -141,7 +139,6 @@ class Study:
         return None
 
     def withdraw(self, run: TrialRun) -> None:
-        """An attempt at a trial has ended for a reason that is known and not its own, and is no crash."""
         self.trials.withdraw_attempt(run.trial.number)
 
     def conclude(self) -> None:
@@ -207,10 +204,9 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
     Raises:
         UserError: there is another one, or its files are damaged, or it has all its trials.
     """
-    now = record.record_of(
-        checked.verb, checked.parsed, checked.plains, [plan.fingerprints for plan in checked.plans.values()]
-    )
-    record.check_same(folder, now)
+    fingerprints = [plan.fingerprints for plan in checked.plans.values()]
+    now = measure.record_of(checked.verb, checked.parsed, checked.plains, fingerprints)
+    measure.check_same_study(folder, now)
     steps, total = checked.plans[0].num_steps, number_of_trials(keys, checked.space)
     trials = Trials(
         folder,
@@ -222,9 +218,11 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
         parallel=checked.in_parallel,
     )
     done = trials.number_drawn - len(trials.unfinished())
-    if resumed and done >= total:
-        raise _has_all(folder, keys, done, total)
-    record.write(folder, now)
+    problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
+    if keys.sampler == "grid":
+        problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
+    require(not resumed or done < total, "sweep.trials", problem, got=total, remedy=remedy)
+    measure.write_record(folder, now)
     return Study(trials, folder, checked, keys)
 
 
@@ -239,12 +237,3 @@ def notes(keys: StudyConfig, space: Space) -> list[str]:
     if keys.sampler != "grid" and space.size is not None and space.size <= total:
         lines.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
     return lines
-
-
-def _has_all(folder: Path, keys: StudyConfig, done: int, total: int) -> UserError:
-    """The refusal to resume a sweep that has all its trials."""
-    if keys.sampler == "grid":
-        problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
-    else:
-        problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
-    return UserError("sweep.trials", problem, got=total, remedy=remedy)

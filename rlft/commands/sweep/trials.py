@@ -196,9 +196,7 @@ class Trials:
     def attempt(self, number: int, progress: Sequence[int]) -> int:
         """Records that the runs of a trial are begun or resumed; returns how often they were since the last progress.
 
-        Args:
-            number: of the trial.
-            progress: how far its runs are, in numbers that grow.
+        `progress` is how far its runs are, in numbers that grow.
         """
         with self._changing():
             trial = self._handle(number)

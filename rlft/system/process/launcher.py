@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlft.config.cluster import ClusterConfig
 from rlft.system.process.child import END_S, Child, Start, start_server
 from rlft.system.process.member import LOGS, Answer, Launcher, MemberError, MemberSpec, Shared, where_it_wrote
 from rlft.system.process.placement import check_room
@@ -142,7 +141,7 @@ class ProcessMember(Child):
 
 @contextmanager
 def open_launcher(
-    config: ClusterConfig,
+    config: Any,
     folder: Path,
     *,
     on_gpus: bool = False,
@@ -153,7 +152,7 @@ def open_launcher(
     """Yields the launcher, and afterwards ends all that it has started. Ray is imported only for kind=ray.
 
     Args:
-        config: the section `cluster`.
+        config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
         folder: the run's folder; logs of members are in `<folder>/cluster/`.
         on_gpus: whether members need GPUs.
         own_gpu: the GPU of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
@@ -173,7 +172,7 @@ def open_launcher(
         launcher.close()
 
 
-def _ray(config: ClusterConfig, folder: Path, own_gpu: str | None, needs: Mapping[str, Any]) -> Launcher:
+def _ray(config: Any, folder: Path, own_gpu: str | None, needs: Mapping[str, Any]) -> Launcher:
     """The launcher of Ray's actors, on a cluster that has room for `needs`, the arguments of `check_room`."""
     from rlft.system.process.ray_actors import RayActors
     from rlft.system.process.ray_session import RaySession

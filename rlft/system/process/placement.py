@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rlft.config.cluster import ClusterConfig
 from rlft.system.lazy import torch
 from rlft.types import UserError
 
@@ -50,7 +49,7 @@ class Placement:
 
 
 def place(
-    config: ClusterConfig,
+    config: Any,
     *,
     on_gpus: bool,
     available: int | None = None,
@@ -61,7 +60,7 @@ def place(
     """The placement of a run.
 
     Args:
-        config: the section `cluster`.
+        config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
         on_gpus: whether the run's model is on a GPU.
         available: number of GPUs of the cluster, the run's own included; None if it is not known.
         lag: `overlap.lag`; if it is 1, engines need GPUs of their own.
@@ -123,7 +122,7 @@ def place(
     )
 
 
-def _too_few(config: ClusterConfig, kind: str, reason: str, needed: int, available: int) -> UserError:
+def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -> UserError:
     members = (
         f"{config.engines} engine(s) of {config.gpus_per_engine} GPU(s) and {config.ranks} rank(s), {kind} ({reason})"
     )
@@ -179,12 +178,12 @@ def cores_of_a_member(threads: int, *, on_gpus: bool) -> int:
 
 
 def check_room(
-    config: ClusterConfig, has: Resources, *, on_gpus: bool, threads: int, scorers: int = 0, counts_own: bool = True
+    config: Any, has: Resources, *, on_gpus: bool, threads: int, scorers: int = 0, counts_own: bool = True
 ) -> None:
     """Refuses a run or sweep that the cluster is too small for.
 
     Args:
-        config: the section `cluster`.
+        config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
         has: what the cluster has.
         on_gpus: whether members need GPUs.
         threads: number of threads of each member.

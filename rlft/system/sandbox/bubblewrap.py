@@ -37,7 +37,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
-from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.system.locks import owned_folder
 from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
 from rlft.system.sandbox import cgroups, launch
@@ -93,12 +92,12 @@ class Limits:
             4096 bytes.
     """
 
-    seconds: PositiveFloat
-    cpu_seconds: PositiveInt
-    memory_bytes: PositiveInt
-    output_bytes: PositiveInt
-    processes: PositiveInt
-    file_bytes: PositiveInt
+    seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    output_bytes: int
+    processes: int
+    file_bytes: int
 
     @property
     def total_bytes(self) -> int:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import RANK, RATE, STEPS, FakeRuns, keys, line, make_study, write
+from fake_studies import RANK, RATE, STEPS, FakeRuns, keys, line, make_study, states, write
 
 from rlft.commands.sweep.checks import Values
-from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, PrunedError, Run
-from rlft.commands.sweep.jobs import JobsFailedError
+from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.measure import curve
 from rlft.commands.sweep.study import Study
 from rlft.logger.jsonl import METRICS, read_lines, silent
@@ -93,7 +92,7 @@ def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp
     assert place.most == 2
     assert sorted(place.started) == list(range(10))
     assert place.started[:2] == [0, 2], "the first seeds of trials 0 and 1"
-    assert [row.state for row in study.trials.rows()] == ["complete"] * 5
+    assert states(study) == ["complete"] * 5
     assert all(len(row.values) == 2 for row in study.trials.rows())
 
 
@@ -113,8 +112,7 @@ def test_a_trial_whose_values_cannot_be_done_fails_alone(ending: Ending, tmp_pat
     study = make_study(tmp_path, keys(trials=4), RATE)
     driver, _, _ = side_by_side(study, job1=ending)
     driver.run()
-    states = {row.number: row.state for row in study.trials.rows()}
-    assert states == {0: "complete", 1: "failed", 2: "complete", 3: "complete"}
+    assert states(study) == ["complete", "failed", "complete", "complete"]
 
 
 @pytest.mark.parametrize(("is_explained", "state"), [(False, "failed"), (True, "complete")])
@@ -130,8 +128,7 @@ def test_a_trial_whose_process_crashes_again_and_again_fails_and_the_sweep_goes_
     study = make_study(tmp_path, keys(trials=4), RATE)
     driver, place, _ = side_by_side(study, 1)
     driver.run()
-    states = {row.number: row.state for row in study.trials.rows()}
-    assert states == {0: "complete", 1: state, 2: "complete", 3: "complete"}
+    assert states(study) == ["complete", state, "complete", "complete"]
     assert (1 in place.started) == (state == "complete")
 
 
@@ -152,7 +149,7 @@ def test_interruptions_and_what_stops_beside_a_failure_are_no_crashes(tmp_path: 
     study = make_study(tmp_path, keys(trials=4), RATE)
     driver, _, _ = side_by_side(study)
     driver.run()
-    assert {row.state for row in study.trials.rows()} == {"complete"}
+    assert set(states(study)) == {"complete"}
 
 
 def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path) -> None:
@@ -210,7 +207,7 @@ def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path
     driver, place, _ = side_by_side(again)
     driver.run()
     assert place.started[:2] == [0, 2], "the trials that were interrupted come first"
-    assert [row.state for row in again.trials.rows()] == ["complete"] * 6
+    assert states(again) == ["complete"] * 6
 
 
 # -- in this process ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,13 +18,13 @@ from run_folders import check_same
 from run_processes import Nursery, happens
 
 import rlft
-from rlft.commands.sweep import jobs as sweep_jobs
+from rlft.commands.sweep import driver
 from rlft.commands.sweep.checks import cluster_of, gpus_of, is_finished
-from rlft.commands.sweep.driver import Driver, Ending, Run
-from rlft.commands.sweep.jobs import JobsFailedError, SideBySide, threads_of_a_job
-from rlft.commands.sweep.plain import Grid
-from rlft.config.cluster import ClusterConfig
+from rlft.commands.sweep.command import Grid
+from rlft.commands.sweep.driver import Driver, Ending, JobsFailedError, Run, SideBySide, threads_of_a_job
 from rlft.config.compose import compose
+from rlft.config.resolved import build
+from rlft.config.trainer import ClusterConfig
 from rlft.runs import run_folder, run_status
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.launcher import LocalProcesses
@@ -81,7 +82,7 @@ def said() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_jobs, "POLL_S", 0.001)
+    monkeypatch.setattr(driver, "POLL_S", 0.001)
 
 
 def side_by_side(launcher: Any, said: list[str], **keys: Any) -> SideBySide:
@@ -266,17 +267,19 @@ def test_real_processes_end_as_their_commands_do(tmp_path: Path, said: list[str]
     assert (tmp_path / "cluster" / "job-0.log").read_text() == f"rlft {rlft.__version__}\n"
 
 
-def plain(**cluster: Any) -> dict[str, Any]:
-    return compose([f"cluster.{key}={value}" for key, value in cluster.items()])
+def job(**cluster: Any) -> Any:
+    plain = compose([f"cluster.{key}={value}" for key, value in cluster.items()])
+    return SimpleNamespace(plain=plain, config=build(plain))
 
 
 def test_what_cannot_differ_between_jobs_is_refused() -> None:
-    assert cluster_of([plain(jobs=3), plain(jobs=3)]) == ClusterConfig(**plain(jobs=3)["cluster"])
-    assert cluster_of([{"verb": "sft"}]) is None
+    assert cluster_of([job(jobs=3), job(jobs=3)]) == job(jobs=3).config.cluster
+    without: Any = SimpleNamespace(plain={"verb": "sft"}, config=None)
+    assert cluster_of([without]) is None
     with pytest.raises(UserError, match=r"cluster\.jobs: is one for all jobs of a sweep, got 1, 2"):
-        cluster_of([plain(jobs=1), plain(jobs=2)])
+        cluster_of([job(jobs=1), job(jobs=2)])
     with pytest.raises(UserError, match=r"cluster\.ranks: a job that runs beside others \(cluster\.jobs=2\).* got 4"):
-        cluster_of([plain(jobs=2, ranks=4, lanes=4)])
+        cluster_of([job(jobs=2, ranks=4, lanes=4)])
 
 
 def test_jobs_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:

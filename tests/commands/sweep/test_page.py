@@ -1,17 +1,24 @@
-"""The table, sweep.csv and sweep.png of a study."""
+"""The table, sweep.csv and sweep.png of a study; the table of a plain sweep, whole at the width of a usual terminal."""
 
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_study
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_and_do, make_study
 from matplotlib.figure import Figure
 
 from rlft.commands.sweep import page
-from rlft.commands.sweep.space import Space
+from rlft.commands.sweep.checks import Checked
+from rlft.commands.sweep.command import Grid
+from rlft.commands.sweep.page import rows, write_csv
+from rlft.commands.sweep.space import Space, read_grid
 from rlft.commands.sweep.trials import Trial
+from rlft.config.overrides import parse
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
 
@@ -20,8 +27,7 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    study = make_study(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
-    do_all(study, FakeRuns())
+    study = make_and_do(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
     study.show()
     rows = study.trials.rows()
     with (tmp_path / "sweep.csv").open(newline="") as stream:
@@ -86,3 +92,67 @@ def test_what_the_table_says_of_a_trial() -> None:
 def test_names_of_trials_have_short_keys_and_numbers_of_four_digits() -> None:
     params = {"trainer.lr": 0.000123456, "lora.rank": "4", "algorithm": "grpo"}
     assert SPACE.name(params) == "lr=0.0001235, rank=4, algorithm=grpo"
+
+
+HEADERS = ["job", "keys", "steps", "before", "accuracy", "reward", "seconds"]
+
+
+def space_of(*words: str) -> Space:
+    return read_grid(["+recipe=grpo_arithmetic", "steps=4", *words, "hydra.sweep.dir=swept"], "train")
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Any:
+    """Writes what a job leaves in its folder: an evaluation before and after, and the last step's metrics."""
+
+    def write(number: int, accuracy: float) -> None:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        evaluations = [{"step": step, "accuracy": accuracy * step / 4, "accuracy_se": 0.0625} for step in (0, 4)]
+        (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5, "time/step": 1234.56}) + "\n")
+
+    return write
+
+
+def printed(tmp_path: Path, space: Space, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    configs: list[Any] = [SimpleNamespace(plain={}) for _ in space.combinations()]
+    checked = Checked(
+        verb="train", parsed=parse(["-m"]), space=space, configs=configs, cluster=None, on_gpus=False, plans={}
+    )
+    Grid(checked, tmp_path).show()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_headers_and_numbers_are_whole_at_80_columns(
+    tmp_path: Path, finished: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    space = space_of("trainer.lr=0.0001,0.0003", "lora.target_modules=[q_proj,k_proj,v_proj],all-linear")
+    for number in range(4):
+        finished(number, accuracy=0.1 * number)
+    lines = printed(tmp_path, space, capsys)
+    assert max(map(len, lines[:-1])) <= 80
+    assert [cell.strip() for cell in lines[2].strip("┃").split("┃")] == HEADERS
+    first = [cell.strip() for cell in lines[4].strip("│").split("│")]
+    assert [first[0], *first[2:]] == ["3", "4", "0.000", "0.300 ± 0.062", "0.500", "1234.6"]
+    text = "".join(line.split("│")[2].strip() for line in lines if line.startswith("│"))
+    assert text.replace(" ", "").count("lr=0.0001,target_modules=[q_proj,k_proj,v_proj]") == 1, "no value is lost"
+
+
+def test_jobs_are_named_by_whole_keys_where_two_end_alike() -> None:
+    names = [space.name(params) for space in [space_of("trainer.lr=1e-3,1e-4", "critic.lr=1e-3,1e-4")]
+             for params in space.combinations()]  # fmt: skip
+    assert names[3] == "trainer.lr=0.0001, critic.lr=0.0001"
+    space = space_of("trainer.lr=1e-3,1e-4")
+    assert [space.name(params) for params in space.combinations()] == ["lr=0.001", "lr=0.0001"]
+    assert space_of().name({}) == "recipe=grpo_arithmetic, steps=4"
+
+
+def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished: Any) -> None:
+    for number in range(2):
+        finished(number, accuracy=0.5)
+    table = rows(tmp_path, space_of("reward=exact_match,math"))
+    with write_csv(tmp_path, list(table[0]), [list(row.values()) for row in table]).open(newline="") as stream:
+        found = [(row["reward="], row["reward"]) for row in csv.DictReader(stream)]
+    assert found == [("exact_match", "0.5"), ("math", "0.5")]

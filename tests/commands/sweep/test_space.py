@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from rlft.commands.sweep.space import (
-    Choice,
-    Interval,
-    changes_no_number,
-    check_changes_numbers,
-    read_grid,
-    read_space,
-)
+from rlft.commands.sweep.space import Choice, Interval, changes_no_number, check_changes_numbers, read_grid, read_space
 from rlft.config.compose import compose
 from rlft.types import UserError
 
@@ -23,13 +18,8 @@ def interval(value: str, key: str = "trainer.lr") -> Interval:
 
 
 def test_words_with_several_values_are_chosen_and_the_others_are_fixed() -> None:
-    words = [
-        "+recipe=grpo_arithmetic",
-        "trainer.lr=interval(1e-5,1e-2)",
-        "lora.rank=choice(4,16)",
-        "algorithm=grpo,gspo",
-    ]
-    space = read_space(words, "train")
+    words = ["trainer.lr=interval(1e-5,1e-2)", "lora.rank=choice(4,16)", "algorithm=grpo,gspo"]
+    space = read_space(["+recipe=grpo_arithmetic", *words], "train")
     assert space.fixed == ("+recipe=grpo_arithmetic",)
     assert space.varied == (
         Interval(key="trainer.lr", low=1e-5, high=1e-2, whole=False, log=True),
@@ -102,9 +92,8 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
     ],
 )
 def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"^{re.escape(fragment)}"):
         read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train")
-    assert str(refused.value).startswith(fragment)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +103,10 @@ def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
      "freshness.every=1,2", "scoring.workers=0,1", "model.device=cpu,cuda", "generation.transformers.batch_size=8,16"],
 )  # fmt: skip
 def test_keys_that_change_no_number_cannot_be_chosen(word: str) -> None:
-    with pytest.raises(UserError) as refused:
+    key, _, values = word.partition("=")
+    said = f"{key}: cannot be swept: it does not change what a run measures, got {values.replace(',', ', ')};"
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         check_changes_numbers(read_space([word], "train"), compose([]))
-    got = ", ".join(word.partition("=")[2].split(","))
-    said = f"{word.partition('=')[0]}: cannot be swept: it does not change what a run measures, got {got};"
-    assert str(refused.value).startswith(said)
 
 
 def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
@@ -166,6 +154,5 @@ def test_a_plain_sweep_refuses_an_interval() -> None:
 )
 def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word: str, refusal: str) -> None:
     for check in (read_space, read_grid):
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError, match=f"^{re.escape(refusal)}"):
             check([word], "train")
-        assert str(refused.value).startswith(refusal)

@@ -9,7 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, line, make_study, write
+from fake_studies import (
+    ALGORITHM,
+    RANK,
+    RATE,
+    STEPS,
+    FakeRuns,
+    accuracy,
+    by_number,
+    do_all,
+    keys,
+    line,
+    make_and_do,
+    make_study,
+    states,
+    write,
+)
 
 from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.checks import Values
@@ -27,11 +42,10 @@ class Killed(BaseException):
 
 def outcome(study: Study) -> list[tuple[Any, ...]]:
     """All that a study knows, in the order of its trials."""
-    rows = sorted(study.trials.rows(), key=lambda row: row.number)
     return [
         (row.number, dict(row.params), row.state, row.value, tuple(row.values), row.same_as, row.why,
          dict(study.trials.reported(row.number)))
-        for row in rows
+        for row in by_number(study)
     ]  # fmt: skip
 
 
@@ -46,14 +60,11 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp
 
 
 def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean_at_their_ends(tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=1, seeds=3))
-    do_all(study, FakeRuns(value=lambda params, step, seed: step + 10.0 * seed))
+    runs = FakeRuns(value=lambda params, step, seed: step + 10.0 * seed)
+    study = make_and_do(tmp_path, keys(trials=1, seeds=3), runs=runs)
     # 9 steps in each of 3 runs, which end at 9, 19 and 29
-    assert study.trials.reported(0) == {
-        **{step: step for step in range(1, 10)},
-        18: (9 + 19) / 2,
-        27: (9 + 19 + 29) / 3,
-    }
+    whole_runs = {18: (9 + 19) / 2, 27: (9 + 19 + 29) / 3}
+    assert study.trials.reported(0) == {step: step for step in range(1, 10)} | whole_runs
 
 
 def scripted(curves: Mapping[str, Sequence[float]]) -> FakeRuns:
@@ -102,8 +113,9 @@ def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_fa
 
 def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path) -> None:
     """The first run of the last trial is as good as the others' and its second is worse: 0.5 against 0.4."""
-    study = make_study(tmp_path, keys(sampler="grid", trials=4, seeds=3, pruner="median", startup=3), RANK, ALGORITHM)
-    do_all(study, FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5))
+    runs = FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5)
+    config = keys(sampler="grid", trials=4, seeds=3, pruner="median", startup=3)
+    study = make_and_do(tmp_path, config, RANK, ALGORITHM, runs=runs)
     last = next(row for row in study.trials.rows() if row.params == LAST)
     assert (last.state, last.value, last.why) == ("pruned", (0.5 + 0.3) / 2, "median after 2 seeds")
 
@@ -127,8 +139,7 @@ def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(
 
 
 def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=20, pruner="hyperband"))
-    do_all(study, FakeRuns())
+    study = make_and_do(tmp_path, keys(trials=20, pruner="hyperband"))
     pruned = [row for row in study.trials.rows() if row.state == "pruned"]
     assert len(pruned) >= 5
     # rungs at 1 and 3 steps; one at 9 is the end
@@ -141,12 +152,12 @@ def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(
         if run.trial.number == 1:
             write(run.folder, [line(0, 0.1), line(STEPS - 1, 0.9)])
 
-    study, runs = make_study(tmp_path, keys(trials=3, seeds=2)), FakeRuns()
-    do_all(study, cut)
-    row = next(row for row in study.trials.rows() if row.number == 1)
+    runs = FakeRuns()
+    study = make_and_do(tmp_path, keys(trials=3, seeds=2), runs=cut)
     file = tmp_path / "1" / "seed_0" / "eval.jsonl"
-    assert (row.state, row.why) == ("failed", f"{file} has no evaluation after the last step, {STEPS}")
-    assert [row.state for row in study.trials.rows()] == ["complete", "complete", "failed"]
+    assert by_number(study)[1].why == f"{file} has no evaluation after the last step, {STEPS}"
+    assert states(study) == ["complete", "failed", "complete"]
+    assert study.trials.rows()[-1].number == 1
 
 
 def crash(study: Study, **more: Any) -> FakeRuns:
@@ -170,19 +181,15 @@ def test_a_trial_that_kills_its_process_twice_without_progress_fails_and_the_swe
     assert [trial.number for trial in study.trials.unfinished()] == [1]
     runs = crash(study)
     assert runs.ran == [(2, 0), (3, 0)]
-    rows = {row.number: row for row in study.trials.rows()}
-    assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
-    assert rows[1].why.startswith(
-        "2 attempts in a row ended without an explanation and without a new evaluation or che"
-    )
+    assert states(study) == ["complete", "failed", "complete", "complete"]
+    said = "2 attempts in a row ended without an explanation and without a new evaluation or che"
+    assert by_number(study)[1].why.startswith(said)
 
 
 def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
     for at in (2, 3, 4, 5, 6, 7):
         crash(make_study(tmp_path, keys(trials=2)), at=at)
-    study = make_study(tmp_path, keys(trials=2))
-    do_all(study, FakeRuns())
-    assert {row.state for row in study.trials.rows()} == {"complete"}
+    assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("reward.http.url", "does not answer", remedy="ask")])
@@ -192,9 +199,7 @@ def test_an_attempt_that_ends_for_a_known_reason_is_no_crash(
     monkeypatch.setattr(Values, "are_refused", lambda self, words, key: False)
     for _ in range(5):
         crash(make_study(tmp_path, keys(trials=2)), error=error)
-    study = make_study(tmp_path, keys(trials=2))
-    do_all(study, FakeRuns())
-    assert {row.state for row in study.trials.rows()} == {"complete"}
+    assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
 
 
 def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -> None:
@@ -209,33 +214,22 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -
 
 
 def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None:
-    """Trial 1 fails, and of four combinations six trials repeat some."""
-    states: list[list[str]] = []
-    config = keys(trials=6, startup=6)
-    study = make_study(tmp_path, config, RANK, ALGORITHM)
-    study._page.write_table = lambda: states.append([row.state for row in study.trials.rows()])
+    """Trial 1 cannot be done and fails, the others go on; of four combinations six trials repeat some."""
+    told: list[list[str]] = []
+    study = make_study(tmp_path, keys(trials=6, startup=6), RANK, ALGORITHM)
+    study._page.write_table = lambda: told.append(states(study))
 
     def before(run: TrialRun, step: int) -> None:
         if run.trial.number == 1:
             raise BrokenRunError("the loss is not finite")
 
     do_all(study, FakeRuns(before=before))
-    assert states[:4] == [["unfinished"], ["complete"], ["complete", "unfinished"], ["complete", "failed"]]
+    assert told[:4] == [["unfinished"], ["complete"], ["complete", "unfinished"], ["complete", "failed"]]
     repeated = sum(row.same_as is not None for row in study.trials.rows())
     assert repeated > 0
-    assert len(states) == 2 * (6 - repeated) + repeated
-
-
-def test_a_trial_that_cannot_be_done_fails_and_the_others_go_on(tmp_path: Path) -> None:
-    def before(run: TrialRun, step: int) -> None:
-        if run.trial.number == 1:
-            raise BrokenRunError("the loss is not finite")
-
-    study = make_study(tmp_path, keys(trials=4))
-    do_all(study, FakeRuns(before=before))
-    rows = {row.number: row for row in study.trials.rows()}
-    assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
-    assert rows[1].why == "the loss is not finite"
+    assert len(told) == 2 * (6 - repeated) + repeated
+    assert by_number(study)[1].why == "the loss is not finite"
+    assert {row.state for row in by_number(study) if 1 not in (row.number, row.same_as)} == {"complete"}
 
 
 def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
@@ -248,7 +242,7 @@ def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: 
     again = make_study(tmp_path, keys(trials=3))
     assert [trial.number for trial in again.trials.unfinished()] == [1]
     do_all(again, FakeRuns())
-    assert {row.state for row in again.trials.rows()} == {"complete"}
+    assert states(again) == ["complete"] * 3
 
 
 def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:
@@ -257,7 +251,7 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_o
         do_all(study, runs, lambda: len(runs.ran) == 3)
     assert runs.ran == [(0, 0), (0, 1), (1, 0)]
     again = make_study(tmp_path, keys(trials=4, seeds=2))
-    assert [row.state for row in again.trials.rows()] == ["complete", "unfinished"]
+    assert states(again) == ["complete", "unfinished"]
     do_all(again, runs, lambda: len(runs.ran) == 9)
     assert again.is_done(), "a signal in the last step of all is too late for the sweep, too"
 
@@ -276,11 +270,7 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
 ) -> None:
     """Each process in turn is killed before or after its first, second, third or sixth time that something is kept."""
     config, varied = CASES[case]
-    (tmp_path / "whole").mkdir()
-    whole = make_study(tmp_path / "whole", config, *varied)
-    do_all(whole, FakeRuns())
-
-    (tmp_path / "killed").mkdir()
+    whole = make_and_do(tmp_path / "whole", config, *varied)
     kept, kills, write = 0, 0, Journal._write
     moments = itertools.cycle(itertools.product((1, 2, 3, 6), ("before", "after")))
     moment = next(moments)
@@ -298,8 +288,7 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
     monkeypatch.setattr(studies, "MOST_CRASHES", 100)  # some of these come before a trial has done anything
     while True:
         try:
-            study = make_study(tmp_path / "killed", config, *varied)
-            do_all(study, FakeRuns())
+            make_and_do(tmp_path / "killed", config, *varied)
             break
         except Killed:
             kept, kills, moment = 0, kills + 1, next(moments)
@@ -309,11 +298,6 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
 
 
 def test_more_trials_go_on_after_the_last(tmp_path: Path) -> None:
-    (tmp_path / "at_once").mkdir()
-    (tmp_path / "in_two").mkdir()
-    at_once = make_study(tmp_path / "at_once", keys(trials=8))
-    do_all(at_once, FakeRuns())
-    for number in (3, 8):
-        study = make_study(tmp_path / "in_two", keys(trials=number))
-        do_all(study, FakeRuns())
-    assert outcome(study) == outcome(at_once)
+    make_and_do(tmp_path / "in_two", keys(trials=3))
+    in_two = make_and_do(tmp_path / "in_two", keys(trials=8))
+    assert outcome(in_two) == outcome(make_and_do(tmp_path / "at_once", keys(trials=8)))

@@ -33,26 +33,18 @@ def done(trials: Trials, number: int) -> list[dict[str, object]]:
 
 
 def test_the_same_seed_draws_the_same_trials_and_another_seed_others(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("a", "b", "c")]
-    for folder in folders:
-        folder.mkdir()
-    first, again = (done(make_trials(folder, keys(), SPACE), 8) for folder in folders[:2])
-    assert first == again
-    assert done(make_trials(folders[2], keys(seed=1), SPACE), 8) != first
+    first, again, other = (done(make_trials(tmp_path / str(i), keys(seed=i // 2), SPACE), 8) for i in range(3))
+    assert first == again != other
 
 
 def test_a_trial_is_drawn_as_if_the_process_had_never_ended(tmp_path: Path) -> None:
     """Each with a generator of its own: a study that is opened anew before each trial draws the same."""
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
     whole = done(make_trials(tmp_path / "whole", keys(), SPACE), 10)
     assert [done(make_trials(tmp_path / "parts", keys(), SPACE), 1)[0] for _ in range(10)] == whole
 
 
 def test_values_are_drawn_near_those_that_did_well(tmp_path: Path) -> None:
     """The best rate is 1e-3, in the middle of three decades: half a decade around it is a third of what random has."""
-    (tmp_path / "tpe").mkdir()
-    (tmp_path / "random").mkdir()
     near = {}
     for name in ("tpe", "random"):
         found = done(make_trials(tmp_path / name, keys(sampler=name, startup=8), SPACE), 40)[20:]

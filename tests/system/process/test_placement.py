@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlft.config.cluster import ClusterConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.system.process.placement import (
     GpuMemory,
     Resources,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from real_engines import check_pool_against, opened_here, signal_to
 
-from rlft.config.cluster import ClusterConfig
 from rlft.config.schema import RunConfig
+from rlft.config.trainer import ClusterConfig
 from rlft.model.backbone import Backbone
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.member import Launcher

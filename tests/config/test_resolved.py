@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlft.config import token_budget
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build, token_budget, with_budget_of_device, with_token_budget
 
 
 def config(*overrides: str) -> dict:
@@ -24,7 +24,7 @@ def config(*overrides: str) -> dict:
     ],
 )
 def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides: list[str], expected: int) -> None:
-    assert token_budget.resolved(config(*overrides))["token_budget"] == expected
+    assert with_token_budget(config(*overrides))["token_budget"] == expected
 
 
 def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
         ("prompts.max_tokens=20000",): 20256,
     }.items():
         plain = compose(words)
-        assert token_budget.with_budget_of_device(build(plain), plain).token_budget == expected
+        assert with_budget_of_device(build(plain), plain).token_budget == expected
 
 
 def test_a_learned_reward_takes_the_runs_budget() -> None:
@@ -48,5 +48,5 @@ def test_a_learned_reward_takes_the_runs_budget() -> None:
 
 def test_supervised_verbs_have_a_budget_without_groups() -> None:
     plain = {"prompts": {"max_tokens": 256}}
-    assert token_budget.token_budget(plain, gpu=False) == 1536
-    assert token_budget.token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256
+    assert token_budget(plain, gpu=False) == 1536
+    assert token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256

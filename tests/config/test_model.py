@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlft.config.model_paths import check_local, looks_local, resolve_path
+from rlft.config.model import check_local, looks_local, resolve_path
 from rlft.types import UserError
 
 
