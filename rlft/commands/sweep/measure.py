@@ -25,6 +25,7 @@ from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
 from rlft.logger.loggers import is_declared
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder
+from rlft.runs.config_file import is_path_key, same_path
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
 from rlft.types import UserError, require
