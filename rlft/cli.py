@@ -203,7 +203,7 @@ def _make_run(name: str, words: list[str]) -> int:
     if verb.compose is not None and (run := verb.compose(parsed)) is not None:
         begin(run.plain, run.folder)
     elif parsed.asks:
-        from rlft.commands.ask import ask
+        from rlft.commands.arguments import ask
 
         ask(name, parsed)
     elif parsed.sweep:

@@ -3,7 +3,7 @@
     python scripts/bench_limit.py
     python scripts/bench_limit.py --shapes 384+64 --size 0.5b
 
-For each shape: the operations that the step needs (`rlft.commands.doctor.arithmetic`), the rate at which this machine
+For each shape: the operations that the step needs (`rlft.commands.doctor.work`), the rate at which this machine
 makes the same matrix products, measured before and after the step in turn, the seconds that this would take, and the
 seconds that credit and update took. 1 / their ratio is the share of the limit that is reached.
 """
@@ -16,8 +16,7 @@ from pathlib import Path
 
 from bench_work import default_dtype, device_and_dtype, run_rlft, table, where_and_when
 
-from rlft.commands.doctor.arithmetic import Shape, product_rate, step_flops
-from rlft.commands.doctor.work import SIZES, Workload, make_model
+from rlft.commands.doctor.work import SIZES, Shape, Workload, make_model, product_rate, step_flops
 
 
 def main() -> None:

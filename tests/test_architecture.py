@@ -40,7 +40,7 @@ MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 9, 150
 # {library: where it may be imported}; what is imported by name (trackers, see logger/scalars.py) has no place.
 PLACES = {
     "vllm": {"generation/vllm/generator", "generation/vllm/guest", "generation/vllm/teacher"},
-    "hydra": {"config/compose", "commands/ask"},
+    "hydra": {"config/compose", "commands/arguments"},
     "omegaconf": {"config/compose"},
     "wandb": set(),
     "tensorboard": set(),
@@ -58,14 +58,14 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
-    "algorithms", "arguments", "ask", "chat", "doctor/command", "eval", "export/command", "launch", "own",
-    "plan_command", "recipes", "resume", "serve", "sweep/command",
+    "algorithms", "arguments", "chat", "doctor/command", "eval", "export/command", "launch", "own",
+    "plan_command", "policy", "recipes", "resume", "serve", "sweep/command",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"doctor/page", "own", "policy_page", "recipes", "train"},
+    "commands": {"own", "recipes"},
     "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip

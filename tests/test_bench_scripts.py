@@ -16,8 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlft.commands.doctor.arithmetic import Shape, step_flops
-from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
+from rlft.commands.doctor.work import Shape, Size, Workload, make_model, step_flops, write_prompts
 
 pytestmark = pytest.mark.slow
 

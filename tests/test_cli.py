@@ -155,36 +155,32 @@ def check_evaluation(done: Ended, lines: Sequence[dict], step: int) -> None:
     assert lines[0]["accuracy"] == pytest.approx(sum(rights) / 6)
 
 
-def test_a_run_is_evaluated_at_its_newest_checkpoint(forks: Nursery, trained: Path, tmp_path: Path) -> None:
-    done = forks.run("eval", f"run={trained}", "eval.num_samples=3", "eval.num_prompts=2", cwd=tmp_path)
-    check_evaluation(done, evaluated(trained), step=2)
-    (file,) = trained.rglob("evaluations/*.jsonl")
-    file.unlink()
+SAMPLES = ("eval.num_samples=3", "eval.num_prompts=2")
 
 
-def test_a_checkpoint_is_evaluated_and_run_may_be_left_out(forks: Nursery, trained: Path, tmp_path: Path) -> None:
-    settings = ["eval.num_samples=3", "eval.num_prompts=2"]
-    done = forks.run("eval", f"{trained}/checkpoints/step_000001", *settings, cwd=tmp_path)
-    check_evaluation(done, evaluated(trained), step=1)
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (("run={}",), 2),
+        (("{}/checkpoints/step_000001",), 1),  # run= may be left out
+        (("run={}", "data=arithmetic", "data.difficulty=3"), 2),
+    ],
+    ids=["the newest checkpoint", "a checkpoint", "other data"],
+)
+def test_a_run_is_evaluated(words: Sequence[str], step: int, forks: Nursery, trained: Path, tmp_path: Path) -> None:
+    done = forks.run("eval", *(word.format(trained) for word in words), *SAMPLES, cwd=tmp_path)
+    lines = evaluated(trained)
+    check_evaluation(done, lines, step)
+    of_difficulty_3 = [re.search(r"[0-9]{3} [+-] [0-9]{3}", line["prompt"][-1]["content"]) for line in lines[1:]]
+    assert all(of_difficulty_3) == ("data.difficulty=3" in words)
     (file,) = trained.rglob("evaluations/*.jsonl")
     file.unlink()
 
 
 def test_a_bare_model_is_evaluated(forks: Nursery, tmp_path: Path) -> None:
-    settings = ["data=arithmetic", "eval.num_samples=3", "eval.num_prompts=2", "generation.max_tokens=16"]
-    done = forks.run("eval", "model.path=embedded:tiny-arithmetic", *settings, cwd=tmp_path)
+    words = ["model.path=embedded:tiny-arithmetic", "data=arithmetic", "generation.max_tokens=16"]
+    done = forks.run("eval", *words, *SAMPLES, cwd=tmp_path)
     check_evaluation(done, evaluated(tmp_path / "runs" / "eval"), step=0)
-
-
-def test_a_run_may_be_evaluated_on_other_data(forks: Nursery, trained: Path, tmp_path: Path) -> None:
-    changes = ["data=arithmetic", "data.difficulty=3", "eval.num_samples=3", "eval.num_prompts=2"]
-    done = forks.run("eval", f"run={trained}", *changes, cwd=tmp_path)
-    assert done.code == 0, done.err
-    lines = evaluated(trained)
-    check_evaluation(done, lines, step=2)
-    assert all(re.search(r"[0-9]{3} [+-] [0-9]{3}", line["prompt"][-1]["content"]) for line in lines[1:])
-    (file,) = trained.rglob("evaluations/*.jsonl")
-    file.unlink()
 
 
 MINE = """

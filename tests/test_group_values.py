@@ -7,7 +7,7 @@ import itertools
 import pytest
 from in_one_test import each
 
-from rlft.commands.ask import ask
+from rlft.commands.arguments import ask
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import compose, named_choices

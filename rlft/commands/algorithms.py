@@ -24,7 +24,7 @@ from rlft.config.compose import compose, explain
 from rlft.config.instantiate import instantiate, locate
 from rlft.config.overrides import CONFIG_DIR
 from rlft.system.terminal import command_line
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft algorithms [<name>] [algorithm.<key>=<value>] ... [--config-dir <folder>] [--json]
@@ -72,18 +72,16 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class Page(Listed):
     """Everything that is printed about one algorithm.
 
     Attributes:
-        listed: the algorithm as in the list.
         module: the module of its class.
         loss: its loss; None if the module does not state it.
         keys: its keys.
         example: a command to try it.
     """
 
-    listed: Listed
     module: str
     loss: Formula | None
     keys: tuple[Key, ...]
@@ -101,7 +99,7 @@ def command(arguments: list[str]) -> None:
         print(json.dumps([asdict(row) for row in rows], indent=1) if "--json" in arguments else table_of(rows))
         return
     page = page_of(names[0], files, parsed.overrides, parsed.config_dir)
-    print(json.dumps(as_json(page), indent=1) if "--json" in arguments else text_of(page))
+    print(json.dumps(asdict(page), indent=1) if "--json" in arguments else text_of(page))
 
 
 def _split_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -116,18 +114,16 @@ def _split_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
     """Refuses more than one name, and words that are not keys of the algorithm."""
-    if len(names) > 1:
-        raise UserError("algorithms", "takes one name", got=" ".join(names), remedy=f"write rlft algorithms {names[0]}")
+    remedy = f"write rlft algorithms {names[0] if names else ''}"
+    require(len(names) < 2, "algorithms", "takes one name", got=" ".join(names), remedy=remedy)
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if key == GROUP and value:
             raise UserError(key, "is named without its group here", got=value, remedy=f"write rlft algorithms {value}")
-        if not override.startswith(f"{GROUP}."):
-            remedy = "write rlft algorithms, or rlft algorithms <name>"
-            raise UserError(key, "is not a key of rlft algorithms", got=override, remedy=remedy)
-        if not names:
-            remedy = f"write rlft algorithms <name> {override}"
-            raise UserError(key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
+        is_a_key, remedy = override.startswith(f"{GROUP}."), "write rlft algorithms, or rlft algorithms <name>"
+        require(is_a_key, key, "is not a key of rlft algorithms", got=override, remedy=remedy)
+        remedy = f"write rlft algorithms <name> {override}"
+        require(names, key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
 
 
 def _files(config_dir: Path | None) -> dict[str, Path]:
@@ -148,10 +144,8 @@ def _lineage(file: Path) -> list[Path]:
 
 
 def listed(name: str, file: Path) -> Listed:
-    files = _lineage(file)
-    return Listed(
-        name=name, about=catalog.first_comment(file), family=catalog.family(files), paper=catalog.paper(files)
-    )
+    files, about = _lineage(file), catalog.first_comment(file)
+    return Listed(name=name, about=about, family=catalog.family(files), paper=catalog.paper(files))
 
 
 def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], config_dir: Path | None) -> Page:
@@ -177,7 +171,7 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
         raise UserError(target.__module__, f"its docstring does not state its loss: {error}", remedy=remedy) from None
     lineage = _lineage(files[name])
     return Page(
-        listed=listed(name, files[name]),
+        **asdict(listed(name, files[name])),
         module=target.__module__,
         loss=loss,
         keys=tuple(Key(key=key, value=value, comments=_comments(key, lineage)) for key, value in values.items()),
@@ -201,17 +195,6 @@ def _example(name: str, config_dir: Path | None) -> str:
     return command_line("rlft", "train", *folder, "+recipe=grpo_arithmetic", f"{GROUP}={name}", f"name={name}")
 
 
-def as_json(page: Page) -> dict[str, Any]:
-    loss = None if page.loss is None else {"lines": page.loss.lines, "symbols": dict(page.loss.symbols)}
-    return {
-        **asdict(page.listed),
-        "module": page.module,
-        "loss": loss,
-        "keys": [asdict(key) for key in page.keys],
-        "example": page.example,
-    }
-
-
 def table_of(rows: Sequence[Listed]) -> str:
     """A line per algorithm with its name, its family and what it is; below it, its paper."""
     name, family = (max(len(getattr(row, column)) for row in rows) for column in ("name", "family"))
@@ -225,12 +208,11 @@ def table_of(rows: Sequence[Listed]) -> str:
 
 
 def text_of(page: Page) -> str:
-    entry = page.listed
     lines = [
-        *_wrapped(f"{entry.name}: {entry.about}", "", "  "),
+        *_wrapped(f"{page.name}: {page.about}", "", "  "),
         "",
-        *_wrapped(f"{entry.family} ({page.module})", "family  ", " " * 8),
-        *(_wrapped(entry.paper, "paper   ", " " * 8) if entry.paper else []),
+        *_wrapped(f"{page.family} ({page.module})", "family  ", " " * 8),
+        *(_wrapped(page.paper, "paper   ", " " * 8) if page.paper else []),
         f"try it  {page.example}",
         "",
         "Loss, which an update makes smaller",
@@ -241,18 +223,15 @@ def text_of(page: Page) -> str:
     else:
         lines += [f"  {line}" for line in page.loss.lines]
         width = max(map(len, page.loss.symbols), default=0)
-        lines += ["", *_symbol_lines(page.loss.symbols, width)]
+        lines.append("")
+        for name, meaning in page.loss.symbols.items():
+            lines += _wrapped(meaning, f"  {name:<{width}}  ", " " * (width + 4))
     lines += ["", "Keys, set as algorithm.<key>=<value>", ""]
     for key in page.keys:
         lines.append(f"  {key.key}: {key.value if isinstance(key.value, str) else json.dumps(key.value)}")
         for comment in key.comments:
             lines += _wrapped(comment, " " * 6, " " * 6)
     return "\n".join(lines)
-
-
-def _symbol_lines(symbols: Mapping[str, str], width: int) -> list[str]:
-    indent = " " * (width + 4)
-    return [line for name, meaning in symbols.items() for line in _wrapped(meaning, f"  {name:<{width}}  ", indent)]
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:

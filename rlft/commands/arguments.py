@@ -1,19 +1,22 @@
-"""Reads the words after a verb, and checks the run to resume, or the run or model to use."""
+"""Reads the words after a verb, checks the run to resume, and lets Hydra answer --help, --cfg and the like."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlft.config import compose as configs
 from rlft.config.overrides import Arguments, check_no_options, parse
 from rlft.config.resolved import AUTO
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import NamedRun, find, one_run
+from rlft.runs.find import one_run
 from rlft.runs.fork import forking
 from rlft.system.terminal import say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 
 def make_importable(config_dir: Path | None) -> None:
@@ -35,22 +38,19 @@ def check_resume(parsed: Arguments) -> Arguments:
     if resumed is None:
         return parsed
     if resumed == AUTO:
-        if parsed.sweep:
-            remedy = "leave it out: the same command with its hydra.sweep.dir continues the sweep"
-            raise UserError("resume", "is of one run, and this is a sweep", got=AUTO, remedy=remedy)
-        if folder is None:
-            problem = "starts or continues the run in hydra.run.dir, which is not given"
-            raise UserError("resume", problem, got=AUTO, remedy="give hydra.run.dir=<folder>")
+        remedy = "leave it out: the same command with its hydra.sweep.dir continues the sweep"
+        require(not parsed.sweep, "resume", "is of one run, and this is a sweep", got=AUTO, remedy=remedy)
+        problem = "starts or continues the run in hydra.run.dir, which is not given"
+        require(folder is not None, "resume", problem, got=AUTO, remedy="give hydra.run.dir=<folder>")
         return parsed
     run = one_run(resumed, "resume", say)
     if (run / checkpoint.STATE).is_file():
         remedy = f"start a new run from it: {forking(run)}"
-        problem = "is a checkpoint; a run is resumed from its newest one"
-        raise UserError("resume", problem, got=resumed, remedy=remedy)
+        raise UserError("resume", "is a checkpoint; a run is resumed from its newest one", got=resumed, remedy=remedy)
     run_folder.read(run)
-    if folder is not None and Path(folder).resolve() != run.resolve():
-        problem = "a resumed run continues in its own folder, not in hydra.run.dir"
-        raise UserError("resume", problem, got=resumed, remedy="leave hydra.run.dir out")
+    is_its_own = folder is None or Path(folder).resolve() == run.resolve()
+    problem = "a resumed run continues in its own folder, not in hydra.run.dir"
+    require(is_its_own, "resume", problem, got=resumed, remedy="leave hydra.run.dir out")
     if str(run) == resumed:
         return parsed
     overrides = tuple(f"resume={run}" if o.lstrip("+").startswith("resume=") else o for o in parsed.overrides)
@@ -65,29 +65,33 @@ def only_overrides(arguments: Sequence[str], verb: str = "train") -> Arguments:
     return parsed
 
 
-def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None, list[str]]:
-    """Parses the words of a verb that uses a run.
+def ask(verb: str, parsed: Arguments) -> None:
+    """Lets Hydra answer these words of a verb."""
+    import hydra
 
-    Args:
-        arguments: the words; the first one may be the run itself.
-        words: keys of the verb itself, which do not change the config.
-
-    Returns:
-        The parsed words, the run that they name (None if they name none), and the overrides of its config.
-    """
-    if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
-        arguments = [f"run={arguments[0]}", *arguments[1:]]
-    parsed = only_overrides(arguments)
-    not_config_keys = ("run", "checkpoint", *words)
-    run_name = parsed.value("run") or parsed.value("checkpoint")
-    if not run_name and any(o.partition("=")[0] in ("run", "checkpoint") for o in parsed.overrides):
-        raise UserError("run", "is empty", remedy="write run=runs/<name>/<time>")
-    changes = [o for o in parsed.overrides if o.partition("=")[0] not in not_config_keys]
-    return parsed, find(one_run(run_name, "run", say)) if run_name else None, changes
+    configs.register_resolvers()
+    first, *others = configs.primary_folders(verb)
+    search = [configs.search_path(others)] if others else []
+    words = [f"rlft {verb}", *parsed.options, *configs.named_choices(parsed.overrides, verb), *search]
+    try:
+        with command_line(words):
+            hydra.main(config_path=str(first), config_name=verb, version_base="1.3")(lambda composed: None)()
+    except Exception as error:
+        raise configs.refusal(error, verb) or error from None
+    except SystemExit as end:  # Hydra exits after --help
+        if end.code:
+            raise
 
 
-def check_names_a_model(parsed: Arguments, otherwise: str) -> None:
-    """Requires model.path= or +recipe= if no run is named, because the defaults alone are hardly ever intended."""
-    if not any(parsed.value(key) for key in ("model.path", "recipe")):
-        remedy = "give run=<run>, model.path=<model> or +recipe=<name>"
-        raise UserError("run", f"is missing: {otherwise}", remedy=remedy)
+@contextlib.contextmanager
+def command_line(words: list[str]) -> Iterator[None]:
+    """Has `sys.argv` be these words; afterwards it and the root logger, which Hydra configures, are as before."""
+    root = logging.getLogger()
+    argv, handlers, level = sys.argv, root.handlers[:], root.level
+    sys.argv = words
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        root.handlers[:] = handlers
+        root.setLevel(level)

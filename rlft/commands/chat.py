@@ -10,35 +10,22 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlft.commands.arguments import check_names_a_model, of_a_run
-from rlft.commands.eval import changed_to_sample
 from rlft.commands.launch import import_libraries
-from rlft.config import compose as configs
-from rlft.config.resolved import build
-from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint, with_named_runs
+from rlft.commands.policy import Policy, check_ends, open_roles, policy_of, sampled_by
+from rlft.config.resolved import Resolved, resolve
+from rlft.runs.find import NamedRun, with_named_runs
 from rlft.system.interrupt import Terminated, handled_inside
-from rlft.system.terminal import command_line, override, say
-from rlft.types import (
-    Completion,
-    FinishReason,
-    Group,
-    Message,
-    Prompt,
-    Rollout,
-    Sampling,
-    Split,
-    UserError,
-)
+from rlft.system.terminal import Say, command_line, override, say
+from rlft.types import Completion, FinishReason, Group, Message, Prompt, Rollout, Sampling, Split, UserError, require
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rlft.config.model import LoraSettings, ModelConfig
-    from rlft.config.schema import GenerationConfig, PromptsConfig, ScoringConfig
+    from rlft.config.schema import SamplingRoot
     from rlft.environment.protocol import Environment
     from rlft.generation.engine import Generator
     from rlft.model.backbone import Backbone
@@ -46,7 +33,6 @@ if TYPE_CHECKING:
     from rlft.model.roles import Roles
     from rlft.reward.workers.reward_spec import RewardSpec
     from rlft.reward.workers.scorer import Scorer
-    from rlft.runs.checkpoint import Checkpoint
 
 USAGE = """\
 usage: rlft chat run=<run or checkpoint folder> [raw=true] [<key>=<value>] ...
@@ -80,172 +66,80 @@ WORDS = ("raw",)
 """Keys of this verb; all other keys are those of the config."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings that a chat reads from the config of a run of any verb.
+def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
+    """The environment whose tools the policy may call; None without one, and for agents that play by themselves.
 
-    Attributes:
-        model: the model to load.
-        base: the config's model.path, which differs from `model` if the checkpoint holds a whole model.
-        prompts: how prompts are formatted.
-        lora: the adapter's shape; None if all weights were trained.
-        generation: how answers are sampled.
-        rewards: the reward section.
-        scoring: how rewards are called; None if the config has no such section.
-        system_prompt: the first message of a conversation, if any.
-        prompt_template: a text with the placeholder {question}.
-        token_budget: the most tokens of a forward pass.
-        seed: the seed from which answers derive.
-        environment: the environment whose tools the policy may call, new for each question; None without one, and for
-            agents that play by themselves.
+    Refuses what the config alone shows to be wrong; `raw` leaves out the data's system prompt and template.
     """
-
-    model: ModelConfig
-    base: str
-    prompts: PromptsConfig
-    lora: LoraSettings | None
-    generation: GenerationConfig
-    rewards: Mapping[str, Any]
-    scoring: ScoringConfig | None
-    system_prompt: str | None
-    prompt_template: str
-    token_budget: int
-    seed: int
-    environment: Environment | None = None
-
-
-def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
-    """Reads the settings from a plain config; `raw` leaves out the data's system prompt and template."""
-    from rlft.config.instantiate import from_mapping
-    from rlft.config.model import LoraSettings, ModelConfig
-    from rlft.config.resolved import AUTO, on_gpu, with_token_budget
-    from rlft.config.schema import GenerationConfig, PromptsConfig, ScoringConfig
-    from rlft.data.records import PLACEHOLDER, check_template
+    from rlft.data.records import check_template
     from rlft.plan.scoring_rules import read_environment
 
-    if plain["token_budget"] == AUTO:
-        plain = with_token_budget(plain, gpu=on_gpu(plain["model"]))
-    environment = read_environment(plain.get("environment"))
-    data = {} if raw else plain.get("data") or {}
-    template = data.get("prompt_template") or PLACEHOLDER
-    check_template(template)
-    lora, scoring = plain.get("lora"), plain.get("scoring")
-    return Settings(
-        model=from_mapping(ModelConfig, plain["model"], "model"),
-        base=plain["model"]["path"],
-        prompts=from_mapping(PromptsConfig, plain["prompts"], "prompts"),
-        lora=None if lora is None else from_mapping(LoraSettings, lora, "lora"),
-        generation=from_mapping(GenerationConfig, plain["generation"], "generation"),
-        rewards=plain.get("reward") or {},
-        scoring=None if scoring is None else from_mapping(ScoringConfig, scoring, "scoring"),
-        system_prompt=data.get("system_prompt"),
-        prompt_template=template,
-        token_budget=plain["token_budget"],
-        seed=plain["seed"],
-        environment=None if environment is None or environment.plays_itself else environment,
-    )
+    environment = read_environment(config.environment)
+    if not raw:
+        check_template(template_of(config.data))
+    return None if environment is None or environment.plays_itself else environment
 
 
-def check(plain: Mapping[str, Any], raw: bool) -> None:
-    """Refuses settings that the config alone shows to be wrong; imports no library."""
-    from rlft.config.resolved import with_token_budget
+def template_of(data: Mapping[str, Any]) -> str:
+    """The text with the placeholder {question} in which questions are asked."""
+    from rlft.data.records import PLACEHOLDER
 
-    read_settings(with_token_budget(plain), raw)
+    return data.get("prompt_template") or PLACEHOLDER
+
+
+def read(plain: Mapping[str, Any], raw: bool) -> Resolved:
+    """Reads the config of a run of any verb that samples; `parts` are as of `check_config`."""
+    return resolve(plain, check=partial(check_config, raw=raw))
 
 
 def read_raw(word: str | None) -> bool:
     """The value of raw=<word>; `word` is None if raw was not typed."""
-    if word not in (None, "true", "false"):
-        raise UserError("raw", "must be true or false", got=word or "nothing", remedy="write raw=true")
+    is_one = word in (None, "true", "false")
+    require(is_one, "raw", "must be true or false", got=word or "nothing", remedy="write raw=true")
     return word == "true"
 
 
 def command(arguments: list[str]) -> None:
     """Starts a conversation with the policy of a run, or with a model."""
-    parsed, source, changes = of_a_run(arguments, WORDS)
-    if source is None:
-        check_names_a_model(parsed, "there is no model to chat with")
+    parsed, source, plain = sampled_by(arguments, "there is no model to chat with", WORDS)
     raw = read_raw(parsed.value("raw"))
-    if source is None:
-        plain = configs.compose(changes, parsed.config_dir)
-        build(plain)
-    else:
-        plain = changed_to_sample(source, changes, parsed.config_dir)
-    check(plain, raw)
+    resolved = read(with_named_runs(plain), raw)
     import_libraries()
-    run(with_named_runs(plain), source, raw, say)
+    run(resolved, source, raw, say)
 
 
-def run(plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]) -> None:
+def run(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) -> None:
     """Chats with the policy of the run, or with the config's model if `source` is None, until the input ends."""
     from rlft.logger.console import open_terminal
 
-    with open_talk(plain, source, raw, say) as talk:
+    with open_talk(resolved, source, raw, say) as talk:
         terminal = Terminal(talk, open_terminal())
         with handled_inside() if terminal.is_person else contextlib.nullcontext():
             terminal.run()
 
 
 @contextlib.contextmanager
-def open_talk(
-    plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]
-) -> Iterator[Talk]:
+def open_talk(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) -> Iterator[Talk]:
     """Opens a conversation with the policy of the run, or the config's model if `source` is None; reads no data."""
-    from rlft.generation.stops import check_stops
-    from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
-    from rlft.runs import checkpoint
+    from rlft.model.backbone import load_backbone
     from rlft.system.memory import Doing, explained
 
-    saved, title = None, str(plain["model"]["path"])
-    if source is None:
-        settings = read_settings(plain, raw)
-    else:
-        folder = find_checkpoint(source, say)
-        settings = settings_of(plain, folder, raw)
-        saved = checkpoint.load(folder) if settings.lora is not None else None
-        title = f"{source.run}, {folder.name}"
-    vocabulary = read_config(settings.model).get_text_config().vocab_size
-    tokenizer = load_tokenizer(settings.model)
-    ends = ends_of(settings.model, settings.prompts.style, tokenizer)
-    check_stops(settings.generation, tokenizer, vocabulary, ends.ids)
-    for note in ends.notes:
-        say(f"note: {note}")
-    if not raw and (plain.get("data") or {}).get("few_shot"):
+    policy = policy_of(resolved, source, say)
+    check_ends(policy.config, say)
+    data = {} if raw else policy.config.data or {}
+    if data.get("few_shot"):
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:
-        with explained(Doing(), settings):
-            backbone = load_backbone(settings.model)
-            roles = open_roles(settings, backbone)
+        with explained(Doing(), policy.config):
+            backbone = load_backbone(policy.config.model)
+            roles = open_roles(policy, backbone)
             stack.callback(roles.close)
-            talk = Talk(settings, roles, backbone, saved)
+            talk = Talk(policy, roles, backbone, resolved.parts, data)
             stack.callback(talk.close)
             stack.callback(talk.end_tools)
-        say(f"{title}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
+        most = f"at most {talk.sampling.max_tokens} tokens"
+        say(f"{policy.title}: temperature {talk.sampling.temperature:g}, {most}; /help")
         yield talk
-
-
-def settings_of(plain: Mapping[str, Any], folder: Path, raw: bool) -> Settings:
-    """The settings for a checkpoint, which holds an adapter on the run's base or a whole model."""
-    kind = kind_of_checkpoint(folder)
-    if kind is CheckpointKind.reward:
-        remedy = "chat with a run of rlft train, and give it this one as reward.learned.path"
-        raise UserError("run", "holds a reward model, which writes no text", got=folder, remedy=remedy)
-    settings = read_settings(plain, raw)
-    if kind is CheckpointKind.weights:
-        return replace(settings, lora=None, model=replace(settings.model, path=str(folder / kind), revision=None))
-    check_base(folder, settings.model)
-    assert settings.lora is not None, "the run trained an adapter"
-    # The adapter from which the run started is no longer needed.
-    return replace(settings, lora=replace(settings.lora, path=None))
-
-
-def open_roles(settings: Settings, backbone: Backbone) -> Roles:
-    """The base with the policy as its only role: an untrained adapter, which has no effect until it is restored."""
-    from rlft.config.model import LoraSettings
-    from rlft.model.roles import policy_alone
-
-    smallest = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
-    return policy_alone(backbone, settings.lora or smallest, token_budget=settings.token_budget, seed=settings.seed)
 
 
 class Talk:
@@ -255,41 +149,44 @@ class Talk:
     the base's.
     """
 
-    def __init__(self, settings: Settings, roles: Roles, backbone: Backbone, saved: Checkpoint | None) -> None:
+    def __init__(
+        self, policy: Policy, roles: Roles, backbone: Backbone, environment: Environment | None, data: Mapping[str, Any]
+    ) -> None:
         from rlft.config.schema import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
         from rlft.plan.scoring_rules import prompt_additions
         from rlft.types import NOTHING
 
-        self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved
-        self.sampling: Sampling = settings.generation.sampling
-        self.system_prompt = settings.system_prompt
+        self.policy, self.config, self.saved = policy, policy.config, policy.saved
+        self.roles, self.backbone, self.environment = roles, backbone, environment
+        self.sampling: Sampling = self.config.generation.sampling
+        self.system_prompt, self.template = data.get("system_prompt"), template_of(data)
         self.turns: tuple[Message, ...] = ()
         self.last: Rollout | None = None
         self._num_questions = 0
         self._scorer: Scorer | None = None
         self._resident: dict[str, LearnedReward] | None = None
         self._resident_error: UserError | None = None
-        args = engine_args(settings, settings.lora, roles)
-        engine = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
+        args = engine_args(self.config, policy.lora, roles)
+        engine = self.config.generation.named(ANYWHERE)  # even if the run sampled with another engine
         self._policy, self._base = engine.open(args), engine.open(args)
         self._shown = NOTHING
-        if settings.environment is not None:
-            environment = replace(settings.environment, workers=1)
+        if environment is not None:
+            alone = replace(environment, workers=1)
             prompt = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
-            self._shown = prompt_additions(environment, backbone.tokenizer, [prompt])
+            self._shown = prompt_additions(alone, backbone.tokenizer, [prompt])
             self._policy, self._base = (
-                Conversations(generator, environment, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
+                Conversations(generator, alone, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
                 for generator in (self._policy, self._base)
             )
-        if saved is not None:
-            roles.restore(saved.adapters)
-        self._policy.load(roles.publish(0 if saved is None else saved.step))
+        if self.saved is not None:
+            roles.restore(self.saved.adapters)
+        self._policy.load(roles.publish(0 if self.saved is None else self.saved.step))
 
     def ask(self, question: str) -> Rollout:
         """Adds this question to the conversation and returns the policy's answer."""
-        content = self.settings.prompt_template.replace("{question}", question)
+        content = self.template.replace("{question}", question)
         turns = (*self.turns, {"role": "user", "content": content})
         rollout = self._answer(self._policy, self._prompt(turns), self._num_questions)
         self.turns = (*turns, *self._answer_messages(rollout.completion))
@@ -298,9 +195,9 @@ class Talk:
 
     def ask_base(self) -> Rollout:
         """Answers the last question with the adapter off and the same random numbers."""
-        if self.settings.lora is None:
+        if self.policy.lora is None:
             problem = "the run trained all weights, so the base is not loaded"
-            command = command_line("rlft", "chat", override("model.path", self.settings.base))
+            command = command_line("rlft", "chat", override("model.path", self.policy.base))
             raise UserError("/base", problem, remedy=f"chat with it: {command}")
         self.last = self._answer(self._base, self._last_rollout("/base").prompt, self._num_questions - 1)
         return self.last
@@ -317,7 +214,7 @@ class Talk:
         from rlft.data.prompts import scan
         from rlft.model.positions import limit_of
 
-        style, held_out = self.settings.prompts.style, Split.held_out
+        style, held_out = self.config.prompts.style, Split.held_out
         prompt = Prompt(id="chat", messages=self._messages(turns), answer="")
         scanned = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
         prompt = scanned.prompts[0]
@@ -338,7 +235,7 @@ class Talk:
 
     def _answer_messages(self, completion: Completion) -> Iterator[Message]:
         """The messages of an answer: what the policy said in each turn, and the answers of tools or environment."""
-        environment = self.settings.environment
+        environment = self.environment
         if environment is None or not completion.turns:
             yield {"role": "assistant", "content": completion.text}
             return
@@ -354,7 +251,7 @@ class Talk:
 
     def end_tools(self) -> None:
         """Ends the processes in which tools run, if there are any."""
-        if self.settings.environment is not None:
+        if self.environment is not None:
             self._policy.close()
             self._base.close()
 
@@ -362,8 +259,8 @@ class Talk:
         from rlft.system.memory import Doing, explained
         from rlft.system.seeds import derive
 
-        seeds = [derive(self.settings.seed, number, "chat")]
-        with explained(Doing(current="answer"), self.settings):
+        seeds = [derive(self.config.seed, number, "chat")]
+        with explained(Doing(current="answer"), self.config):
             return generator.sample([prompt], 1, seeds, self.sampling)[0].rollouts[0]
 
     # -- rewards -------------------------------------------------------------------------------------------------------
@@ -392,17 +289,15 @@ class Talk:
     def _rewards(self) -> dict[str, RewardSpec]:
         from rlft.reward.workers.reward_spec import specs
 
-        if not self.settings.rewards or self.settings.scoring is None:
-            problem = "there are no rewards in this run's config"
-            raise UserError("/score", problem, remedy="chat with a run that has some")
-        return specs(self.settings.rewards)
+        problem = "there are no rewards in this run's config"
+        require(self.config.reward, "/score", problem, remedy="chat with a run that has some")
+        return specs(self.config.reward)
 
     def _open_scorer(self, rewards: Mapping[str, RewardSpec]) -> Scorer:
         """The scorer, opened at the first call: it may start a worker or load reward models."""
         from rlft.reward.workers.scorer import Scorer
 
-        scoring = self.settings.scoring
-        assert scoring is not None, "_rewards refuses"
+        scoring = self.config.scoring
         if self._resident is None:
             self._resident = self._open_resident(rewards)
         if self._scorer is None:
@@ -479,9 +374,8 @@ class Terminal:
             self._show(lambda: self.talk.ask(line.removeprefix("/")))
             return
         name, _, rest = line[1:].partition(" ")
-        if name not in self.commands:
-            remedy = "/help lists them; begin with // to say it to the model"
-            raise UserError(f"/{name}", "there is no such command", remedy=remedy)
+        remedy = "/help lists them; begin with // to say it to the model"
+        require(name in self.commands, f"/{name}", "there is no such command", remedy=remedy)
         self.commands[name](rest.strip())
 
     # -- commands ------------------------------------------------------------------------------------------------------
@@ -510,8 +404,8 @@ class Terminal:
             temperature = float(rest)
         except ValueError:
             temperature = math.nan
-        if not 0 <= temperature < math.inf:
-            raise UserError("/temperature", "must be a number, 0 or more", got=rest or "nothing", remedy="try 0.7")
+        is_one = 0 <= temperature < math.inf
+        require(is_one, "/temperature", "must be a number, 0 or more", got=rest or "nothing", remedy="try 0.7")
         self.talk.sampling = replace(self.talk.sampling, temperature=temperature)
         self._print(f"temperature {temperature:g}", style="dim")
 
@@ -523,7 +417,7 @@ class Terminal:
         with self.console.status("..."):
             rollout = answer()
         completion = rollout.completion
-        if self.talk.settings.environment is None:
+        if self.talk.environment is None:
             self._print(completion.text)
         else:
             self._show_turns(completion)

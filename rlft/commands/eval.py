@@ -6,19 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from rlft.commands.arguments import check_names_a_model, of_a_run
 from rlft.commands.launch import import_libraries
-from rlft.config import command as verbs
-from rlft.config.compose import USUAL, changed, compose
+from rlft.commands.policy import as_training, check_names_a_model, of_a_run
+from rlft.config.compose import changed, compose
 from rlft.config.keys import is_below, known
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.plan.config_checks import check_train
 from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint, with_named_runs
 from rlft.system.terminal import say, show
-from rlft.types import Evaluation, Group, Scores, UserError
+from rlft.types import Evaluation, Group, Scores
 
 USAGE = """\
 usage: rlft eval run=<run or checkpoint folder> [<key>=<value>] ...
@@ -39,6 +38,8 @@ NO_TEACHER = {
     "teacher_gpu_memory_utilization": 0.3,
 }
 """{key of `snapshot`: its value without a teacher}. An evaluation uses none, and its folder may no longer exist."""
+ALONE = {"kind": "local", "address": None, "engines": 0, "ranks": 1, "gpus_per_engine": 1, "scoring": False}
+"""{key of `cluster`: its value for a single process}."""
 
 
 def notes(overrides: Sequence[str]) -> list[str]:
@@ -68,48 +69,6 @@ def command(arguments: list[str]) -> None:
     run(resolved, source, say)
 
 
-def as_training(source: NamedRun) -> dict[str, Any]:
-    """The run's config as one of `rlft train`, whose sections the runs of other verbs have only in part.
-
-    The result may be modified.
-
-    Raises:
-        UserError: the run has no policy.
-    """
-    config = source.config
-    verb = verbs.named(config["verb"])
-    if verb.name == USUAL:
-        return config
-    if not verb.has_policy:
-        others = " or ".join(f"rlft {other.name}" for other in verbs.working() if other.has_policy)
-        problem = f"is a run of rlft {verb.name}, which has no policy"
-        raise UserError("run", problem, got=source.run, remedy=f"name one of {others}")
-    common = compose([])
-    shared = {key: config[key] for key in shared_keys(verb.root) if key in config}
-    weights: dict[str, Any] = {}
-    if config["lora"] is None:  # the trained model is named by its run, as an adapter could be
-        weights = {"lora": common["lora"], "model": {**config["model"], "path": str(source.checkpoint or source.run)}}
-    return {**common, "data": {}, **shared, **weights}
-
-
-def changed_to_sample(source: NamedRun, changes: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
-    """The run's config with these changes, to sample from its policy; one of `rlft train` if its verb does not sample.
-
-    Raises:
-        UserError: the run has no policy, or a change is wrong.
-    """
-    if "generation" in source.config:
-        return changed(source.config, changes, config_dir, source.config["verb"])
-    return changed(as_training(source), changes, config_dir)
-
-
-def shared_keys(root: type) -> list[str]:
-    """The keys of a verb's config that `rlft train` has with the same type, so that an evaluation can read them."""
-    types, train_types = get_type_hints(root), get_type_hints(RunConfig)
-    common = (key for key in types if key in train_types and train_types[key] in (types[key], *get_args(types[key])))
-    return [key for key in common if key not in ("verb", "epochs", "steps")]
-
-
 def resolve_evaluation(plain: dict[str, Any]) -> Resolved:
     """Reads a config for a single evaluation by this process, without loggers and teacher."""
     return resolve(_as_evaluation(plain), check=partial(check_train, trains=False))
@@ -118,15 +77,7 @@ def resolve_evaluation(plain: dict[str, Any]) -> Resolved:
 def _as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(plain["eval"], Mapping) or not isinstance(plain["snapshot"], Mapping):
         return plain  # refused later, when the config is typed
-    cluster = {
-        **plain["cluster"],
-        "kind": "local",
-        "address": None,
-        "engines": 0,
-        "ranks": 1,
-        "gpus_per_engine": 1,
-        "scoring": False,
-    }
+    cluster = {**plain["cluster"], **ALONE}
     evaluation = {**plain["eval"], "every": 1, "kl_base": False}
     snapshot = {**plain["snapshot"], **NO_TEACHER}
     return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation, "snapshot": snapshot}

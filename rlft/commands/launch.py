@@ -81,6 +81,7 @@ def launch(
     """
     import_libraries()
     verb, plain = resolved.command, resolved.plain
+    from rlft.logger.summary import print_summary
     from rlft.loop.engines import Engines
     from rlft.plan.fit import fit_to_device
     from rlft.plan.sizes import note_of_disk
@@ -112,7 +113,8 @@ def launch(
             outcome = verb.run(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
-        say((verb.stopped or stopped_at_once)(folder))
+        at_once = f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
+        say(at_once if verb.stopped is None else verb.stopped(folder))
         raise Reported from None
     if outcome.interrupted:
         saved_text = "saved" if outcome.step else "before the first one"
@@ -120,20 +122,11 @@ def launch(
         raise Reported
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
-        (verb.print_summary or last_page)(plan, folder)
+        if verb.print_summary is not None:
+            verb.print_summary(plan, folder)
+        else:
+            print_summary(folder, ())
     return True
-
-
-def stopped_at_once(folder: Path) -> str:
-    """The message about a run that was stopped inside a step."""
-    return f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
-
-
-def last_page(plan: Any, folder: Path) -> None:
-    """Prints the page at the end of a run: its curves and its last evaluation."""
-    from rlft.logger.summary import print_summary
-
-    print_summary(folder, ())
 
 
 def _is_left_alone(verb: Verb, plan: Any, folder: Path, may_be_finished: bool) -> bool:
@@ -142,12 +135,15 @@ def _is_left_alone(verb: Verb, plan: Any, folder: Path, may_be_finished: bool) -
     Raises:
         UserError: its inputs have changed, it has more steps than the plan, or is finished although it may not be.
     """
-    done = (verb.steps_done or steps_done)(folder, plan)
+    schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
+    if verb.steps_done is not None:
+        done = verb.steps_done(folder, plan)
+    else:
+        done = check_steps(folder, plan.num_steps, schedule)
     run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps
     problem = f"the run is finished: it has all its {plan.num_steps} steps"
-    schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
     raise UserError("resume", problem, got=folder, remedy=after_the_end(verb, schedule, folder, plan.num_steps))
 
 
@@ -178,26 +174,16 @@ def import_libraries() -> None:
         logging.disable_progress_bar()
 
 
-def steps_done(folder: Path, plan: Any) -> int:
+def check_steps(folder: Path, num_steps: int, schedule: str | None) -> int:
     """The step of the newest undamaged checkpoint, from which a resume continues; 0 if there is none.
 
     Args:
         folder: the run's folder.
-        plan: the planned run, of any verb that trains.
+        num_steps: number of steps that the whole run is to have.
+        schedule: the schedule of the learning rate; only with `constant` may a resume have more steps.
 
     Raises:
-        UserError: the plan has fewer steps than the run has finished.
-    """
-    return check_steps(folder, plan.num_steps, plan.config.trainer.schedule)
-
-
-def check_steps(folder: Path, num_steps: int, schedule: str) -> int:
-    """As `steps_done`, for a run that is to have this many steps.
-
-    Args:
-        folder: the run's folder.
-        num_steps: number of steps of the whole run.
-        schedule: the schedule of the learning rate; only with `constant` may a resume have more steps.
+        UserError: the run has finished more steps than that.
     """
     done = run_folder.steps_done(folder)
     if num_steps < done:
@@ -206,7 +192,7 @@ def check_steps(folder: Path, num_steps: int, schedule: str) -> int:
     return done
 
 
-def _remedy(folder: Path, num_steps: int, schedule: str, done: int) -> str:
+def _remedy(folder: Path, num_steps: int, schedule: str | None, done: int) -> str:
     """What to do instead of resuming to an earlier step."""
     remedies = []
     if schedule == "constant":

@@ -1,21 +1,95 @@
-"""rlft's own verbs that make runs, one object each. Their functions are imported when they are called."""
+"""rlft's own commands that make runs, one object each, and the pages that they print at the end of a run.
+
+What needs torch is imported when it is called: `rlft --help` reads these objects.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlft.config import catalog
 from rlft.config.command import Headline, Verb, late
 from rlft.config.schema import DpoConfig, RmConfig, RunConfig, SampleConfig, SftConfig
+from rlft.system.terminal import Say, command_line, override, overrides, program, resuming
 
-USAGE = "+recipe=<name> [<key>=<value>] ..."
+if TYPE_CHECKING:
+    from rlft.loop.driver import Outcome
+    from rlft.loop.engines import Engines
+    from rlft.plan.preference_plan import PreferencePlan
+    from rlft.plan.run_plan import Plan
+    from rlft.plan.train_plan import TrainPlan
+
+MAIN_JOB = "+recipe=grpo_gsm8k"
+
+
+def train(plan: TrainPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
+    """Trains to the last step or an interruption."""
+    from rlft.loop.session import open_session
+    from rlft.train import train as loop
+
+    with open_session(plan, folder, engines, say, resuming(folder)) as session:
+        return session.outcome_of(lambda: loop(session).step)
+
+
+def print_run_summary(plan: TrainPlan, folder: Path) -> None:
+    """Prints the page of a run of `rlft train`: its curves, and commands that work as printed on this machine."""
+    config, run = plan.config, f"run={folder}"
+    lr = config.trainer.lr
+    commands = [
+        ("evaluate with more samples", ["eval", run, "eval.num_samples=8"]),
+        ("talk to it", ["chat", run]),
+    ]
+    if config.trainer.schedule == "constant":  # other schedules end with the last step
+        commands.append(("train on", ["resume", str(folder), f"steps={2 * config.steps}"]))
+    if config.name in catalog.recipes("train"):
+        words = [f"+recipe={config.name}", f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
+        commands.append(("sweep its recipe", ["train", "-m", *words]))
+    words = ["plan", MAIN_JOB, "model.device=cuda", "device_memory=24GiB"]
+    _print_summary(folder, [*commands, ("the main job: what it asks of a GPU", words)])
+
+
+def print_policy_summary(plan: Plan, folder: Path) -> None:
+    """Prints the page of a run of `rlft sft` or `dpo`, which train a policy without sampling."""
+    config, lora, run = plan.config, plan.config.lora, f"run={folder}"
+    policy_overrides = [override("model.path", folder)]
+    if lora is not None:
+        policy_overrides = [override("model.path", config.model.path), override("lora.path", folder)]
+        policy_overrides += overrides(lora.keys_of_shape)
+    # A run without a task is evaluated on the embedded one.
+    task = ["data=arithmetic"] if plan.scored_prompts is None else []
+    commands = [
+        ("evaluate with more samples", ["eval", run, *task, "eval.num_samples=8"]),
+        ("talk to it", ["chat", run]),
+        ("go on with reinforcement learning", ["train", "+recipe=grpo_arithmetic", *policy_overrides]),
+    ]
+    _print_summary(folder, commands)
+
+
+def print_reward_summary(plan: PreferencePlan, folder: Path) -> None:
+    """Prints the page of a run of `rlft rm`."""
+    words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
+    words += [*overrides(plan.config.lora.keys_of_shape), "reward=[exact_match,learned]"]
+    words += [override("reward.learned.path", folder), "critic.init=reward"]
+    _print_summary(folder, [("train a policy with it, its critic begun from it", words)])
+
+
+def _print_summary(folder: Path, commands: list[tuple[str, list[str]]]) -> None:
+    """Prints the page of this run, with (what it does, the words after `rlft`) of each command to suggest."""
+    from rlft.logger.summary import print_summary
+
+    print_summary(folder, [(purpose, command_line(program(), *words)) for purpose, words in commands])
+
 
 TRAIN = Verb(
     name="train",
-    usage=USAGE,
+    usage="+recipe=<name> [<key>=<value>] ...",
     help="train; -m with several values sweeps; --help lists groups and recipes",
     root=RunConfig,
     check=late("rlft.plan.config_checks:check_train"),
     make_plan=late("rlft.plan.train_plan:make_plan"),
-    run=late("rlft.commands.train:run"),
-    print_summary=late("rlft.commands.train:print_run_summary"),
+    run=train,
+    print_summary=print_run_summary,
     headline=Headline(label="reward", metric="reward/mean"),
     has_policy=True,
 )
@@ -28,7 +102,7 @@ SFT = Verb(
     check=late("rlft.plan.config_checks:check_sft"),
     make_plan=late("rlft.plan.sft_plan:make_plan"),
     run=late("rlft.commands.sft:run"),
-    print_summary=late("rlft.commands.policy_page:print_policy_summary"),
+    print_summary=print_policy_summary,
     has_policy=True,
 )
 
@@ -40,7 +114,7 @@ RM = Verb(
     check=late("rlft.plan.config_checks:check_preferences"),
     make_plan=late("rlft.plan.preference_plan:make_plan"),
     run=late("rlft.commands.preferences:run"),
-    print_summary=late("rlft.commands.preferences:print_reward_summary"),
+    print_summary=print_reward_summary,
 )
 
 DPO = Verb(
@@ -51,7 +125,7 @@ DPO = Verb(
     check=late("rlft.plan.config_checks:check_preferences"),
     make_plan=late("rlft.plan.preference_plan:make_plan"),
     run=late("rlft.commands.preferences:run"),
-    print_summary=late("rlft.commands.policy_page:print_policy_summary"),
+    print_summary=print_policy_summary,
     has_policy=True,
 )
 

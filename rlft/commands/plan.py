@@ -1,4 +1,4 @@
-"""`rlft plan`: computes the sizes, memory, data and rewards of a run before any weight is loaded."""
+"""`rlft plan`: the sizes, memory, data and rewards of a run before any weight is loaded, as JSON or as a page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from statistics import median_low
 from typing import Any
 
 import torch
+from rich.console import Console as Terminal
+from rich.table import Table
+from rich.text import Text
 
 from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_token_budget
 from rlft.config.schema import section_of
-from rlft.generation.memory import MemoryPart, ModelSizes, peak
+from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
+from rlft.logger.console import open_terminal
+from rlft.logger.text import one_line, visible
 from rlft.loop.parts import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
-from rlft.plan.fit import Remedy, context_bytes, remedies, resolve_auto, with_placement
+from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.run_plan import DataLengths, Plan
@@ -23,18 +28,21 @@ from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
 from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
 from rlft.reward.workers.reward_spec import specs
+from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
 from rlft.types import UserError
 
-NO_BITSANDBYTES = (
-    "bitsandbytes is not installed here, and the run needs it where it runs: pip install 'rlft[quantization]'"
-)
 TRIED_PROMPTS = 2
 MAX_BINS = 32
 MAX_CHARACTERS = 400
 """The most characters of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB."""
 
-ENGINE_ON_A_GPU = "the engine is planned as {}, which generation=auto is on a GPU where it is installed"
+BINS = 8
+BAR_WIDTH = 40
+SHOWN_CHARACTERS = 32
+MAX_TURN_CHARACTERS = 200
+MAX_SCORE_CHARACTERS = 6
+"""Of a score such as -0.125 or `failed`, so that a narrow terminal folds texts and cuts no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +196,7 @@ def _note_of_another_engine(plan: Plan, demand: Demand) -> list[str]:
     """A note if `auto` will choose a different engine than on this machine."""
     if plan.engine is None or demand.engine is None or demand.section == section_of(plan.engine):
         return []
-    return [ENGINE_ON_A_GPU.format(demand.engine.title)]
+    return [f"the engine is planned as {demand.engine.title}, which generation=auto is on a GPU where it is installed"]
 
 
 def _note_of_ranks(plan: Plan, on_gpus: bool) -> list[str]:
@@ -259,34 +267,40 @@ def conversation_of(plan: Plan) -> EnvironmentTrial | None:
 
 def notes_of(plan: Plan) -> list[str]:
     """The notes with which the run will begin, and notes about libraries that this machine lacks."""
-    notes = []
+    notes = [*plan.notes]
     missing_engine = None if plan.engine is None else plan.config.generation.named(plan.engine).missing()
     if missing_engine is not None:
         notes.append(f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}")
     if plan.config.model.quantization is not None and not has_bitsandbytes():
-        notes.append(NO_BITSANDBYTES)
-    return [*plan.notes, *notes]
+        where = "is not installed here, and the run needs it where it runs"
+        notes.append(f"bitsandbytes {where}: pip install 'rlft[quantization]'")
+    return notes
 
 
+# -- as JSON -----------------------------------------------------------------------------------------------------------
 def summary(tokens: Sequence[int]) -> dict[str, Any]:
-    """Summarises the lengths of some data's items (in tokens); {"items": 0} if there are none.
-
-    `histogram` has [first length, last length, number of items] for at most MAX_BINS ranges of equal width.
-    """
+    """Summarises the lengths of some data's items (in tokens); {"items": 0} if there are none."""
     if not tokens:
         return {"items": 0}
-    ordered, low, high = sorted(tokens), min(tokens), max(tokens)
-    width = -(-(high - low + 1) // MAX_BINS)
-    counts = Counter((length - low) // width for length in tokens)
+    ordered = sorted(tokens)
     return {
         "items": len(ordered),
         "total": sum(ordered),
-        "shortest": low,
+        "shortest": ordered[0],
         "median": median_low(ordered),
-        "longest": high,
+        "longest": ordered[-1],
         **{f"p{percent}": ordered[(len(ordered) - 1) * percent // 100] for percent in (90, 99)},
-        "histogram": [[low + i * width, min(high, low + (i + 1) * width - 1), counts[i]] for i in sorted(counts)],
+        "histogram": [list(row) for row in histogram(tokens, MAX_BINS) if row[2]],
     }
+
+
+def histogram(tokens: Sequence[int], bins: int) -> list[tuple[int, int, int]]:
+    """(first length, last length, number of items) of at most `bins` ranges of equal width, empty ones included."""
+    low, high = min(tokens), max(tokens)
+    width = -(-(high - low + 1) // bins)
+    counts = Counter((length - low) // width for length in tokens)
+    starts = enumerate(range(low, high + 1, width))
+    return [(start, min(high, start + width - 1), counts[number]) for number, start in starts]
 
 
 def cut(text: str) -> str:
@@ -295,15 +309,10 @@ def cut(text: str) -> str:
 
 
 def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with their texts cut, including those in lists."""
-    return {
-        name: cut(value)
-        if isinstance(value, str)
-        else [[cut(text) for text in pair] for pair in value]
-        if name == "said"
-        else value
-        for name, value in values.items()
-    }
+    """The values with their texts cut, including those of what was said."""
+    texts = {name: cut(value) for name, value in values.items() if isinstance(value, str)}
+    said = {name: [[cut(text) for text in pair] for pair in value] for name, value in values.items() if name == "said"}
+    return {**values, **texts, **said}
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
@@ -329,13 +338,154 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             {"data": lengths.name, "tokens": summary(lengths.tokens), "left_out": lengths.note and cut(lengths.note)}
             for lengths in planned.lengths
         ],
-        "rewards": [
-            {name: cut(value) if isinstance(value, str) else value for name, value in asdict(trial).items()}
-            for trial in planned.trials
-        ],
+        "rewards": [_cut_texts(asdict(trial)) for trial in planned.trials],
         "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
         "disk": [
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
         ],
         "notes": [cut(note) for note in (*planned.notes, *doubts(planned.trials))],
     }
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+def print_plan(planned: Planned) -> None:
+    terminal = open_terminal()
+    terminal.print(grid([tuple(map(str, row)) for row in planned.sizes]))
+    heading(terminal, "Parameters")
+    terminal.print(grid([(role, f"{number:,}", "") for role, number in planned.parameters.items()]))
+    print_memory(terminal, planned)
+    print_disk(terminal, planned)
+    for lengths in planned.lengths:
+        print_lengths(terminal, lengths)
+    if planned.trials:
+        print_trials(terminal, planned.trials)
+    if planned.conversation is not None:
+        print_conversation(terminal, planned.conversation)
+    notes = [*planned.notes, *doubts(planned.trials)]
+    if notes:
+        terminal.print()
+    for note in notes:
+        print_line(terminal, f"note: {visible(note)}", "yellow")
+
+
+def print_line(terminal: Terminal, text: str, style: str = "") -> None:
+    """Prints a line that the terminal may wrap."""
+    terminal.print(Text(text, style=style), soft_wrap=True)
+
+
+def heading(terminal: Terminal, text: str) -> None:
+    terminal.print()
+    print_line(terminal, text, "bold")
+
+
+def grid(rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table of rows (name, value, explanation)."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return table
+
+
+def print_memory(terminal: Terminal, planned: Planned) -> None:
+    """Prints every part with and without gradient checkpointing, the peak, and whether the run fits."""
+    heading(terminal, f"Memory on {planned.device}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("part", no_wrap=True)
+    table.add_column("when", style="dim")
+    names = ["plain", "gradient checkpointing"]
+    names[planned.demand.recompute] += "\n(this run)"
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("key", style="dim", overflow="fold")
+    plain, recomputed = (planned.memory(recompute=on) for on in (False, True))
+    for part, other in zip(plain, recomputed, strict=True):
+        if part.bytes or other.bytes:
+            cells = (part.name, part.when, in_words(part.bytes), in_words(other.bytes), part.key or "")
+            table.add_row(*map(str, cells))
+    peaks = [in_words(peak(parts)) for parts in (plain, recomputed)]
+    table.add_row(Text("peak", style="bold"), "", *(Text(peak_text, style="bold") for peak_text in peaks), "")
+    terminal.print(table)
+    if planned.has_engine_apart:
+        alone, engine = in_words(planned.peak_without_engine), planned.demand.engine
+        title = "the engine" if engine is None else engine.title
+        print_line(terminal, f"with {title} on a device of its own the trainer would take {alone}")
+    print_verdict(terminal, planned, plain if not planned.demand.recompute else recomputed)
+
+
+def print_disk(terminal: Terminal, planned: Planned) -> None:
+    if not any(planned.disk.values()):
+        return
+    heading(terminal, "Disk, at most")
+    rows = [(name, size_text(size), LOWERED_BY.get(name, "")) for name, size in planned.disk.items()]
+    terminal.print(grid([*rows, ("together", size_text(sum(planned.disk.values())), "")]))
+
+
+def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[MemoryPart]) -> None:
+    limit_name = "device_memory" if planned.named_limit else "this machine has free"
+    room = f"{in_words(planned.peak)} of {in_words(planned.limit)} ({limit_name})"
+    if planned.fits:
+        print_line(terminal, f"fits: {room}", "green")
+        return
+    for who, lacking in (("engine", planned.engine_lacks), ("teacher", planned.teacher_lacks)):
+        if lacking:
+            share = f"the {who}'s share of the device is {in_words(lacking)} too small for it"
+            print_line(terminal, f"does not start: {share}", "red")
+    if planned.peak > planned.limit:
+        print_line(terminal, f"does not fit: {room}; it is highest while {busiest(memory_parts)}", "red")
+    ways = planned.remedies()
+    for remedy in ways:
+        print_line(terminal, f"  {remedy} takes it to {in_words(remedy.peak)}")
+    if not ways:
+        largest = max(memory_parts, key=lambda part: part.bytes)
+        text = f"  no change of these keys suffices; the largest part is {largest.name} ({in_words(largest.bytes)})"
+        print_line(terminal, f"{text}: use a smaller model or a larger device")
+
+
+def print_lengths(terminal: Terminal, lengths: DataLengths) -> None:
+    heading(terminal, f"{lengths.name}: {len(lengths.tokens):,}, by tokens")
+    ranges, rows = histogram(lengths.tokens, BINS), []
+    of_single_lengths, most = ranges[0][0] == ranges[0][1], max(count for *_, count in ranges)
+    for first, last, count in ranges:
+        span = f"{first}" if of_single_lengths else f"{first} to {last}"
+        bar = "#" * max(round(BAR_WIDTH * count / most), 1 if count else 0)
+        rows.append((f"  {span}", f"{count:,}", bar))
+    terminal.print(grid(rows))
+    if lengths.note:
+        print_line(terminal, f"  {visible(lengths.note)}", "yellow")
+
+
+def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
+    heading(terminal, f"A conversation with the environment, of a policy that is scripted (prompt {tried.prompt})")
+    if tried.error is not None:
+        print_line(terminal, visible(tried.error), "red")
+        return
+    rows = [("begins", one_line(tried.opening, MAX_TURN_CHARACTERS), "")] if tried.opening else []
+    for text, answer in tried.said:
+        rows.append(("policy", one_line(text, MAX_TURN_CHARACTERS), ""))
+        if answer:
+            rows.append(("answer", one_line(answer, MAX_TURN_CHARACTERS), ""))
+    rows.append(("ends", tried.finish, "" if tried.reward is None else f"reward {tried.reward:g}"))
+    if tried.failed:
+        rows.append(("failed calls", ", ".join(tried.failed), "arguments are made up: a tool may well refuse them"))
+    terminal.print(grid(rows))
+
+
+def print_trials(terminal: Terminal, trials: Sequence[RewardTrial]) -> None:
+    heading(terminal, "What the rewards say, before their weights")
+    names = list(dict.fromkeys(trial.reward for trial in trials))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("prompt", style="dim", overflow="fold")
+    table.add_column("completion", overflow="fold")
+    for name in names:
+        table.add_column(Text(visible(name)), justify="right", overflow="fold", min_width=MAX_SCORE_CHARACTERS)
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for trial in trials:
+        score = "failed" if trial.score is None else f"{trial.score:g}"
+        rows.setdefault((trial.prompt, trial.kind, trial.completion), {})[trial.reward] = score
+    for (prompt, kind, completion), scores in rows.items():
+        completion_text = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
+        table.add_row(Text(visible(prompt)), Text(completion_text), *(scores.get(name, "") for name in names))
+    terminal.print(table)

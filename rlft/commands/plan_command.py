@@ -49,7 +49,6 @@ def command(arguments: list[str]) -> int:
     resolved = resolve(plain, verb)
     import_libraries()
     from rlft.commands import plan
-    from rlft.commands.plan_page import print_plan
     from rlft.plan.sizes import note_of_disk
 
     planned = plan.plan_of(resolved, memory)
@@ -58,7 +57,7 @@ def command(arguments: list[str]) -> int:
     if "--json" in arguments:
         print(json.dumps(plan.as_dict(planned), indent=1))
     else:
-        print_plan(planned)
+        plan.print_plan(planned)
     failed = planned.failed_rewards or (planned.conversation is not None and planned.conversation.error)
     return 0 if planned.fits and not failed else 1
 

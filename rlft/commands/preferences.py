@@ -30,7 +30,7 @@ from rlft.model.reward_model import ENDING, batch_of_rows, last_scores, numbers_
 from rlft.model.roles import POLICY, Roles
 from rlft.plan.preference_plan import PreferencePlan
 from rlft.runs.checkpoint import Checkpoint
-from rlft.system.terminal import Say, command_line, override, overrides, program
+from rlft.system.terminal import Say
 from rlft.types import Batch, Evaluation
 
 REWARD = "reward"
@@ -237,13 +237,3 @@ def open_task(plan: PreferencePlan, stack: ExitStack) -> PreferenceTask:
 def run(plan: PreferencePlan, folder: Path, engines: Engines, say: Say) -> Outcome:
     """Trains to the last step or an interruption."""
     return train_supervised(plan, folder, lambda stack: open_task(plan, stack), say)
-
-
-def print_reward_summary(plan: PreferencePlan, folder: Path) -> None:
-    """Prints the page at the end of a run of `rlft rm`."""
-    from rlft.logger.summary import print_summary
-
-    words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
-    words += [*overrides(plan.config.lora.keys_of_shape), "reward=[exact_match,learned]"]
-    words += [override("reward.learned.path", folder), "critic.init=reward"]
-    print_summary(folder, [("train a policy with it, its critic begun from it", command_line(program(), *words))])

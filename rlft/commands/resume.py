@@ -14,7 +14,7 @@ from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import find, one_run, with_named_runs
 from rlft.runs.fork import forking, open_fork
 from rlft.system.terminal import override, say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft resume <run> [<key>=<value>] ...
@@ -45,13 +45,13 @@ def command(arguments: list[str]) -> None:
     plain = run_folder.read(folder)
     plain.pop(run_folder.ORIGIN, None)
     parsed = only_overrides(arguments[1:], plain["verb"])
-    if parsed.value("hydra.run.dir") is not None:
+    if (new_folder := parsed.value("hydra.run.dir")) is not None:
         remedy = "leave it out"
         if saved := checkpoint.finished(run_folder.checkpoints(folder)):
-            new_folder = override("hydra.run.dir", parsed.value("hydra.run.dir"))
-            remedy += f", or start a new run from a checkpoint: {forking(saved[-1], new_folder)}"
+            command = forking(saved[-1], override("hydra.run.dir", new_folder))
+            remedy += f", or start a new run from a checkpoint: {command}"
         problem = "a resumed run continues in its own folder"
-        raise UserError("hydra.run.dir", problem, got=parsed.value("hydra.run.dir"), remedy=remedy)
+        raise UserError("hydra.run.dir", problem, got=new_folder, remedy=remedy)
     plain = configs.changed(plain, parsed.overrides, parsed.config_dir, plain["verb"])
     plain["resume"] = str(folder)
     begin(plain, folder)
@@ -62,9 +62,8 @@ def fork(folder: Path, arguments: list[str]) -> None:
     source = open_fork(find(folder).run, folder)
     verb = source.before["verb"]
     parsed = only_overrides(arguments, verb)
-    if parsed.value("resume") is not None:
-        problem = "has no meaning here: a new run starts from the checkpoint"
-        raise UserError("resume", problem, got=parsed.value("resume"), remedy="leave it out")
+    resumed, problem = parsed.value("resume"), "has no meaning here: a new run starts from the checkpoint"
+    require(resumed is None, "resume", problem, got=resumed, remedy="leave it out")
     changes = [o for o in parsed.overrides if not o.startswith(("hydra.run.dir=", "resume="))]
     plain = configs.changed(dict(source.before), changes, parsed.config_dir, verb)
     plain["resume"] = None

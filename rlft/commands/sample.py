@@ -48,13 +48,7 @@ DIGITS = 6
 
 
 def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
-    """The indices of a prompt's completions that are kept; the first of equally good ones.
-
-    Args:
-        tokens: the token ids of each completion.
-        totals: the total reward of each completion.
-        config: says which completions are kept.
-    """
+    """The indices of a prompt's completions that are kept; the first of equally good ones."""
     first_index = {tuple(ids): i for i, ids in reversed(list(enumerate(tokens)))}
     indices = [i for i, ids in enumerate(tokens) if not config.dedupe or first_index[tuple(ids)] == i]
     if config.min_reward is not None:
@@ -64,14 +58,8 @@ def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: Sampl
     return sorted(best_first[:limit])
 
 
-NOTHING_DONE: Mapping[str, Any] = {
-    "step": 0,
-    "bytes": 0,
-    "sampled": 0,
-    "kept": 0,
-    "prompts_kept": 0,
-    "rewards": {},
-}
+COUNTS = ("step", "bytes", "sampled", "kept", "prompts_kept")
+NOTHING_DONE: Mapping[str, Any] = {**dict.fromkeys(COUNTS, 0), "rewards": {}}
 """The content of progress.json before the first step."""
 
 
@@ -128,7 +116,7 @@ class Samples:
 
     def add(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
         """Appends the kept completions of a step, then writes progress.json."""
-        config, lines = self.plan.config, []
+        config, tokenizer, lines = self.plan.config, self.plan.tokenizer, []
         sums: dict[str, float] = dict(self.state["rewards"])
         model_name = config.model.path if config.adapter is None else f"{config.model.path} with {config.adapter}"
         prompts_kept = 0
@@ -145,7 +133,7 @@ class Samples:
                         rewards=by_name,
                         reward=totals[i],
                         model=model_name,
-                        tokenizer=self.plan.tokenizer,
+                        tokenizer=tokenizer,
                     )
                 )
         for name, values in scores.by_reward.items():
@@ -170,14 +158,9 @@ class Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.total, self.shown_at, self.live = total, time.monotonic(), sys.stdout.isatty()
-        columns = (
-            TextColumn("prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        self.progress = Progress(*columns, console=open_terminal(), disable=not self.live)
+        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        description = TextColumn("{task.description}")
+        self.progress = Progress(*columns, description, console=open_terminal(), disable=not self.live)
         stack.enter_context(self.progress)
         self.task = self.progress.add_task("", total=total)
 

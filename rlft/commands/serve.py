@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from rlft.commands import chat
-from rlft.commands.arguments import check_names_a_model, of_a_run
-from rlft.commands.eval import changed_to_sample
 from rlft.commands.launch import import_libraries
+from rlft.commands.policy import check_ends, open_roles, policy_of, sampled_by
 from rlft.config import catalog
 from rlft.config import compose as configs
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
-from rlft.config.resolved import build
+from rlft.config.resolved import Resolved
 from rlft.environment.endpoint.app import bound, check_installed
-from rlft.runs.find import NamedRun, find_checkpoint, with_named_runs
-from rlft.system.terminal import say
+from rlft.runs.find import NamedRun, with_named_runs
+from rlft.system.terminal import Say, say
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -83,39 +82,37 @@ def check_keys_are_read(words: Sequence[str]) -> None:
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         if key in names:
-            raise UserError(
-                key, "there is no such key", got=value or "nothing", remedy=f"did you mean {SECTION}.{key}?"
-            )
+            remedy = f"did you mean {SECTION}.{key}?"
+            raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
         if key.partition(".")[0] == "environment":
             problem = "is not read by rlft serve, whose clients bring their own environment"
-            raise UserError(
-                key, problem, got=value, remedy=f"leave it out; the keys of this verb begin with {SECTION}."
-            )
+            remedy = f"leave it out; the keys of this verb begin with {SECTION}."
+            raise UserError(key, problem, got=value, remedy=remedy)
 
 
 def command(arguments: list[str]) -> None:
     """Serves until a signal ends it."""
     serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     check_keys_are_read(arguments)
-    parsed, source, changes = of_a_run([word for word in arguments if word not in serve_words])
-    if source is None:
-        check_names_a_model(parsed, "there is no model to serve")
+    others = [word for word in arguments if word not in serve_words]
+    _, source, plain = sampled_by(others, "there is no model to serve")
     keys = read_config(serve_words)
-    if source is None:
-        plain = configs.compose(changes, parsed.config_dir)
-        build(plain)
-    else:
-        plain = changed_to_sample(source, changes, parsed.config_dir)
-    plain = {**plain, "environment": None}  # clients bring their own
-    chat.check(plain, raw=True)
+    resolved = read(with_named_runs(plain))
     check_installed(SECTION)
     with bound(keys.host, keys.port, SECTION) as listening:
         import_libraries()
-        with opened(with_named_runs(plain), source, keys, listening, say) as (service, inbox):
+        with opened(resolved, source, keys, listening, say) as (service, inbox):
             serve(service, inbox, say)
 
 
-def serve(service: Service, inbox: Inbox, say: Callable[[str], None]) -> None:
+def read(plain: Mapping[str, Any]) -> Resolved:
+    """Reads the config; clients bring their own environment, and their messages are always the chat template's."""
+    resolved = chat.read({**plain, "environment": None}, raw=True)
+    prompts = replace(resolved.config.prompts, style="chat")
+    return replace(resolved, config=replace(resolved.config, prompts=prompts))
+
+
+def serve(service: Service, inbox: Inbox, say: Say) -> None:
     """Answers requests until a signal interrupts it."""
     while True:
         service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))
@@ -123,62 +120,44 @@ def serve(service: Service, inbox: Inbox, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def opened(
-    plain: Mapping[str, Any],
-    source: NamedRun | None,
-    keys: ServeConfig,
-    listening: socket.socket,
-    say: Callable[[str], None],
+    resolved: Resolved, source: NamedRun | None, keys: ServeConfig, listening: socket.socket, say: Say
 ) -> Iterator[tuple[Service, Inbox]]:
     """Opens the engine with the policy of the run, or the config's model if `source` is None, and the server."""
     from rlft.environment.endpoint.app import Limits, Server, make_app
     from rlft.environment.endpoint.service import Inbox, Service
     from rlft.environment.endpoint.speech import Speech
-    from rlft.generation.stops import check_stops
     from rlft.loop.engines import Engines, engine_args
-    from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
+    from rlft.model.backbone import load_backbone, read_config
     from rlft.plan.model_rules import check_adapted, choose_engine
-    from rlft.runs import checkpoint
     from rlft.system.memory import Doing, explained
 
-    saved, name, title = None, keys.name or "base", str(plain["model"]["path"])
-    if source is None:
-        settings = chat.read_settings(plain, raw=True)
-    else:
-        folder = find_checkpoint(source, say)
-        settings = chat.settings_of(plain, folder, raw=True)
-        saved = checkpoint.load(folder) if settings.lora is not None else None
-        name, title = keys.name or str(plain["name"]), f"{source.run}, {folder.name}"
-    vocabulary = read_config(settings.model).get_text_config().vocab_size
-    tokenizer = load_tokenizer(settings.model)
-    ends = ends_of(settings.model, "chat", tokenizer)
-    check_stops(settings.generation, tokenizer, vocabulary, ends.ids)
-    for note in ends.notes:
-        say(f"note: {note}")
-    engine, _ = choose_engine(settings.generation, settings.model, settings.lora, whole=settings.lora is None)
-    if settings.lora is not None:
-        check_adapted(settings.generation.named(engine), settings.lora, settings.model, read_config(settings.model))
-    most_tokens = settings.prompts.max_tokens + settings.generation.max_tokens
+    policy = policy_of(resolved, source, say)
+    config, lora, saved = policy.config, policy.lora, policy.saved
+    name = keys.name or ("base" if source is None else str(resolved.plain["name"]))
+    vocabulary = check_ends(config, say)
+    engine, _ = choose_engine(config.generation, config.model, lora, whole=lora is None)
+    if lora is not None:
+        check_adapted(config.generation.named(engine), lora, config.model, read_config(config.model))
+    most_tokens = config.prompts.max_tokens + config.generation.max_tokens
     with contextlib.ExitStack() as stack:
         engines = stack.enter_context(Engines())
-        with explained(Doing(), settings):
-            backbone = load_backbone(settings.model)
-            roles = chat.open_roles(settings, backbone)
+        with explained(Doing(), config):
+            backbone = load_backbone(config.model)
+            roles = open_roles(policy, backbone)
             stack.callback(roles.close)
-            # The messages of requests are always the chat template's.
-            in_chat = replace(settings, prompts=replace(settings.prompts, style="chat"))
-            args = engine_args(in_chat, settings.lora, roles)
-            generator = stack.enter_context(engines.opened(settings.generation.named(engine), args))
+            args = engine_args(config, lora, roles)
+            generator = stack.enter_context(engines.opened(config.generation.named(engine), args))
         if saved is not None:
             roles.restore(saved.adapters)
         generator.load(roles.publish(0 if saved is None else saved.step))
         service = Service(
             generator,
             Speech(backbone.tokenizer, keys.syntax, f"{SECTION}.syntax"),
-            settings.generation.sampling,
+            config.generation.sampling,
             model=name,
             most_tokens=most_tokens,
             vocabulary=vocabulary,
-            seed=settings.seed,
+            seed=config.seed,
             ends=args.ends.ids,
         )
         token = keys.token or secrets.token_urlsafe(24)
@@ -188,6 +167,6 @@ def opened(
         server = Server(app, listening)
         stack.callback(server.close)
         stack.callback(inbox.close)
-        say(f"{title}, as model {name} with {engine}, at most {most_tokens} tokens; Ctrl-C ends it")
+        say(f"{policy.title}, as model {name} with {engine}, at most {most_tokens} tokens; Ctrl-C ends it")
         say(f"OPENAI_BASE_URL={server.address}/v1" + (f" OPENAI_API_KEY={token}" if keys.token is None else ""))
         yield service, inbox

@@ -46,7 +46,7 @@ def open_chat() -> Iterator[Callable[..., Talk]]:
         while opened:
             opened.pop().__exit__(None, None, None)
         config = plain or (compose(BARE) if place is None else place.config)
-        opened.append(open_talk(config, place, raw, silent))
+        opened.append(open_talk(chat.read(config, raw), place, raw, silent))
         return opened[-1].__enter__()
 
     yield open_it
@@ -64,7 +64,8 @@ def talk_through_a_pipe(
     """What is printed for these lines, as lines."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     capsys.readouterr()
-    chat.run(plain or (compose(BARE) if place is None else place.config), place, False, silent)
+    config = plain or (compose(BARE) if place is None else place.config)
+    chat.run(chat.read(config, False), place, False, silent)
     return capsys.readouterr().out.splitlines()
 
 
@@ -135,13 +136,12 @@ def test_a_run_of_all_weights_answers_by_them(
     _, folder = checkpoint.finished(run_folder.checkpoints(tmp_path / "run"))
     shutil.rmtree(folder / "policy")
     shutil.copytree(tiny_path, folder / "model")
-    digests = [f"{checkpoint._sha256(f)}  {f.relative_to(folder)}" for f in checkpoint._files(folder)]
-    (folder / "MANIFEST").write_text("\n".join(digests) + "\n")
+    checkpoint._write_manifest(folder)
     place = find(tmp_path / "run")
-    talk = open_chat(place, plain={**place.config, "lora": None})
+    talk = open_chat(place)
     bare = compose([*BARE, f"seed={place.config['seed']}"])
     assert talk.ask(QUESTION).completion == open_chat(plain=bare).ask(QUESTION).completion
-    talk = open_chat(place, plain={**place.config, "lora": None})
+    talk = open_chat(place)
     talk.ask(QUESTION)
     with pytest.raises(UserError, match=r"^/base: the run trained all weights"):
         talk.ask_base()
@@ -222,16 +222,25 @@ def test_raw_is_true_or_false() -> None:
         chat.read_raw("yes")
 
 
-def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[tuple[tuple[str, ...], float]] = []
+Asked = list[tuple[tuple[str, ...], float]]
+
+
+def always_says(patch: pytest.MonkeyPatch, text: str, finish: FinishReason = FinishReason.stop) -> Asked:
+    """Has every answer be this text, a token of one byte each; (messages, temperature) of each question from now on."""
+    asked: Asked = []
 
     def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
-        [prompt] = prompts
-        asked.append((tuple(m["content"] for m in prompt.messages), sampling.temperature))
-        said = Completion(text="ok", token_ids=(3, 2), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
-        return [Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))]
+        ids = tuple(self.tokenizer(text)["input_ids"])
+        said = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=finish)
+        asked.extend((tuple(m["content"] for m in prompt.messages), sampling.temperature) for prompt in prompts)
+        return [Group(prompt=p, rollouts=(Rollout(prompt=p, completion=said, policy_version=0),)) for p in prompts]
 
-    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+    patch.setattr(TransformersGenerator, "sample", sample)
+    return asked
+
+
+def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = always_says(monkeypatch, "ok")
     lines = ["a", "b", "/new", "c", "/temperature 0.5", "/system Be brief.", "d", "//e", "/system", "f", "/quit", "g"]
     shown = talk_through_a_pipe(monkeypatch, capsys, "\n".join(lines), None)
     assert asked == [
@@ -323,19 +332,10 @@ def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
 def test_nothing_that_a_model_writes_moves_or_recolours_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nasty = "\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c\n\x9bd"
-
-    def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
-        said = Completion(text=nasty, token_ids=(3,), logprobs=(0.0,), finish_reason=FinishReason.length)
-        return [Group(prompt=p, rollouts=(Rollout(prompt=p, completion=said, policy_version=0),)) for p in prompts]
-
-    monkeypatch.setattr(TransformersGenerator, "sample", sample)
-    shown = talk_through_a_pipe(monkeypatch, capsys, "go\n", None)
-    assert shown == [
-        r"\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c",
-        r"\x9bd",
-        "[1 tokens (cut: generation.max_tokens)]",
-    ]
+    always_says(monkeypatch, "\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c\n\x9bd", FinishReason.length)
+    *shown, told = talk_through_a_pipe(monkeypatch, capsys, "go\n", None)
+    assert shown == [r"\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c", r"\x9bd"]
+    assert told.endswith(" tokens (cut: generation.max_tokens)]")
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------
@@ -345,13 +345,7 @@ RIGHT = "<think>47 + 85 = 132</think><answer>132</answer>"
 @pytest.fixture
 def says_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is the right one to QUESTION, in its format."""
-
-    def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
-        ids = tuple(self.tokenizer(RIGHT)["input_ids"])
-        said = Completion(text=RIGHT, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
-        return [Group(prompt=p, rollouts=(Rollout(prompt=p, completion=said, policy_version=0),)) for p in prompts]
-
-    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+    always_says(monkeypatch, RIGHT)
 
 
 @pytest.mark.parametrize(
@@ -392,14 +386,8 @@ def test_a_learned_reward_scores_as_the_run_trained_it(
     adapters = {"policy": roles.weights("policy"), "reward_learned": roles.weights("policy")}
     config = roles.adapter_config()
     roles.close()
-    place = save_run(
-        "reward=[learned]",
-        "reward.learned.weight=1.0",
-        adapters=adapters,
-        heads={"reward_learned": head},
-        config=config,
-    )
-    talk = open_chat(place)
+    words = ["reward=[learned]", "reward.learned.weight=1.0"]
+    talk = open_chat(save_run(*words, adapters=adapters, heads={"reward_learned": head}, config=config))
     assert not talk.needs_answer
     talk.ask(QUESTION)
     assert talk.score("") == {"learned": (2.5, 1.0)}
@@ -407,7 +395,7 @@ def test_a_learned_reward_scores_as_the_run_trained_it(
 
 
 def test_a_run_without_rewards_says_so(open_chat: Callable[..., Talk], says_right: None) -> None:
-    plain = {key: value for key, value in compose(BARE).items() if key not in ("reward", "scoring")}
+    plain = {key: value for key, value in compose(BARE).items() if key != "reward"}
     talk = open_chat(plain=plain)
     talk.ask(QUESTION)
     with pytest.raises(UserError, match=r"^/score: there are no rewards in this run's config"):
@@ -431,7 +419,7 @@ def ask(talk, question):
 
 chat_verb.Talk.ask = ask
 place = find(Path(sys.argv[1]))
-chat_verb.run(place.config, place, False, lambda text: print(text, file=sys.stderr))
+chat_verb.run(chat_verb.read(place.config, False), place, False, lambda text: print(text, file=sys.stderr))
 """
 
 
@@ -445,13 +433,8 @@ def wait_until_it_sleeps(pid: int) -> None:
 
 
 def test_a_person_asks_edits_stops_and_leaves(trained: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(rlft.__file__).parents[1]),
-        "TERM": "xterm-256color",
-        "NO_COLOR": "1",
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "INPUTRC": os.devnull}
+    environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment |= {"TERM": "xterm-256color", "NO_COLOR": "1", "INPUTRC": os.devnull}
     child = pexpect.spawn(sys.executable, ["-c", PROGRAM, str(trained)], env=environment, encoding="utf-8", timeout=120)
     child.expect_exact(f"{trained}, step_000003: temperature 1, at most 32 tokens; /help")
     child.expect_exact("> ")

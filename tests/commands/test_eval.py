@@ -84,4 +84,4 @@ def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tm
     assert (plan.config.snapshot.teacher, plan.config.snapshot.teacher_hint) == ("none", None)
     assert plan.config.snapshot.teacher_model is None  # nothing to load
     assert not any("teacher" in name for name in plan.fingerprints)
-    chat.check(plain, raw=True)
+    chat.read(plain, raw=True)

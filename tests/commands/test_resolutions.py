@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(
     assert counts == dict.fromkeys(("configs", "sections", "plans"), runs) | (
         {"sections": 0} if words[0] in ("rm", "dpo") else {}
     )
+
+
+def test_so_is_the_config_of_a_chat(
+    counts: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    words = ("model.path=embedded:tiny-arithmetic", "generation.max_tokens=8", *SMALL[1:2])
+    assert cli.run(["chat", *words]) == 0, capsys.readouterr().err
+    assert counts == {"configs": 1, "sections": 1, "plans": 0}
 
 
 def test_so_are_those_of_what_is_resumed_and_repeated(

@@ -65,7 +65,7 @@ def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(
 def said_by(run: Path, folder: Path | None = None) -> Any:
     """What the policy of a checkpoint says by the engine that chats have."""
     place = find(folder or run)
-    with chat.open_talk(place.config, place, True, lambda _: None) as talk:
+    with chat.open_talk(chat.read(place.config, True), place, True, lambda _: None) as talk:
         ids = talk.backbone.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
         prompt = Prompt(id="p", messages=tuple(ASKED), answer="", token_ids=tuple(ids))
         [group] = talk._policy.sample([prompt], 1, [5], talk.sampling)

@@ -65,7 +65,7 @@ def test_a_plan_has_an_agent_play_once_and_a_chat_has_none() -> None:
     assert mute.error is not None
     assert "none of 1 agents has asked the policy anything" in mute.error
     words = ["environment=endpoint", "environment.agent=endpoint_agents.talks"]
-    assert chat.read_settings(compose([*BARE, *words]), raw=True).environment is None
+    assert chat.read(compose([*BARE, *words]), raw=True).parts is None
 
 
 def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(
@@ -84,7 +84,7 @@ def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(
     monkeypatch.setattr(TransformersGenerator, "sample", sample)
     words = ["environment=calculator", "environment.syntax=xml", "environment.show_tools=false"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("12 * 12?\nAgain?\n"))
-    chat.run(compose([*BARE, *words]), None, False, lambda _: None)
+    chat.run(chat.read(compose([*BARE, *words]), False), None, False, lambda _: None)
     lines = capsys.readouterr().out.splitlines()
     said = '<call tool="calculate"><expression>12*12</expression></call>'
     shown = [said, "  calculate(<expression>12*12</expression>)", "  -> 144", "It is 144."]
@@ -107,5 +107,5 @@ def test_limits_of_a_conversation_are_named_in_a_chat(
     monkeypatch.setattr(TransformersGenerator, "sample", sample)
     words = ["environment=calculator", "environment.syntax=json", "environment.show_tools=false"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("1?\n"))
-    chat.run(compose([*BARE, *words, "environment.max_turns=2"]), None, False, lambda _: None)
+    chat.run(chat.read(compose([*BARE, *words, "environment.max_turns=2"]), False), None, False, lambda _: None)
     assert "(cut: environment.max_turns)" in capsys.readouterr().out

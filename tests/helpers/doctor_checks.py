@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from rlft.commands.doctor.row import CheckRow, NotReadyError, Status
+from rlft.commands.doctor.supervise import CheckRow, NotReadyError, Status
 from rlft.types import UserError
 
 

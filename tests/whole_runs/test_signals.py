@@ -20,7 +20,7 @@ CASES = [
     ("eval run=run scoring.workers=1", "rlft.loop.parts:load_for_training", "interrupt", "nothing was written"),
     ("eval run=run scoring.workers=1", "rlft.loop.session:Session.evaluate", "terminate", "nothing was written"),
     ("eval run=run", "rlft.system.files:flush", "interrupt", "nothing was written"),
-    ("export run=run out=out", "rlft.commands.export.command:merge", "interrupt", "nothing was exported"),
+    ("export run=run out=out", "rlft.commands.export.weights:merge", "interrupt", "nothing was exported"),
     ("export run=run out=out", "rlft.system.files:flush", "terminate", "nothing was exported"),
     ("report run", "rlft.commands.watch.report:page", "interrupt", "no report was written"),
     ("report run", "rlft.system.files:flush", "terminate", "no report was written"),

@@ -69,7 +69,7 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
             **compose([f"model.path={base}", *KEYS, "generation.temperature=0", f"prompts.style={style}"]),
             "environment": None,
         }
-        with chat.open_talk(plain, None, True, said.append) as talk:
+        with chat.open_talk(chat.read(plain, True), None, True, said.append) as talk:
             completion = talk.ask("What is 12 + 30?").completion
             assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop") == (style == "chat")
         keys = serve.read_config(["serve.port=0"])
@@ -77,7 +77,7 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
         request = Request(key="", body=body)
         with (
             bound(keys.host, 0, "serve") as listening,
-            serve.opened(plain, None, keys, listening, said.append) as (service, _),
+            serve.opened(serve.read(plain), None, keys, listening, said.append) as (service, _),
         ):
             service.answer([request], lambda error: pytest.fail(str(error)))
         [choice] = request.reply.result(timeout=0)["choices"]

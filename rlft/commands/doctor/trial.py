@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from rlft.batch import collate
-from rlft.commands.doctor.arithmetic import peak_rate
-from rlft.commands.doctor.row import NotReadyError
-from rlft.commands.doctor.supervise import Settings
-from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
+from rlft.commands.doctor.supervise import NotReadyError, Settings
+from rlft.commands.doctor.work import SIZES, Workload, make_model, peak_rate, write_prompts
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.engines import Engines
@@ -43,26 +41,22 @@ class Scale:
 
     Attributes:
         size: name of the model's size, where the user has named no model.
-        prompts: number of prompts per step.
-        group: number of completions per prompt.
-        prompt_tokens: number of tokens of a prompt.
-        completion_tokens: number of tokens of a completion.
+        work: the sizes of a step, where the user has typed none.
         side: side of the square matrices whose product is measured.
         product_s: seconds for which that product is measured.
     """
 
     size: str
-    prompts: int
-    group: int
-    prompt_tokens: int
-    completion_tokens: int
+    work: Workload
     side: int
     product_s: float
 
 
+SMALL = Workload(prompts=2, group=4, prompt_tokens=64, completion_tokens=64)
+LARGE = Workload(prompts=16, group=8, prompt_tokens=256, completion_tokens=256)
 SCALES: Mapping[str, Scale] = {
-    "cpu": Scale(size="17m", prompts=2, group=4, prompt_tokens=64, completion_tokens=64, side=1024, product_s=0.3),
-    "cuda": Scale(size="0.5b", prompts=16, group=8, prompt_tokens=256, completion_tokens=256, side=8192, product_s=2.0),
+    "cpu": Scale(size="17m", work=SMALL, side=1024, product_s=0.3),
+    "cuda": Scale(size="0.5b", work=LARGE, side=8192, product_s=2.0),
 }
 
 
@@ -88,19 +82,16 @@ class Measured:
 
 
 class MachineTrial:
-    """The trial of one process.
+    """The trial of one process, with a folder for its files and the names of the checks that have failed so far.
 
-    Args:
-        settings: the settings.
-        folder: folder for its files.
-        failed: names of the checks that have failed so far.
-
-    Attributes:
-        process: bytes of the process before the model was loaded.
+    `process` are the bytes of the process before the model was loaded.
     """
 
     def __init__(self, settings: Settings, folder: Path, failed: Sequence[str]) -> None:
-        import_run()
+        import transformers
+
+        # What a run needs is imported here, so that its memory is not counted in later measurements.
+        _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
         self.settings, self.folder, self.failed = settings, folder, failed
         self.process = 0
         self.num_published = 0
@@ -125,23 +116,18 @@ class MachineTrial:
         """The config, with this device's sizes in place of those that the user has not typed, a model and prompts."""
         scale, typed = self.scale, self.settings.typed
         sizes = {
-            "prompts_per_step": scale.prompts,
-            "group_size": scale.group,
-            "prompts.max_tokens": scale.prompt_tokens,
-            "generation.max_tokens": scale.completion_tokens,
+            "prompts_per_step": scale.work.prompts,
+            "group_size": scale.work.group,
+            "prompts.max_tokens": scale.work.prompt_tokens,
+            "generation.max_tokens": scale.work.completion_tokens,
         }
         plain = with_values(self.settings.plain, {key: value for key, value in sizes.items() if key not in typed})
         if self.settings.makes_model:
             dtype = str(self.dtype).removeprefix("torch.")
             model_folder = make_model(self.folder / f"{scale.size}-{dtype}", SIZES[scale.size], dtype)
+            plain = with_values(plain, {"model.path": str(model_folder), "model.revision": None})
             # The adapter and the stop tokens in the config belong to another model.
-            overrides = {
-                "model.path": str(model_folder),
-                "model.revision": None,
-                "lora.path": None,
-                "generation.stop": [],
-            }
-            plain = with_values(plain, overrides)
+            plain = with_values(plain, {"lora.path": None, "generation.stop": []})
         prompts = write_prompts(self.folder / "prompts.jsonl", work_of(plain), STEPS)
         return with_values(plain, {"data.path": str(prompts)})
 
@@ -177,11 +163,7 @@ class MachineTrial:
 
     @property
     def session(self) -> Session:
-        """The open session.
-
-        Raises:
-            NotReadyError: the session could not be opened.
-        """
+        """The open session; a NotReadyError if it could not be opened."""
         if self._session is None:
             raise NotReadyError("the engine has not started")
         return self._session
@@ -262,10 +244,3 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
         else:
             result[name] = value
     return result
-
-
-def import_run() -> None:
-    """Imports what a run needs, so that its memory is not counted in later measurements."""
-    import transformers
-
-    _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer

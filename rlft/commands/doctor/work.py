@@ -1,4 +1,4 @@
-"""Models with random weights and prompts of a given length, for `rlft doctor` and the benchmarks.
+"""Models with random weights, prompts of a given length and the arithmetic of a step, for `rlft doctor` and benchmarks.
 
 No model or data set is downloaded. A prompt consists of letters, one token each, and the end token lies outside the
 model's vocabulary, so that every completion has the requested length.
@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import string
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +113,100 @@ def write_prompts(file: Path, work: Workload, steps: int) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a model that its arithmetic depends on.
+
+    Attributes:
+        base: number of weights in the matrices of all layers.
+        low: number of weights in an adapter on them.
+        head: number of weights in the LM head.
+        width: heads x head size, summed over the layers.
+    """
+
+    base: int
+    low: int
+    head: int
+    width: int
+
+    @classmethod
+    def of_size(cls, size: Size, rank: int) -> Shape:
+        head_size = size.hidden // size.heads
+        query_width, key_width = size.heads * head_size, size.key_heads * head_size
+        matrices = (
+            (size.hidden, query_width), (size.hidden, key_width), (size.hidden, key_width), (query_width, size.hidden),
+            (size.hidden, size.intermediate), (size.hidden, size.intermediate), (size.intermediate, size.hidden),
+        )  # fmt: skip
+        return cls(
+            base=size.layers * sum(num_inputs * num_outputs for num_inputs, num_outputs in matrices),
+            low=size.layers * sum(rank * (num_inputs + num_outputs) for num_inputs, num_outputs in matrices),
+            head=size.hidden * size.vocabulary,
+            width=size.layers * query_width,
+        )
+
+    @classmethod
+    def of_model(cls, model: Any, lora: int) -> Shape:
+        """The shape of a loaded transformers model; `lora` is the number of parameters of its adapter."""
+        from torch import nn
+
+        from rlft.model.activations import layer_sizes
+
+        text_config, head = model.config.get_text_config(), model.get_output_embeddings()
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+        return cls(
+            base=sum(layer.in_features * layer.out_features for layer in layers),
+            low=lora,
+            head=text_config.hidden_size * text_config.vocab_size,
+            width=sum(layer.queries for layer in layer_sizes(text_config)),
+        )
+
+
+def step_flops(shape: Shape, work: Workload) -> float:
+    """Floating-point operations of credit and update: one forward and backward, with each prompt once per group.
+
+    The cost of a token is a multiple of 2 x the number of parameters involved: for the base 1 forward and 1 for the
+    gradient of its input (its weights are frozen), for LoRA 1 forward and 2 backward, for the head 1 forward and 1
+    backward, for completion tokens only. Attention between a query and a key costs 4 x head size x heads forward and
+    twice that backward; the kernel's recomputation of scores in backward is not counted.
+    """
+    p, c, g = work.prompt_tokens, work.completion_tokens, work.group
+    tokens = work.prompts * (p + g * c)
+    linear = tokens * (4 * shape.base + 6 * shape.low)
+    scores = work.prompts * (p * (p + 1) / 2 + g * (c * p + c * (c + 1) / 2))
+    return linear + scores * 4 * shape.width * 3 + work.prompts * g * c * 4 * shape.head
+
+
+def product_rate(size: Size, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the products in a step, `[tokens, hidden] x [hidden, intermediate]` and back: the median of many."""
+    import torch
+
+    x = torch.randn(tokens, size.hidden, device=device, dtype=dtype)
+    y = torch.randn(tokens, size.intermediate, device=device, dtype=dtype)
+    w = torch.randn(size.intermediate, size.hidden, device=device, dtype=dtype)
+    flops = 2 * 2 * tokens * size.hidden * size.intermediate
+    return flops / statistics.median(_seconds(lambda: (x @ w.t(), y @ w), device, 2.0))
+
+
+def peak_rate(device: torch.device, dtype: torch.dtype, *, side: int = 4096, seconds: float = 2.0) -> float:
+    """FLOP/s of a large square product: the fastest of those made within `seconds` seconds."""
+    import torch
+
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    return 2 * side**3 / min(_seconds(lambda: a @ a, device, seconds))
+
+
+def _seconds(run: Callable[[], object], device: torch.device, total_s: float) -> list[float]:
+    """The seconds that each call of `run` takes, repeated for `total_s` seconds; the first call is not counted."""
+    import torch
+
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < total_s or len(seconds) < MIN_REPEATS:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]

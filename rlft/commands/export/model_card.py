@@ -1,7 +1,7 @@
-"""The README.md of an exported model, made from its run folder alone.
+"""The README.md of an exported model, made from its run folder alone, and the commands that make a GGUF file of it.
 
 Its front matter is the one that the hub reads. A base or data set without a hub id is named only in the text, and
-without its folder.
+without its folder. llama.cpp's two scripts, in the folder `llama.cpp`, write GGUF files; rlft itself writes none.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlft.commands.export.gguf import card_section
 from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
 from rlft.data.records import PLACEHOLDER, chat
 from rlft.generation.vllm.engine import engine_rank
@@ -35,26 +35,13 @@ PLAIN_PROMPT = '"\\n\\n".join(message["content"] for message in messages)'
 Config = Mapping[str, Any]
 
 
-def model_card(
-    source: NamedRun,
-    folder: Path,
-    kind: CheckpointKind,
-    *,
-    is_model: bool,
-    name: str,
-    repo_id: str | None = None,
-    has_template: bool,
-    loader: str,
-    dtype: str,
-    ends: TurnEnds,
-    eos: object,
-    names_ends: bool,
-) -> str:
-    """The card, in Markdown.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What the card says.
 
-    Args:
+    Attributes:
         source: the run.
-        folder: the checkpoint's folder.
+        checkpoint: the checkpoint's folder.
         kind: what the checkpoint holds.
         is_model: whether a whole model is exported, rather than only an adapter.
         name: the exported folder's name.
@@ -66,28 +53,44 @@ def model_card(
         eos: the tokenizer's end token.
         names_ends: whether what loads the model finds all of them in its generation config.
     """
-    config = source.config
-    step = json.loads((folder / checkpoint.STATE).read_text())["step"]
-    origin = run_folder.read(source.run, "run").get(run_folder.ORIGIN, {})
-    evaluations = [line for line in read_lines(source.run / EVALUATIONS) if line["step"] <= step]
-    adapter = {} if kind is CheckpointKind.weights else json.loads((folder / kind / CONFIG).read_text())
-    base_id = config["model"]["path"] if is_hub_id(config["model"]["path"]) else None
-    end = (ends.ids[0], ends.names[ends.ids[0]]) if ends.ids and ends.ids[0] != eos else None
-    exported_as = "reward model" if kind is CheckpointKind.reward else "model" if is_model else "adapter"
-    trained_with = ", ".join(f"{k} {v}" for k, v in origin.items())
-    sections = [
-        front_matter(config, kind, is_model),
-        f"# {config['name']}",
-        f"A {exported_as}, trained with rlft for {step} steps.",
-        table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
-        results(evaluations, config),
-        usage(
-            config, adapter, kind, is_model, repo_id or name, has_template, loader, dtype, ends, names_ends=names_ends
-        ),
-        *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id, end)]),
-        "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
-    ]
-    return "\n\n".join(part for part in sections if part) + "\n"
+
+    source: NamedRun
+    checkpoint: Path
+    kind: CheckpointKind
+    is_model: bool
+    name: str
+    repo_id: str | None
+    has_template: bool
+    loader: str
+    dtype: str
+    ends: TurnEnds
+    eos: object
+    names_ends: bool
+
+    def text(self) -> str:
+        """The card, in Markdown."""
+        config, kind, ends = self.source.config, self.kind, self.ends
+        step = json.loads((self.checkpoint / checkpoint.STATE).read_text())["step"]
+        origin = run_folder.read(self.source.run, "run").get(run_folder.ORIGIN, {})
+        evaluations = [line for line in read_lines(self.source.run / EVALUATIONS) if line["step"] <= step]
+        is_whole = kind is CheckpointKind.weights
+        adapter = {} if is_whole else json.loads((self.checkpoint / kind / CONFIG).read_text())
+        base_id = config["model"]["path"] if is_hub_id(config["model"]["path"]) else None
+        end = (ends.ids[0], ends.names[ends.ids[0]]) if ends.ids and ends.ids[0] != self.eos else None
+        exported_as = "reward model" if kind is CheckpointKind.reward else "model" if self.is_model else "adapter"
+        trained_with = ", ".join(f"{k} {v}" for k, v in origin.items())
+        sections = [
+            front_matter(config, kind, self.is_model),
+            f"# {config['name']}",
+            f"A {exported_as}, trained with rlft for {step} steps.",
+            table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
+            results(evaluations, config),
+            usage(self, adapter),
+        ]
+        if kind is not CheckpointKind.reward:
+            sections.append(card_section(self.name, None if self.is_model else adapter, base_id, end))
+        licence = "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow."
+        return "\n\n".join(part for part in (*sections, licence) if part) + "\n"
 
 
 def front_matter(config: Config, kind: CheckpointKind, is_model: bool) -> str:
@@ -222,26 +225,15 @@ def reward_command(config: Config, adapter: Config, name: str) -> str:
     return command_line("rlft", "train", "reward=[exact_match,learned]", *overrides(keys))
 
 
-def usage(
-    config: Config,
-    adapter: Config,
-    kind: CheckpointKind,
-    is_model: bool,
-    name: str,
-    has_template: bool,
-    loader: str,
-    dtype: str,
-    ends: TurnEnds,
-    *,
-    names_ends: bool,
-) -> str:
+def usage(card: Card, adapter: Config) -> str:
     """Python code that loads the export with transformers and with vLLM, and prompts it as the run did."""
-    if kind is CheckpointKind.reward:
+    config, is_model, loader, name = card.source.config, card.is_model, card.loader, card.repo_id or card.name
+    if card.kind is CheckpointKind.reward:
         return f"## Use\n\n```\n{reward_command(config, adapter, name)}\n```"
     generation = config.get("generation") or {}
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
     length = generation.get("max_tokens", 256)
-    by_transformers, by_vllm = stop_code(generation, ends, names_ends=names_ends)
+    by_transformers, by_vllm = stop_code(generation, card.ends, names_ends=card.names_ends)
     generate_options = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
     shared_lines = [
         f'path = "{name}"',
@@ -258,13 +250,13 @@ def usage(
         *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
         'options = {"return_dict": True, "return_tensors": "pt"}',
         "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"
-        if has_template
+        if card.has_template
         else f'inputs = tokenizer({PLAIN_PROMPT}, return_tensors="pt")',
         f"output = model.generate(**inputs, {', '.join(generate_options)})",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     # vLLM rounds float32 weights to 16 bits by default.
-    dtype_option = ', dtype="float32"' if dtype == "float32" else ""
+    dtype_option = ', dtype="float32"' if card.dtype == "float32" else ""
     lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
     vllm_lines = [
         *([] if is_model else ["from peft import PeftConfig"]),
@@ -274,7 +266,7 @@ def usage(
         *shared_lines,
         f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}', *by_vllm])})",
         f"answers = LLM(base{dtype_option}{lora_options})."
-        f"{'chat(messages' if has_template else f'generate({PLAIN_PROMPT}'}, sampling"
+        f"{'chat(messages' if card.has_template else f'generate({PLAIN_PROMPT}'}, sampling"
         + ("" if is_model else ', lora_request=LoRARequest("policy", 1, path)')
         + ")",
         "print(answers[0].outputs[0].text)",
@@ -322,3 +314,84 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |"
 
     return "\n".join([line(heading), line(["---"] * len(heading)), *(line(row) for row in rows)])
+
+
+REPOSITORY = "https://github.com/ggml-org/llama.cpp"
+MODEL_SCRIPT, ADAPTER_SCRIPT = "llama.cpp/convert_hf_to_gguf.py", "llama.cpp/convert_lora_to_gguf.py"
+
+
+def model_command(folder: str) -> str:
+    """The command that converts a model folder into <folder>.gguf, in the model's 16-bit format.
+
+    >>> model_command("exports/mine")
+    'python llama.cpp/convert_hf_to_gguf.py exports/mine --outfile exports/mine.gguf --outtype auto'
+    """
+    return command_line("python", MODEL_SCRIPT, folder, "--outfile", f"{folder}.gguf", "--outtype", "auto")
+
+
+def adapter_command(folder: str, base: str, *, base_is_folder: bool) -> str:
+    """The command that converts an adapter folder into <folder>.gguf.
+
+    `base` is a folder with the base's config, or its hub id.
+
+    >>> adapter_command("mine", "Qwen/Qwen2.5-0.5B", base_is_folder=False)  # doctest: +ELLIPSIS
+    'python llama.cpp/convert_lora_to_gguf.py mine --base-model-id Qwen/Qwen2.5-0.5B --outfile mine.gguf --outtype f32'
+    """
+    option = "--base" if base_is_folder else "--base-model-id"
+    return command_line(
+        "python", ADAPTER_SCRIPT, folder, option, base, "--outfile", f"{folder}.gguf", "--outtype", "f32"
+    )
+
+
+def why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
+    """Why the converter cannot take an adapter with this adapter_config.json; None if it can.
+
+    The converter stores only A, B and `lora_alpha`, because llama.cpp scales every adapter by alpha / rank.
+    """
+    if adapter.get("use_dora"):
+        return "llama.cpp has no DoRA"
+    if adapter.get("use_rslora"):
+        return "llama.cpp scales adapters by alpha / rank, not by rsLoRA's alpha / sqrt(rank)"
+    return None
+
+
+def instructions(folder: Path, adapter: Mapping[str, Any] | None) -> str:
+    """The line printed after an export; `adapter` is the folder's adapter_config.json, or None for a model."""
+    if adapter is None:
+        return f"as GGUF, with {REPOSITORY}: {model_command(str(folder))}"
+    if (problem := why_no_adapter(adapter)) is not None:
+        return f"as GGUF: {problem}; export as=model and convert that"
+    base = str(adapter["base_model_name_or_path"])
+    return f"as GGUF, with {REPOSITORY}: {adapter_command(str(folder), base, base_is_folder=Path(base).is_dir())}"
+
+
+def card_section(
+    folder: str, adapter: Mapping[str, Any] | None, base_id: str | None, end: tuple[int, str] | None = None
+) -> str:
+    """The section of a model card about GGUF.
+
+    Args:
+        folder: the exported folder's name.
+        adapter: its adapter_config.json, or None for a model.
+        base_id: the base's hub id; None if the base is a folder.
+        end: (id, text) of the token that ends a turn, if the tokenizer names another one; else None.
+    """
+    if adapter is None:
+        command = model_command(folder)
+        note = "`--outtype q8_0` makes it half as large."
+    elif (problem := why_no_adapter(adapter)) is not None:
+        return f"## GGUF\n\nNot as an adapter: {problem}. Export the merged model and convert that."
+    else:
+        command = adapter_command(folder, base_id or "base", base_is_folder=base_id is None)
+        note = "" if base_id else "`base` is a folder with the base model."
+    introduction = (
+        f"For [llama.cpp]({REPOSITORY}) and programs built on it, beside a clone of it and this folder as `{folder}`:"
+    )
+    parts = ("## GGUF", introduction, f"```\n{command}\n```", note, *([] if end is None else [end_note(*end)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def end_note(token: int, text: str) -> str:
+    """How llama.cpp stops at the end of a turn: the file holds the tokenizer's end token, and not this one."""
+    option = f"--override-kv tokenizer.ggml.eot_token_id=int:{token}"
+    return f"A turn ends with `{text}`. If llama.cpp does not know that token by its name, start it with `{option}`."

@@ -20,7 +20,7 @@ from rlft.logger.text import visible
 from rlft.runs.find import one_run, runs_below
 from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.system.terminal import say
-from rlft.types import UserError
+from rlft.types import require
 
 USAGE = """\
 usage: rlft diff <run> <run> [at=common|last] [--json]
@@ -35,7 +35,6 @@ the last tenth of the steps, medians of times, the largest memory, accuracy befo
   rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time> at=last"""
 
 ABSENT = "-"
-IGNORED_KEYS = ("resume",)
 LAST_SHARE = 0.1
 
 
@@ -50,8 +49,8 @@ def command(arguments: Sequence[str]) -> None:
     """Prints how the two named runs differ."""
     words = read_words("diff", arguments, ("at",), has_json=True)
     at = words.values.get("at", At.common)
-    if at not in set(At):
-        raise UserError("at", "is not one of its choices", got=at or "nothing", remedy=f"use {' or '.join(At)}")
+    remedy = f"use {' or '.join(At)}"
+    require(at in set(At), "at", "is not one of its choices", got=at or "nothing", remedy=remedy)
     first, second = two_runs(words.folders)
     if words.as_json:
         print(json.dumps(as_json(first, second, At(at)), indent=1))
@@ -68,9 +67,8 @@ def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
     if len(names) == 1 and len(runs := runs_below(Path(names[0]))) == 2:
         say(f"{names[0]}: {runs[0]} and {runs[1]}, the only two runs there")
         return runs[0], runs[1]
-    if len(names) != 2:
-        got = " ".join(names) or "none"
-        raise UserError("diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
+    got = " ".join(names) or "none"
+    require(len(names) == 2, "diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
     first, second = (one_run(name, "diff", say) for name in names)
     return first, second
 
@@ -119,24 +117,25 @@ def steps_text(first: int, last: int) -> str:
 
 def config_differences(first: Path, second: Path) -> list[Difference]:
     """The keys whose values differ, `origin.*` (commit, versions, fingerprints) last."""
-    first_values, second_values = (flatten(read(folder, "diff")) for folder in (first, second))
-    names = [name for name in {**first_values, **second_values} if name not in IGNORED_KEYS]
-    differences = [
-        Difference(name=name, first=first_values.get(name, ABSENT), second=second_values.get(name, ABSENT))
-        for name in names
-        if first_values.get(name, ABSENT) != second_values.get(name, ABSENT)
-    ]
-    return sorted(differences, key=lambda d: d.name.startswith(f"{ORIGIN}."))
+    configs = [flatten(read(folder, "diff")) for folder in (first, second)]
+    return [Difference(name=name, first=one, second=other) for name, (one, other) in differing(configs, ABSENT)]
+
+
+def differing(configs: Sequence[Mapping[str, Any]], absent: str) -> list[tuple[str, list[Any]]]:
+    """(key, its value in each config, or `absent`) of the keys whose values differ, the origin's keys last."""
+    names = dict.fromkeys(name for config in configs for name in config if name != "resume")
+    rows = [(name, [config.get(name, absent) for config in configs]) for name in names]
+    rows = [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+    return sorted(rows, key=lambda row: row[0].startswith(f"{ORIGIN}."))
 
 
 def compare_metrics(first: Path, second: Path, at: At) -> Compared:
     """The metrics of both runs, up to the step that `at` names."""
     lines = [read_lines(folder / METRICS) for folder in (first, second)]
-    ends = [_last_step(run_lines) for run_lines in lines]
+    num_steps = ends = [_last_step(run_lines) for run_lines in lines]
     if at is At.common:
         ends = [min((end for end, run_lines in zip(ends, lines, strict=True) if run_lines), default=0)] * 2
     kept = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
-    num_steps = [_last_step(run_lines) for run_lines in lines]
     rows = [Difference(name="steps", first=num_steps[0], second=num_steps[1])]
     evaluations = [_accuracies(read_lines(folder / EVALUATIONS)) for folder in (first, second)]
     rows += accuracy_rows(evaluations, at)
@@ -162,9 +161,8 @@ def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Di
             steps: list[int | None] = [common_steps[index]] * 2
         else:
             steps = [sorted(accuracies)[index] if accuracies else None for accuracies in evaluations]
-        values = [
-            None if step is None else accuracies[step] for step, accuracies in zip(steps, evaluations, strict=True)
-        ]
+        pairs = zip(steps, evaluations, strict=True)
+        values = [None if step is None else accuracies[step] for step, accuracies in pairs]
         if any(value is not None for value in values):
             rows.append(Difference(name=name, first=values[0], second=values[1], steps=(steps[0], steps[1])))
     return rows

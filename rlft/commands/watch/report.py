@@ -15,6 +15,7 @@ from typing import Any
 
 import rlft
 from rlft.commands.watch import runs as runs_verb
+from rlft.commands.watch.diff import differing
 from rlft.commands.watch.report_completions import choose, safe
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
@@ -24,7 +25,7 @@ from rlft.system import interrupt
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import write_atomically
 from rlft.system.terminal import say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft report <run or folder above runs> ... [out=<file.html>]
@@ -74,8 +75,8 @@ def report(arguments: Sequence[str]) -> Path:
     folders = folders_of(words.folders)
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     out = Path(words.values.get("out", default))
-    if out.suffix != ".html" or out.is_dir():
-        raise UserError("out", "must be an HTML file", got=out, remedy="name one such as out=report.html")
+    is_html = out.suffix == ".html" and not out.is_dir()
+    require(is_html, "out", "must be an HTML file", got=out, remedy="name one such as out=report.html")
     text = page(report_of(folders, MAX_BYTES, words.folders))
     with blame_key("out"):
         with writing(out):
@@ -130,8 +131,7 @@ def folders_of(words: Sequence[str]) -> list[Path]:
     Raises:
         UserError: no run is named, or none exists, or none has metrics.
     """
-    if not words:
-        raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
+    require(words, "report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
     named_runs: list[Path] = []
     for word in words:
         runs = runs_in(named_folder(word, "report", say))
@@ -284,11 +284,7 @@ def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) 
 
 def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """The keys whose values differ between runs, the origin's keys last."""
-    names = dict.fromkeys(name for config in configs for name in config if name != "resume")
-    rows = [{"key": name, "values": [config.get(name, "") for config in configs]} for name in names]
-    return sorted(
-        (row for row in rows if len(set(row["values"])) > 1), key=lambda row: row["key"].startswith(f"{ORIGIN}.")
-    )
+    return [{"key": name, "values": values} for name, values in differing(configs, "")]
 
 
 def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:

@@ -28,7 +28,7 @@ from rlft.runs.run_folder import CONFIG, whole_config
 from rlft.runs.run_status import Status
 from rlft.system.disk import size_text
 from rlft.system.terminal import Say, say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
@@ -69,12 +69,12 @@ REPORT = "report.html"
 def command(arguments: Sequence[str]) -> None:
     """Prints the table or the JSON."""
     words = read_words("runs", arguments, WORDS, has_json=True)
-    if len(words.folders) > 1:
-        raise UserError("runs", "takes one folder", got=" ".join(words.folders), remedy="name the one above them")
-    root = named_folder(*(words.folders or ("runs",)), "runs", say)
+    got = " ".join(words.folders)
+    require(len(words.folders) < 2, "runs", "takes one folder", got=got, remedy="name the one above them")
+    root = named_folder(words.folders[0] if words.folders else "runs", "runs", say)
     listed = rows(root, words.values)
     if words.as_json:
-        print(json.dumps(as_json(listed), indent=1))
+        print(json.dumps([asdict(row) for row in listed], indent=1))
     else:
         print_rows(listed, root)
 
@@ -89,15 +89,15 @@ class RunRow:
     """
 
     folder: str
-    name: str
-    verb: str
+    name: str = ""
+    verb: str = ""
     status: str
     reason: str
-    step: int
-    steps: int | None
-    reward: float | None
-    loss: float | None
-    accuracy: float | None
+    step: int = 0
+    steps: int | None = None
+    reward: float | None = None
+    loss: float | None = None
+    accuracy: float | None = None
     age: float
     size: int
 
@@ -108,8 +108,8 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     Raises:
         UserError: the folder, the status, the verb or the column does not exist.
     """
-    if not root.is_dir():
-        raise UserError("runs", "there is no such folder", got=root, remedy="name one that holds runs, or train one")
+    remedy = "name one that holds runs, or train one"
+    require(root.is_dir(), "runs", "there is no such folder", got=root, remedy=remedy)
     _check("status", words.get("status"), [*map(str, Status), DAMAGED])
     _check("sort", words.get("sort"), COLUMNS)
     all_rows = [row for folder in run_folders(root) if (row := read(folder)) is not None]
@@ -134,21 +134,8 @@ def read(folder: Path, say: Say = warn) -> RunRow | None:
             reason = f"{error.key} {error.problem}"
         else:
             reason = f"{CONFIG} {error}" if isinstance(error, NewerError) else f"{CONFIG} is damaged: {error}"
-        newest, size = _newest_and_size(folder)
-        return RunRow(
-            folder=str(folder),
-            name="",
-            verb="",
-            status=DAMAGED,
-            reason=reason,
-            step=0,
-            steps=None,
-            reward=None,
-            loss=None,
-            accuracy=None,
-            age=max(0.0, time.time() - newest),
-            size=size,
-        )
+        age, size = _age_and_size(folder)
+        return RunRow(folder=str(folder), status=DAMAGED, reason=reason, age=age, size=size)
 
 
 def _read(folder: Path, say: Say) -> RunRow:
@@ -160,7 +147,7 @@ def _read(folder: Path, say: Say) -> RunRow:
     headline = verbs.named(config["verb"]).headline
     value = None if headline is None else last.get(headline.metric)
     is_loss = headline is not None and headline.lower_is_better
-    newest, size = _newest_and_size(folder)
+    age, size = _age_and_size(folder)
     return RunRow(
         folder=str(folder),
         name=str(config.get("name", "")),
@@ -172,7 +159,7 @@ def _read(folder: Path, say: Say) -> RunRow:
         reward=None if is_loss else value,
         loss=value if is_loss else None,
         accuracy=accuracy,
-        age=max(0.0, time.time() - newest),
+        age=age,
         size=size,
     )
 
@@ -185,7 +172,8 @@ def counted_steps(folder: Path) -> int:
         return 0
 
 
-def _newest_and_size(folder: Path) -> tuple[float, int]:
+def _age_and_size(folder: Path) -> tuple[float, int]:
+    """Seconds since the run has written anything, and the bytes of its folder."""
     newest, size = 0.0, 0
     folders = [str(folder)]
     while folders:
@@ -200,12 +188,12 @@ def _newest_and_size(folder: Path) -> tuple[float, int]:
                     newest = max(newest, stat.st_mtime)
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-    return newest, size
+    return max(0.0, time.time() - newest), size
 
 
 def _check(word: str, value: str | None, known: Sequence[str]) -> None:
-    if value is not None and value not in known:
-        raise UserError(word, "is not one of its choices", got=value, remedy=f"use one of {', '.join(known)}")
+    remedy = f"use one of {', '.join(known)}"
+    require(value in (None, *known), word, "is not one of its choices", got=value, remedy=remedy)
 
 
 def _matches(row: RunRow, words: Mapping[str, str]) -> bool:
@@ -219,10 +207,6 @@ def _sort_key(row: RunRow, column: str) -> tuple[Any, ...]:
         return (-row.age, row.folder)
     value = getattr(row, column)
     return (value is not None, value if value is not None else 0, row.folder)
-
-
-def as_json(listed: Sequence[RunRow]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in listed]
 
 
 def print_rows(listed: Sequence[RunRow], root: Path) -> None:

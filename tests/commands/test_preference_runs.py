@@ -1,7 +1,8 @@
-"""Reward models: what is learned of rankings, what is measured, and what a trained folder is good for."""
+"""Runs of `rlft rm` and `rlft dpo`: what is learned of rankings, what is measured, and what a folder is good for."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlft import cli
-from rlft.commands.preferences import REWARD, open_task
+from rlft.commands.preferences import REFERENCE_LOGPROBS, REWARD, open_task
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens
@@ -49,31 +50,32 @@ def test_earlier_preferences_are_read_as_the_new_ones_are_with_a_split_of_their_
 
 # -- a run -------------------------------------------------------------------------------------------------------------
 LORA = ("lora.rank=4", "lora.alpha=8")
-TINY = (
-    "+recipe=rm_arithmetic",
-    *LORA,
-    "steps=3",
-    "rankings_per_step=8",
-    "model.device=cpu",
-    "eval.num_rankings=12",
-    "logger=[jsonl]",
-)
+SMALL = (*LORA, "rankings_per_step=8", "model.device=cpu", "eval.num_rankings=12", "logger=[jsonl]")
+RM = ("+recipe=rm_arithmetic", *SMALL)
+DPO = ("+recipe=dpo_arithmetic", *SMALL, "steps=3")
+
+
+def run(folder: Path, verb: str, *words: str) -> Path:
+    """The folder, with a finished run."""
+    assert cli.run([verb, *words, f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    assert cli.run(["rm", *TINY, f"hydra.run.dir={folder}"]) == 0
-    return folder
+    return run(tmp_path_factory.mktemp("trained") / "run", "rm", *RM, "steps=3")
 
 
 def test_a_runs_bias_is_the_whole_difference_that_centring_makes(trained: Path, tmp_path: Path) -> None:
-    assert cli.run(["rm", *TINY, "center=false", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    plain = run(tmp_path / "run", "rm", *RM, "steps=3", "center=false")
     newest = Path("checkpoints") / "step_000003"
     for file in (newest / "optimizer.safetensors", newest / "reward" / "adapter_model.safetensors", Path("eval.jsonl")):
-        assert (trained / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
-    heads = [load_file(folder / newest / "reward" / "head.safetensors") for folder in (trained, tmp_path / "run")]
+        assert (trained / file).read_bytes() == (plain / file).read_bytes()
+    heads = [load_file(folder / newest / "reward" / "head.safetensors") for folder in (trained, plain)]
     assert torch.equal(heads[0]["weight"], heads[1]["weight"])
     assert heads[1]["bias"].item() == 0 != heads[0]["bias"].item()
 
@@ -90,8 +92,8 @@ def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
 
 def test_a_trained_folder_is_a_reward_and_where_a_critic_begins(trained: Path, policy_run: Any) -> None:
     """Its scores are the run's own, moved so that the best held-out completions have a mean of 0."""
-    last = json.loads((trained / "eval.jsonl").read_text().splitlines()[-1])
-    held_out = resolve(compose(TINY, verb="rm")).plan().held_out.rankings[:12]
+    last = evaluations(trained)[-1]
+    held_out = resolve(compose(RM, verb="rm")).plan().held_out.rankings[:12]
     groups = [group(ranking) for ranking in held_out]
     scores = policy_run.scorer(groups).by_reward["learned"]
     best, worst = scores[:, 0].double(), scores[:, 1].double()
@@ -117,10 +119,8 @@ def group(ranking: RankedTokens) -> Group:
 
 
 def test_another_round_goes_on_from_a_trained_reward_model(trained: Path, tmp_path: Path) -> None:
-    words = [word for word in TINY if not word.startswith("steps=")]
-    assert cli.run(["rm", *words, "steps=1", f"lora.path={trained}", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    ended = json.loads((trained / "eval.jsonl").read_text().splitlines()[-1])
-    began = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
+    began = evaluations(run(tmp_path / "run", "rm", *RM, "steps=1", f"lora.path={trained}"))[0]
+    ended = evaluations(trained)[-1]
     assert began["step"] == 0
     for name in ("eval/pairs", "eval/loss", "eval/score_best", "eval/score_worst"):
         assert began[name] == pytest.approx(ended[name], abs=1e-6), name
@@ -136,11 +136,70 @@ def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
     )
     folder = checkpoint.save(tmp_path, saved, keep=1) / "policy"
     policy.close()
-    words = [word for word in TINY if not word.startswith("+recipe=")]
-    words += ["preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", f"lora.path={folder}"]
+    words = [*SMALL, "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64"]
+    words.append(f"lora.path={folder}")
     with ExitStack() as stack:
         task = open_task(resolve(compose(words, verb="rm")).plan(), stack)
         for name, tensor in task.roles.weights(REWARD).items():
             assert torch.equal(tensor, weights[name]), name
         assert task.roles.heads[REWARD].weight.abs().max() == 0
         assert task.evaluate(0).accuracy == 0.5
+
+
+# -- a policy ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def optimised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("optimised") / "run", "dpo", *DPO)
+
+
+def test_three_updates_move_the_pairs_apart(optimised: Path) -> None:
+    first, last = evaluations(optimised)
+    assert (first["eval/margin"], first["accuracy"]) == (0.0, 0.5)
+    assert last["eval/margin"] > 0.005
+    assert last["accuracy"] > 0.7
+    files = {file.name for file in (optimised / "checkpoints" / "step_000003").iterdir()}
+    assert {"policy", f"{REFERENCE_LOGPROBS}.safetensors"} < files
+    kept = load_file(optimised / "checkpoints" / "step_000003" / f"{REFERENCE_LOGPROBS}.safetensors")
+    assert (len(kept["positions"]), len(kept["logprobs"])) == (24, 48)  # 3 updates x 8 pairs, and both ends of each
+
+
+def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(optimised: Path) -> None:
+    """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
+    with ExitStack() as stack:
+        task = open_task(resolve(with_named_runs(compose([*DPO, f"lora.path={optimised}"], verb="dpo"))).plan(), stack)
+        assert task.plan.reference == str(optimised / "checkpoints" / "step_000003" / "policy")
+        metrics = task.evaluate(0).metrics
+        assert metrics["eval/margin"] == 0.0
+        assert metrics["eval/chosen_logprob"] == pytest.approx(
+            evaluations(optimised)[-1]["eval/chosen_logprob"], rel=1e-5
+        )
+    with ExitStack() as stack:  # held to the base, it begins where the first round ended
+        words = [*DPO, f"lora.path={optimised}", "snapshot.reference=base"]
+        metrics = open_task(resolve(with_named_runs(compose(words, verb="dpo"))).plan(), stack).evaluate(0).metrics
+        assert metrics["eval/margin"] == pytest.approx(evaluations(optimised)[-1]["eval/margin"], rel=1e-4)
+
+
+def test_its_run_is_evaluated_talked_to_and_exported_as_any_policys(
+    optimised: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    small = ["generation=transformers", "generation.max_tokens=16", "model.device=cpu"]
+    words = [f"run={optimised}", "data=arithmetic", "data.size=16", "data.held_out_size=4", "scoring.workers=0", *small]
+    assert cli.run(["eval", *words, "eval.num_samples=2"]) == 0
+    assert "pass@2" in capfd.readouterr().out
+    assert cli.run(["chat", f"run={optimised}", "model.device=cpu"]) == 0
+    assert cli.run(["export", f"run={optimised}", f"out={tmp_path / 'model'}"]) == 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| Loss | dpo: beta=0.1, " in card
+    assert "- dpo" in card
+    assert "| margin | 0.0000 |" in card
+
+
+def test_its_plan_counts_the_log_probs_that_a_checkpoint_keeps() -> None:
+    """926 pairs: a position and two log-probs each, of 8 bytes, are 2 x 3 x 926 numbers of 4; three copies are kept."""
+    made = resolve(compose(DPO, verb="dpo")).plan()
+    free = resolve(compose([*DPO, "loss=simpo"], verb="dpo")).plan()
+    assert len(made.train.rankings) == 926
+    every = made.config.checkpoint
+    copies = min(every.keep + 1, 1 + (made.num_steps - 1) // every.every)
+    assert made.disk_bytes()["checkpoints"] - free.disk_bytes()["checkpoints"] == copies * 4 * 2 * 3 * 926

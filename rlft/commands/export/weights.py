@@ -1,0 +1,261 @@
+"""The files of an export: the adapter, or the model with the adapter merged, and what its base has besides weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.hub import cached_file
+
+from rlft.config.instantiate import from_mapping
+from rlft.config.model import ModelConfig
+from rlft.config.schema import AUTO
+from rlft.model.activations import peft_reads_the_old_name
+from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules
+from rlft.model.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
+from rlft.model.backbone import read_config, resolve_path, source
+from rlft.model.roles import score_sequence
+from rlft.model.text_model import empty_model, names_of, own_class, text_model_of
+from rlft.runs.find import CheckpointKind
+from rlft.system.disk import writing
+from rlft.system.files import size_of
+from rlft.system.memory import Doing, explained
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlft.commands.export.command import Export
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNUSED = "model-unused.safetensors"
+"""The file that is written for them."""
+GENERATION_CONFIG = "generation_config.json"
+PROCESSORS = (
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files of a model that also reads images, video or sound; vLLM does not load it without them."""
+TEXT = "What is 17 + 25? The answer is 42, because 17 + 25 = 42."
+"""The adapter and the merged model are compared on these tokens; any text would do."""
+TOLERANCE = 1e-3
+"""The largest allowed difference of log-probs, in nats: both models compute in float32 but add in different orders."""
+
+
+class MergeError(RuntimeError):
+    """The merged model does not compute what the adapter on its base does; nothing was written."""
+
+
+# -- an adapter --------------------------------------------------------------------------------------------------------
+def write_adapter(source: Path, config: ModelConfig, folder: Path) -> None:
+    """Writes PEFT's two files, and the head and the record if there are any.
+
+    The base's path is written so that it can be loaded from any working directory.
+    """
+    for name in (ADAPTER_WEIGHTS, HEAD, RECORD):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    fields = json.loads((source / CONFIG).read_text())
+    names = names_of(empty_model(read_config(config), trust_remote_code=config.trust_remote_code))
+    if names.prefixes:  # rlft has not always written the names of the folder's own class
+        tensors = names.all_outside(load_file(source / ADAPTER_WEIGHTS))
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        fields["target_modules"] = sorted(adapted_modules(tensors))
+    fields |= {"base_model_name_or_path": base_name(config), "revision": config.revision}
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def base_name(config: ModelConfig) -> str:
+    """The base's hub id, or the absolute path of its folder."""
+    path = resolve_path(config.path)
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
+# -- a model -----------------------------------------------------------------------------------------------------------
+def write_model(
+    request: Export,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Writes weights, config, tokenizer and the base's own generation config.
+
+    Args:
+        request: what is exported.
+        config: the model settings of the base, or of the checkpoint's own weights. Such weights are copied as they
+            are, unless dtype changes them.
+        tokenizer: the base's tokenizer.
+        folder: the folder for the files.
+        say: prints a line.
+    """
+    base = from_mapping(ModelConfig, request.source.config["model"], "model")
+    trained_alone = request.checkpoint_kind is CheckpointKind.weights and containing_class(base) is not None
+    if request.checkpoint_kind is CheckpointKind.weights and request.dtype == AUTO and not trained_alone:
+        with writing(request.out, size_of(Path(config.path))):
+            shutil.copytree(config.path, folder, dirs_exist_ok=True)
+        return
+    if config.quantization is not None:
+        say(f"the adapter was trained on the base in {config.quantization}, and is merged into its full weights")
+    with explained(
+        Doing(current="merge" if request.checkpoint_kind is CheckpointKind.policy else "change dtype"), config
+    ):
+        model, dtypes = load_float32(base if trained_alone else config)
+        if request.checkpoint_kind is CheckpointKind.policy:
+            with tempfile.TemporaryDirectory() as adapter:
+                write_adapter(request.checkpoint / CheckpointKind.policy, config, Path(adapter))
+                model = merge(model, tokenizer, Path(adapter))
+        elif trained_alone:
+            put_inside(model, load_float32(config)[0])
+        round_weights(model, dtypes, request.dtype)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+        with writing(request.out, needed):
+            save(model, tokenizer, base if trained_alone else config, folder)
+            add_unused(model, base if trained_alone else config, folder, say)
+
+
+def containing_class(base: ModelConfig) -> type[PreTrainedModel] | None:
+    """The class of this base if what is trained is a part of it; None, too, if the base is no longer there."""
+    try:
+        return own_class(read_config(base))
+    except UserError:
+        return None
+
+
+def load_float32(config: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of the folder's own class in float32 on the CPU, and the dtype that each of its tensors has on disk."""
+    if getattr(read_config(config), "quantization_config", None) is not None:
+        problem = "the base's own weights are quantised, and merged ones would be rounded to its grid"
+        raise UserError("as", problem, got="model", remedy="use as=adapter")
+    loader: Any = own_class(read_config(config)) or AutoModelForCausalLM
+    model = loader.from_pretrained(**source(config), dtype="auto")
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    return model.float().eval(), dtypes
+
+
+def put_inside(own: PreTrainedModel, trained: PreTrainedModel) -> None:
+    """Copies the weights of a text model to the model that contains it."""
+    names, theirs = names_of(text_model_of(own)), own.state_dict()
+    for name, tensor in trained.state_dict().items():
+        theirs[names.outside(name)].copy_(tensor)
+
+
+def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path) -> PreTrainedModel:
+    """Adds the adapter's products to the model's weights, in place: W + scale x B A.
+
+    Raises:
+        MergeError: the merged model's log-probs differ from the adapter's, for instance because an adapted weight is
+            tied to another one.
+    """
+    device = torch.device("cpu")
+    ids: Any = tokenizer(TEXT)["input_ids"]
+    with peft_reads_the_old_name():
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.no_grad():
+        expected = score_sequence(adapted, ids, device)
+        merged: Any = adapted.merge_and_unload()
+        actual = score_sequence(merged, ids, device)
+    gap = max(abs(a - b) for a, b in zip(expected, actual, strict=True))
+    if not gap <= TOLERANCE:
+        problem = f"its log-probs differ from the adapter's by {gap:.2e} nats (at most {TOLERANCE:.0e} is rounding)"
+        raise MergeError(f"the merged model is not the policy: {problem}; nothing was written, use as=adapter")
+    return merged
+
+
+def round_weights(model: PreTrainedModel, dtypes: Mapping[str, Any], dtype: str) -> None:
+    """Casts each tensor to the dtype that it had on disk (`auto`), or to the given one.
+
+    Raises:
+        UserError: a number is too large for the dtype.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in ((name, tensor) for name, tensor in tensors if name in dtypes and tensor.is_floating_point()):
+        tensor.data = tensor.data.to(dtypes[name] if dtype == AUTO else getattr(torch, dtype))
+        if not torch.isfinite(tensor.data).all():
+            problem = f"cannot hold the numbers of {name}"
+            raise UserError("dtype", problem, got=tensor.dtype, remedy="use dtype=bfloat16 or dtype=float32")
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, folder: Path) -> None:
+    """Writes a Hugging Face folder. Generation config and processors are copies of the base's files, if it has them."""
+    model.generation_config = GenerationConfig()  # a base's own may be one that transformers reads but refuses to write
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / GENERATION_CONFIG).unlink(missing_ok=True)
+    for name in (GENERATION_CONFIG, *PROCESSORS):
+        if (base_file := file_of_base(config, name)) is not None:
+            shutil.copyfile(base_file, folder / name)
+
+
+def write_ends(folder: Path, base_file: Path | None, ends: Sequence[int]) -> None:
+    """Writes the base's generation config with these end tokens: what loads the folder stops where the run did."""
+    fields = {} if base_file is None else json.loads(base_file.read_text())
+    text = json.dumps({**fields, "eos_token_id": list(ends)}, indent=2, sort_keys=True) + "\n"
+    (folder / GENERATION_CONFIG).write_text(text)
+
+
+# -- what its base has besides -----------------------------------------------------------------------------------------
+def file_of_base(config: ModelConfig, name: str) -> Path | None:
+    """The path of the base's file of this name; None if it has none."""
+    base = source(config)
+    file = cached_file(
+        base["pretrained_model_name_or_path"],
+        name,
+        revision=base["revision"],
+        local_files_only=base["local_files_only"],
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if file is None else Path(file)
+
+
+def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: Callable[[str], None]) -> None:
+    """Adds to the written weights those tensors of the base that its class says it leaves out, bit for bit.
+
+    Args:
+        model: the model that was written.
+        config: the model settings of the base.
+        folder: the folder that `save_pretrained` has written.
+        say: prints a line if other tensors of the base are not in the folder.
+    """
+    written = tensors_of(folder / INDEX, folder / WEIGHTS)
+    base = tensors_of(file_of_base(config, INDEX), file_of_base(config, WEIGHTS))
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    missing = sorted(base.keys() - written.keys())
+    unused = [name for name in missing if any(re.search(pattern, name) for pattern in patterns)]
+    known = model.state_dict().keys()  # a tied head is written once, under another name
+    others = [name for name in missing if name not in unused and name not in known]
+    if len(others) > len(written.keys() - base.keys()):  # else they may just have new names
+        say(f"left out, as the class of the export does not read it: {others[0]} (of {len(others)} such)")
+    if not unused:
+        return
+    tensors = {}
+    for name in unused:
+        with safe_open(str(file_of_base(config, base[name])), framework="pt") as file:
+            tensors[name] = file.get_tensor(name)
+    save_file(tensors, folder / UNUSED, metadata={"format": "pt"})
+    places = {**written, **dict.fromkeys(unused, UNUSED)}
+    size = sum((folder / name).stat().st_size for name in set(places.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def tensors_of(index: Path | None, weights: Path | None) -> dict[str, str]:
+    """{tensor: its file's name} of a model with an index or with one file; empty if it has neither."""
+    if index is not None and index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    if weights is None or not weights.is_file():
+        return {}
+    with safe_open(str(weights), framework="pt") as file:
+        return dict.fromkeys(file.keys(), weights.name)

@@ -1,0 +1,164 @@
+"""The run or model that a command names, and the policy in it that `rlft eval`, `chat` and `serve` sample from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from rlft.commands.arguments import only_overrides
+from rlft.config import command as verbs
+from rlft.config.compose import USUAL, changed, compose
+from rlft.config.overrides import Arguments
+from rlft.config.resolved import Resolved, with_budget_of_device
+from rlft.config.schema import RunConfig
+from rlft.runs.find import CheckpointKind, NamedRun, check_base, find, find_checkpoint, kind_of_checkpoint, one_run
+from rlft.system.terminal import Say, say
+from rlft.types import UserError, require
+
+if TYPE_CHECKING:
+    from rlft.config.model import LoraSettings
+    from rlft.config.schema import SamplingRoot
+    from rlft.model.backbone import Backbone
+    from rlft.model.roles import Roles
+    from rlft.runs.checkpoint import Checkpoint
+
+
+def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None, list[str]]:
+    """Parses the words of a verb that uses a run.
+
+    Args:
+        arguments: the words; the first one may be the run itself.
+        words: keys of the verb itself, which do not change the config.
+
+    Returns:
+        The parsed words, the run that they name (None if they name none), and the overrides of its config.
+    """
+    if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
+        arguments = [f"run={arguments[0]}", *arguments[1:]]
+    parsed = only_overrides(arguments)
+    not_config_keys = ("run", "checkpoint", *words)
+    run_name = parsed.value("run") or parsed.value("checkpoint")
+    is_empty = not run_name and any(o.partition("=")[0] in ("run", "checkpoint") for o in parsed.overrides)
+    require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")
+    changes = [o for o in parsed.overrides if o.partition("=")[0] not in not_config_keys]
+    return parsed, find(one_run(run_name, "run", say)) if run_name else None, changes
+
+
+def check_names_a_model(parsed: Arguments, otherwise: str) -> None:
+    """Requires model.path= or +recipe= if no run is named, because the defaults alone are hardly ever intended."""
+    is_named = any(parsed.value(key) for key in ("model.path", "recipe"))
+    require(is_named, "run", f"is missing: {otherwise}", remedy="give run=<run>, model.path=<model> or +recipe=<name>")
+
+
+def sampled_by(
+    arguments: list[str], otherwise: str, words: Sequence[str] = ()
+) -> tuple[Arguments, NamedRun | None, dict[str, Any]]:
+    """The parsed words of a verb that samples from a run or a model, that run if one is named, and the config.
+
+    It is one of `rlft train` if the run's verb does not sample. `otherwise` and `words` are as in
+    `check_names_a_model` and `of_a_run`.
+    """
+    parsed, source, changes = of_a_run(arguments, words)
+    if source is None:
+        check_names_a_model(parsed, otherwise)
+        return parsed, None, compose(changes, parsed.config_dir)
+    if "generation" in source.config:
+        return parsed, source, changed(source.config, changes, parsed.config_dir, source.config["verb"])
+    return parsed, source, changed(as_training(source), changes, parsed.config_dir)
+
+
+def as_training(source: NamedRun) -> dict[str, Any]:
+    """The run's config as one of `rlft train`, whose sections the runs of other verbs have only in part.
+
+    The result may be modified.
+
+    Raises:
+        UserError: the run has no policy.
+    """
+    config = source.config
+    verb = verbs.named(config["verb"])
+    if verb.name == USUAL:
+        return config
+    if not verb.has_policy:
+        others = " or ".join(f"rlft {other.name}" for other in verbs.working() if other.has_policy)
+        problem = f"is a run of rlft {verb.name}, which has no policy"
+        raise UserError("run", problem, got=source.run, remedy=f"name one of {others}")
+    common = compose([])
+    shared = {key: config[key] for key in shared_keys(verb.root) if key in config}
+    weights: dict[str, Any] = {}
+    if config["lora"] is None:  # the trained model is named by its run, as an adapter could be
+        weights = {"lora": common["lora"], "model": {**config["model"], "path": str(source.checkpoint or source.run)}}
+    return {**common, "data": {}, **shared, **weights}
+
+
+def shared_keys(root: type) -> list[str]:
+    """The keys of a verb's config that `rlft train` has with the same type, so that an evaluation can read them."""
+    types, train_types = get_type_hints(root), get_type_hints(RunConfig)
+    common = (key for key in types if key in train_types and train_types[key] in (types[key], *get_args(types[key])))
+    return [key for key in common if key not in ("verb", "epochs", "steps")]
+
+
+# -- the policy that answers -------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What answers, before it is loaded.
+
+    Attributes:
+        config: the config of a run of any verb that samples; its model is the checkpoint if that holds a whole one.
+        lora: the adapter's settings; None if all weights were trained.
+        saved: the adapter's checkpoint; None for whole models and without a run.
+        title: the run and the checkpoint, or the model.
+        base: the config's own model.path.
+    """
+
+    config: Any
+    lora: LoraSettings | None
+    saved: Checkpoint | None
+    title: str
+    base: str
+
+
+def policy_of(resolved: Resolved, source: NamedRun | None, say: Say) -> Policy:
+    """The policy of the run, from an adapter on the run's base or a whole model; the config's model without a run."""
+    from rlft.runs import checkpoint
+
+    config = with_budget_of_device(resolved.config, resolved.plain)
+    made = Policy(config=config, lora=config.lora, saved=None, title=config.model.path, base=config.model.path)
+    if source is None:
+        return made
+    folder = find_checkpoint(source, say)
+    made, kind = replace(made, title=f"{source.run}, {folder.name}"), kind_of_checkpoint(folder)
+    problem = "holds a reward model, which writes no text"
+    remedy = "chat with a run of rlft train, and give it this one as reward.learned.path"
+    require(kind is not CheckpointKind.reward, "run", problem, got=folder, remedy=remedy)
+    if kind is CheckpointKind.weights:
+        model = replace(config.model, path=str(folder / kind), revision=None)
+        return replace(made, config=replace(config, model=model), lora=None)
+    check_base(folder, config.model)
+    # The adapter from which the run started is no longer needed.
+    return replace(made, lora=replace(config.lora, path=None), saved=checkpoint.load(folder))
+
+
+def check_ends(config: SamplingRoot, say: Say) -> int:
+    """Prints the notes about what ends a turn, and refuses wrong stops; returns the size of the vocabulary."""
+    from rlft.generation.stops import check_stops
+    from rlft.model.backbone import ends_of, load_tokenizer, read_config
+
+    vocabulary = read_config(config.model).get_text_config().vocab_size
+    tokenizer = load_tokenizer(config.model)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    check_stops(config.generation, tokenizer, vocabulary, ends.ids)
+    for note in ends.notes:
+        say(f"note: {note}")
+    return vocabulary
+
+
+def open_roles(policy: Policy, backbone: Backbone) -> Roles:
+    """The base with the policy as its only role: an untrained adapter, which has no effect until it is restored."""
+    from rlft.config.model import LoraSettings
+    from rlft.model.roles import policy_alone
+
+    smallest = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
+    config = policy.config
+    return policy_alone(backbone, policy.lora or smallest, token_budget=config.token_budget, seed=config.seed)
