@@ -179,11 +179,8 @@ def _critic(config: RunConfig, algorithm: Objective) -> None:
         unused = {"init": "base", "warmup_steps": 0, "normalize_values": False}
         for name in (name for name, unset in unused.items() if getattr(critic, name) != unset):
             got = str(getattr(critic, name)).lower() if name == "normalize_values" else getattr(critic, name)
-            problem, remedy = (
-                "has no effect with critic.kind=none",
-                "set critic.kind=adapter or shared, or leave it out",
-            )
-            raise UserError(f"critic.{name}", problem, got=got, remedy=remedy)
+            remedy = "set critic.kind=adapter or shared, or leave it out"
+            raise UserError(f"critic.{name}", "has no effect with critic.kind=none", got=got, remedy=remedy)
     elif critic.warmup_steps >= config.steps:
         problem = f"the policy would never learn, the run has steps={config.steps}"
         raise UserError("critic.warmup_steps", problem, got=critic.warmup_steps, remedy="use fewer, or more steps")
