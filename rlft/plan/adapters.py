@@ -29,7 +29,7 @@ from rlft.model.adapter_folder import (
     read_record,
 )
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -123,7 +123,6 @@ def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
     ]
 
 
-# -- without the model -----------------------------------------------------------------------------------------------
 def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
     """Checks that each folder has the files that its use needs, and the run's rank if a role starts from it."""
     for use in used:
@@ -151,24 +150,23 @@ def _check_exists(use: Use) -> None:
 def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> None:
     """Compares adapter_config.json with the run's `lora` section."""
     check_shape(fields, use.path, use.key)
-    variants = [name for name in VARIANTS if fields.get(name)]
-    if use.starts_role and variants:
-        problem = f"adapters with {variants[0]} are not supported"
-        raise UserError(use.key, problem, got=use.path, remedy="use an adapter without it")
-    for name in KINDS if use.starts_role else ():
+    if not use.starts_role:
+        return
+    for name in VARIANTS:
+        problem, remedy = f"adapters with {name} are not supported", "use an adapter without it"
+        require(not fields.get(name), use.key, problem, got=use.path, remedy=remedy)
+    for name in KINDS:
         in_adapter, in_run = bool(fields.get(name)), getattr(lora, name)
-        if in_adapter != in_run:
-            setting = f"{name}={str(in_adapter).lower()}"
-            problem = f"the adapter at {use.key} was trained with {setting} and would be another function"
-            remedy = f"set lora.{setting}, or another {use.key}"
-            raise UserError(f"lora.{name}", problem, got=str(in_run).lower(), remedy=remedy)
+        setting = f"{name}={str(in_adapter).lower()}"
+        problem = f"the adapter at {use.key} was trained with {setting} and would be another function"
+        remedy = f"set lora.{setting}, or another {use.key}"
+        require(in_adapter == in_run, f"lora.{name}", problem, got=str(in_run).lower(), remedy=remedy)
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if use.starts_role and rank != lora.rank:
-        remedy = f"set lora.rank={rank}, or another {use.key}"
-        raise UserError("lora.rank", f"the adapter at {use.key} has rank {rank}", got=lora.rank, remedy=remedy)
-    if use.starts_role and alpha != lora.alpha:
-        problem = f"the adapter at {use.key} was trained with {alpha} and would be another function"
-        raise UserError("lora.alpha", problem, got=lora.alpha, remedy=f"set lora.alpha={alpha}, or another {use.key}")
+    problem, remedy = f"the adapter at {use.key} has rank {rank}", f"set lora.rank={rank}, or another {use.key}"
+    require(rank == lora.rank, "lora.rank", problem, got=lora.rank, remedy=remedy)
+    problem = f"the adapter at {use.key} was trained with {alpha} and would be another function"
+    remedy = f"set lora.alpha={alpha}, or another {use.key}"
+    require(alpha == lora.alpha, "lora.alpha", problem, got=lora.alpha, remedy=remedy)
 
 
 def check_adapters(

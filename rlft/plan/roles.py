@@ -176,10 +176,8 @@ def _critic(config: RunConfig, algorithm: Objective) -> None:
         unused = {"init": "base", "warmup_steps": 0, "normalize_values": False}
         for name in (name for name, unset in unused.items() if getattr(critic, name) != unset):
             got = str(getattr(critic, name)).lower() if name == "normalize_values" else getattr(critic, name)
-            problem = "has no effect with critic.kind=none"
-            raise UserError(
-                f"critic.{name}", problem, got=got, remedy="set critic.kind=adapter or shared, or leave it out"
-            )
+            remedy = "set critic.kind=adapter or shared, or leave it out"
+            raise UserError(f"critic.{name}", "has no effect with critic.kind=none", got=got, remedy=remedy)
     elif critic.warmup_steps >= config.steps:
         problem = f"the policy would never learn, the run has steps={config.steps}"
         raise UserError("critic.warmup_steps", problem, got=critic.warmup_steps, remedy="use fewer, or more steps")
@@ -204,13 +202,10 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
     refresh_every, labels = config.reward_model.refresh_every, config.reward_model.labels
     if not refresh_every:
         for name in (name for name, spec in learned.items() if spec.kwargs["path"] is None):
-            raise UserError(
-                f"reward.{name}.path",
-                "an untrained head scores every completion 0, and reward_model.refresh_every=0 never trains it",
-                got="null",
-                remedy="give it a folder, or set for instance reward_model.refresh_every=10 "
-                "reward_model.labels=<a rule reward>",
-            )
+            problem = "an untrained head scores every completion 0, and reward_model.refresh_every=0 never trains it"
+            remedy = "give it a folder, or set for instance reward_model.refresh_every=10"
+            remedy += " reward_model.labels=<a rule reward>"
+            raise UserError(f"reward.{name}.path", problem, got="null", remedy=remedy)
         return
     if not learned:
         return  # a recipe may say how a learned reward would be trained, if the command line adds one

@@ -57,18 +57,12 @@ def _sizes(config: RunConfig, algorithm: Objective) -> None:
     problem = f"this algorithm compares siblings and needs at least {algorithm.min_group_size}"
     remedy = f"set group_size={max(8, algorithm.min_group_size)}"
     require(config.group_size >= algorithm.min_group_size, "group_size", problem, got=config.group_size, remedy=remedy)
-    if config.minibatches > config.prompts_per_step:
-        raise UserError(
-            "minibatches",
-            f"whole groups are dealt to them, and a step has only prompts_per_step={config.prompts_per_step} groups",
-            got=config.minibatches,
-            remedy=f"use at most {config.prompts_per_step}",
-        )
-    if config.prompts_per_step % config.minibatches:
-        divisors = [d for d in range(1, config.prompts_per_step + 1) if config.prompts_per_step % d == 0]
-        problem = f"does not divide prompts_per_step={config.prompts_per_step}"
-        remedy = f"use one of {', '.join(map(str, divisors))}"
-        raise UserError("minibatches", problem, got=config.minibatches, remedy=remedy)
+    batches, groups = config.minibatches, config.prompts_per_step
+    problem = f"whole groups are dealt to them, and a step has only prompts_per_step={groups} groups"
+    require(batches <= groups, "minibatches", problem, got=batches, remedy=f"use at most {groups}")
+    if groups % batches:
+        problem, remedy = f"does not divide prompts_per_step={groups}", f"use one of {divisors_of(groups)}"
+        raise UserError("minibatches", problem, got=batches, remedy=remedy)
     longest = config.prompts.max_tokens + config.generation.max_tokens
     problem = f"the longest row may have prompts.max_tokens + generation.max_tokens = {longest} tokens"
     remedy = f"set token_budget={longest} or more, or shorten the rows"
@@ -253,10 +247,13 @@ def check_ranks(cluster: ClusterConfig) -> None:
     """Refuses a number of ranks among which the lanes cannot be divided evenly."""
     lanes = cluster.num_lanes
     if lanes % cluster.ranks:
-        divisors = ", ".join(str(divisor) for divisor in range(1, lanes + 1) if lanes % divisor == 0)
         problem = f"does not divide cluster.lanes={lanes}, which a run keeps from its first step"
-        remedy = f"use one of {divisors}, or begin a run with other lanes"
+        remedy = f"use one of {divisors_of(lanes)}, or begin a run with other lanes"
         raise UserError("cluster.ranks", problem, got=cluster.ranks, remedy=remedy)
+
+
+def divisors_of(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def idle_engines(config: RunConfig, name: str) -> str | None:

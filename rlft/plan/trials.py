@@ -409,10 +409,8 @@ def _reported(name: str, found: Found, total: int, allowed: bool) -> Iterator[st
         problem = f"{found.num_unscorable} of {found.num_scored} reference answers are not right by themselves"
         problem += f": {', '.join(found.examples)}"
         if not allowed:
-            remedy = (
-                "correct them, change how the reward reads answers (answer_in, pattern) or the data (answer_pattern)"
-            )
-            remedy += NEVERTHELESS
+            remedy = "correct them, change how the reward reads answers (answer_in, pattern)"
+            remedy += f" or the data (answer_pattern){NEVERTHELESS}"
             raise UserError(f"reward.{name}", problem, remedy=remedy)
         yield f"reward.{name}: {problem}"
     if (left := total - found.num_scored - found.num_formless) > 0:
