@@ -15,8 +15,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from rlft.algorithm import preference as bradley_terry
-from rlft.algorithm.preference import accuracy
+from rlft.algorithm.preference import accuracy, bradley_terry
 from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import TrainerConfig
 from rlft.model.reward_model import last_scores, parts_within, rows_of, score_rows, scoring_batch

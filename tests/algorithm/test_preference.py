@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft.algorithm import preference as bradley_terry
 from rlft.algorithm.preference import (
     BradleyTerry,
     Dpo,
@@ -21,6 +20,7 @@ from rlft.algorithm.preference import (
     RankingLoss,
     SimPo,
     accuracy,
+    bradley_terry,
     log_odds,
     logistic,
     pairs_of_ranking,
