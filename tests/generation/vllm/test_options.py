@@ -9,7 +9,7 @@ import pytest
 from real_engines import vllm_engine
 
 from rlft import cli
-from rlft.generation.vllm import engine as vllm_options
+from rlft.generation.vllm import engine as vllm_module
 
 WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cpu", "hydra.run.dir=run"]
 FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
@@ -54,31 +54,31 @@ def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
 
 
 def test_the_list_is_that_of_the_installed_vllm() -> None:
-    assert set(FREE) < set(vllm_options.arguments())
-    assert {*vllm_options.KEYS, *vllm_options.REFUSED, *vllm_options.ROUNDING} <= set(vllm_options.arguments())
-    assert not set(FREE) & {*vllm_options.KEYS, *vllm_options.REFUSED}
+    assert set(FREE) < set(vllm_module.arguments())
+    assert {*vllm_module.KEYS, *vllm_module.REFUSED, *vllm_module.ROUNDING} <= set(vllm_module.arguments())
+    assert not set(FREE) & {*vllm_module.KEYS, *vllm_module.REFUSED}
 
 
 def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_options.arguments.cache_clear()
-    monkeypatch.setattr(vllm_options.importlib.util, "find_spec", lambda name: None)
+    vllm_module.arguments.cache_clear()
+    monkeypatch.setattr(vllm_module.importlib.util, "find_spec", lambda name: None)
     try:
-        vllm_options.check_options({"who_knows": 1})
-        with pytest.raises(vllm_options.UserError, match=r"^options\.seed: is set by rlft, got 1; set seed$"):
-            vllm_options.check_options({"seed": 1})
+        vllm_module.check_options({"who_knows": 1})
+        with pytest.raises(vllm_module.UserError, match=r"^options\.seed: is set by rlft, got 1; set seed$"):
+            vllm_module.check_options({"seed": 1})
     finally:
-        vllm_options.arguments.cache_clear()
+        vllm_module.arguments.cache_clear()
 
 
 def test_nothing_of_vllm_is_imported_for_it() -> None:
-    vllm_options.arguments.cache_clear()
+    vllm_module.arguments.cache_clear()
     before = "vllm" in sys.modules
-    vllm_options.arguments()
+    vllm_module.arguments()
     assert ("vllm" in sys.modules) == before
 
 
 def test_modules_that_vllm_cannot_adapt_are_named() -> None:
     attention = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.gate"]
-    assert vllm_options.unserved(attention) is None
+    assert vllm_module.unserved(attention) is None
     for name in ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.base_layer"):
-        assert f"stacked experts ({name})" in str(vllm_options.unserved([*attention, name]))
+        assert f"stacked experts ({name})" in str(vllm_module.unserved([*attention, name]))
