@@ -296,4 +296,4 @@ def composed_like_a_run(parsed: Arguments) -> Composed | None:
     run = configs.compose_run(folder_overrides, parsed.config_dir, "sample")
     changes = [o for o in parsed.overrides if not o.startswith(("hydra.", "run="))]
     plain = configs.changed(like_run(run.plain, source), changes, parsed.config_dir, "sample")
-    return Composed(plain=plain, folder=run.folder)
+    return configs.Composed(plain=plain, folder=run.folder)
