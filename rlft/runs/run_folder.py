@@ -45,33 +45,6 @@ from rlft.types import UserError, require
 
 WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "progress.json", "samples.jsonl")
 """Files that runs write."""
-
-
-def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
-    """Refuses a run folder that cannot be created, written to, flushed or renamed in.
-
-    It also refuses a file with the name of a folder that runs write, and the reverse.
-    """
-    for name in WRITTEN:
-        problem = f"its {name} is a folder instead of a file"
-        require(not (folder / name).is_dir(), key, problem, got=folder, remedy="remove that folder")
-    for name in ("checkpoints", "rollouts"):
-        problem = f"its {name} is a file instead of a folder"
-        require(not (folder / name).is_file(), key, problem, got=folder, remedy="remove that file")
-    probe = folder / ".rlft_write_probe"
-    try:
-        # A kill here leaves the probe, which the next check replaces.
-        with atomic_folder(probe, folder / ".rlft_write_probe.writing", replaces=True) as written, writing(written):
-            (written / "file").touch()
-    except DiskError as error:
-        if not error.is_of_the_name:
-            raise
-        problem = f"cannot be written ({os.strerror(error.code)})"
-        raise UserError(key, problem, got=folder, remedy="choose another folder") from None
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
-
-
 PATHS = "paths"
 """The key of the origin under which the config's paths relative to the run's folder are."""
 PACKAGES = ("torch", "transformers", "peft", "hydra-core", "datasets", "math-verify")
@@ -153,6 +126,31 @@ def check_can_be_made(folder: Path, key: str) -> None:
     if code:
         problem = f"cannot be written ({os.strerror(code)})"
         raise UserError(key, problem, got=folder, remedy="choose another folder")
+
+
+def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
+    """Refuses a run folder that cannot be created, written to, flushed or renamed in.
+
+    It also refuses a file with the name of a folder that runs write, and the reverse.
+    """
+    for name in WRITTEN:
+        problem = f"its {name} is a folder instead of a file"
+        require(not (folder / name).is_dir(), key, problem, got=folder, remedy="remove that folder")
+    for name in ("checkpoints", "rollouts"):
+        problem = f"its {name} is a file instead of a folder"
+        require(not (folder / name).is_file(), key, problem, got=folder, remedy="remove that file")
+    probe = folder / ".rlft_write_probe"
+    try:
+        # A kill here leaves the probe, which the next check replaces.
+        with atomic_folder(probe, folder / ".rlft_write_probe.writing", replaces=True) as written, writing(written):
+            (written / "file").touch()
+    except DiskError as error:
+        if not error.is_of_the_name:
+            raise
+        problem = f"cannot be written ({os.strerror(error.code)})"
+        raise UserError(key, problem, got=folder, remedy="choose another folder") from None
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
 
 
 def write_config(
