@@ -112,7 +112,7 @@ class PreferencePlan(Plan):
 
     def _loss_rows(self, config: DpoConfig) -> list[TableRow]:
         section = dict(config.loss)
-        name = section.pop("_target_").rsplit(".", 2)[-2]
+        name = section.pop("_target_").rpartition(".")[2].lower()
         keys = ", ".join(f"{key} {str(value).lower()}" for key, value in section.items())
         once = "its log-probs are computed once for each completion"
         reference_row = {
