@@ -44,7 +44,7 @@ Every row is ok, slow, wrong or skipped, with what to do. The exit code is 1 if 
   rlft doctor model.path=<folder> model.dtype=float32"""
 
 PACKAGE = "rlft.commands.doctor"
-TRIAL = f"{PACKAGE}.trial:Trial"
+TRIAL = f"{PACKAGE}.trial:MachineTrial"
 
 CHECKS = (
     Check(name="versions", function=f"{PACKAGE}.machine:version_rows", limit_s=60),

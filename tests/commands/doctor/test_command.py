@@ -27,6 +27,7 @@ from rlft.commands.doctor.trial import MachineTrial, alternating, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.loop.freshness import Gap, Limits
+from rlft.system.process.child import function_of
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
 
@@ -200,6 +201,7 @@ def test_only_what_is_wrong_fails_it(names: list[str], code: int, capsys: pytest
 def test_every_check_has_a_limit_and_together_they_take_at_most_twenty_minutes() -> None:
     assert all(one.limit_s > 0 for one in CHECKS)
     assert sum(one.limit_s for one in CHECKS) <= 1200
+    assert all(callable(function_of(name)) for name in (doctor.TRIAL, *(one.function for one in CHECKS)))
 
 
 # -- versions --------------------------------------------------------------------------------------------------------
