@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,7 @@ class PreferencePlan(Plan):
 
     def _loss_rows(self, config: DpoConfig) -> list[TableRow]:
         section = dict(config.loss)
-        name = section.pop("_target_").rpartition(".")[2].lower()
+        name = name_of_loss(section.pop("_target_"))
         keys = ", ".join(f"{key} {str(value).lower()}" for key, value in section.items())
         once = "its log-probs are computed once for each completion"
         reference_row = {
@@ -221,3 +222,12 @@ def _scanned(
     loaded = instantiate(preferences, "preferences").load(split)
     rankings = scan_rankings(loaded.rankings, tokenizer, config.prompts, config.max_completion_tokens, split)
     return rankings, [note for note in (loaded.note, rankings.note) if note]
+
+
+def name_of_loss(target: str) -> str:
+    """The name of a loss, of which a module has several, from its address.
+
+    >>> name_of_loss("rlft.algorithm.preference.BradleyTerry"), name_of_loss("rlft.algorithm.preference.SimPo")
+    ('bradley_terry', 'simpo')
+    """
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", target.rpartition(".")[2]).lower()

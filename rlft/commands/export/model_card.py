@@ -17,9 +17,10 @@ import yaml
 
 from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
 from rlft.data.records import PLACEHOLDER, chat
-from rlft.generation.vllm.engine import engine_rank
+from rlft.generation.vllm.engine import VLLM
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
+from rlft.plan.preference_plan import name_of_loss
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind, NamedRun
@@ -151,8 +152,9 @@ def described(section: Config) -> str:
 
 
 def module_name(section: Config) -> str:
-    """The module's name, such as `grpo` of `rlft.algorithm.grpo.GRPO`."""
-    return section["_target_"].rsplit(".", 2)[-2]
+    """The module's name, such as `grpo` of `rlft.algorithm.grpo.GRPO`; of a preference loss its own."""
+    module = section["_target_"].rsplit(".", 2)[-2]
+    return name_of_loss(section["_target_"]) if module == "preference" else module
 
 
 def keys_text(section: Config) -> str:
@@ -257,7 +259,7 @@ def usage(card: Card, adapter: Config) -> str:
     ]
     # vLLM rounds float32 weights to 16 bits by default.
     dtype_option = ', dtype="float32"' if card.dtype == "float32" else ""
-    lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
+    lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={VLLM.engine_rank(adapter['r'])}"
     vllm_lines = [
         *([] if is_model else ["from peft import PeftConfig"]),
         "from vllm import LLM, SamplingParams",

@@ -235,6 +235,16 @@ class VLLM(Engine):
             self.base_sharing_obstacle(device=load.device, itemsize=model.itemsize, quantized=model.quantized) is None
         )
 
+    @staticmethod
+    def engine_rank(rank: int) -> int:
+        """The smallest max_lora_rank of vLLM that holds adapters of this rank. UserError("lora.rank") if none does."""
+        problem, remedy = (
+            f"vLLM takes adapters up to rank {ENGINE_RANKS[-1]}",
+            "lower it, or choose generation=transformers",
+        )
+        require(rank <= ENGINE_RANKS[-1], "lora.rank", problem, got=rank, remedy=remedy)
+        return next(allowed for allowed in ENGINE_RANKS if rank <= allowed)
+
     def open(self, args: EngineArgs) -> VLLMGenerator:
         from rlft.generation.vllm.generator import VLLMGenerator
 
@@ -243,16 +253,6 @@ class VLLM(Engine):
 
 def _part(name: str, size: int, key: str, when: When = When.always) -> MemoryPart:
     return MemoryPart(name=name, bytes=size, when=when, key=key)
-
-
-def engine_rank(rank: int) -> int:
-    """The smallest max_lora_rank of vLLM that holds adapters of this rank. UserError("lora.rank") if none does."""
-    problem, remedy = (
-        f"vLLM takes adapters up to rank {ENGINE_RANKS[-1]}",
-        "lower it, or choose generation=transformers",
-    )
-    require(rank <= ENGINE_RANKS[-1], "lora.rank", problem, got=rank, remedy=remedy)
-    return next(allowed for allowed in ENGINE_RANKS if rank <= allowed)
 
 
 def unserved(modules: Iterable[str]) -> str | None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.engine import EngineArgs, Generator, TokenCallback
 from rlft.generation.stops import shown_texts
-from rlft.generation.vllm.engine import VLLM, engine_rank
 from rlft.generation.vllm.guest import (
     answers,
     end,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
 
     from rlft.generation.merged_weights import MergedWeights
+    from rlft.generation.vllm.engine import VLLM
 
 MIN_TEMPERATURE = 0.01
 """vLLM quietly samples at 0.01 for temperatures between 0 and this, and its log-probs would not be the trainer's."""
@@ -82,7 +82,7 @@ class VLLMGenerator(Generator):
         if not self._merges:
             # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
             # which would give wrong base rows on a CPU when all slots are taken.
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(args.lora_rank)}
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": keys.engine_rank(args.lora_rank)}
             if args.lora_modules is not None:
                 # Else it also wraps an output head, whose wrapper computes no log-probs of prompts.
                 options["lora_target_modules"] = sorted(args.lora_modules)
