@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.config import compose, instantiate
+from rlft.config import instantiate, resolved, schema
 from rlft.config.resolved import Resolved
 from rlft.config.schema import GenerationConfig, Root
 
@@ -37,7 +37,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in (compose, instantiate):
+    for module in (instantiate, resolved, schema):
         monkeypatch.setattr(module, "from_mapping", typed)
     monkeypatch.setattr(Resolved, "plan", planned)
     return counted

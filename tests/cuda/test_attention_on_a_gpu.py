@@ -10,6 +10,7 @@ from dense_attention import masked
 
 from rlft.batch import to_device
 from rlft.model.kernels import flash_attention
+from rlft.model.kernels.attention import _Attention
 from rlft.model.packing import pack
 from rlft.types import Batch
 
@@ -39,8 +40,8 @@ def test_outputs_and_gradients_are_off_by_roundings_alone(
     tensors = [x.to(gpu, torch.bfloat16).requires_grad_() for x in made]
     exact = [x.detach().double().requires_grad_() for x in tensors]
     assert packed.lengths is not None
-    assert flash_attention.serves(tensors[0], tensors[2])
-    ours = flash_attention.flash_attention(tensors[0], tensors[1], tensors[2], packed.lengths, SCALE)
+    assert flash_attention.takes(torch.bfloat16, head_size, gpu)
+    ours = _Attention.apply(*tensors, packed.lengths, SCALE)
     theirs = masked(exact[0], exact[1], exact[2], packed, SCALE)
     weight = torch.randn(ours.shape, generator=dice, dtype=torch.float64).to(gpu)
     mine = torch.autograd.grad((ours * weight.bfloat16()).sum(), tensors)

@@ -301,7 +301,8 @@ def test_every_key_that_is_told_exists(run_config):
 
 REAL = """
 import resource, torch
-from rlft.config.compose import build, compose
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.logger.loggers import Loggers
 from rlft.system.memory import explained
 config = build(compose([]))
