@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -190,3 +191,12 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
     if meaning is None or not meaning.default:
         return f"`rlft {verb} --cfg job` shows every key with a right value"
     return f"for instance {meaning.default}" + (f" ({meaning.comment})" if meaning.comment else "")
+
+
+def name_of_loss(target: str) -> str:
+    """The name of a loss, of which a module has several, from its address.
+
+    >>> name_of_loss("rlft.algorithm.preference.BradleyTerry"), name_of_loss("rlft.algorithm.preference.SimPo")
+    ('bradley_terry', 'simpo')
+    """
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", target.rpartition(".")[2]).lower()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
-from rlft.config.instantiate import instantiate
+from rlft.config.instantiate import instantiate, name_of_loss
 from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
@@ -222,12 +221,3 @@ def _scanned(
     loaded = instantiate(preferences, "preferences").load(split)
     rankings = scan_rankings(loaded.rankings, tokenizer, config.prompts, config.max_completion_tokens, split)
     return rankings, [note for note in (loaded.note, rankings.note) if note]
-
-
-def name_of_loss(target: str) -> str:
-    """The name of a loss, of which a module has several, from its address.
-
-    >>> name_of_loss("rlft.algorithm.preference.BradleyTerry"), name_of_loss("rlft.algorithm.preference.SimPo")
-    ('bradley_terry', 'simpo')
-    """
-    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", target.rpartition(".")[2]).lower()

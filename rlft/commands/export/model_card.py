@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
+from rlft.config.instantiate import name_of_loss
 from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
 from rlft.data.records import PLACEHOLDER, chat
 from rlft.generation.vllm.engine import VLLM
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
-from rlft.plan.preference_plan import name_of_loss
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind, NamedRun
