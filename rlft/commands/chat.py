@@ -74,9 +74,9 @@ def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
     from rlft.data.records import check_template
     from rlft.plan.scoring_rules import read_environment
 
-    environment = read_environment(config.environment)
+    environment = read_environment(getattr(config, "environment", None))
     if not raw:
-        check_template(template_of(config.data))
+        check_template(template_of(getattr(config, "data", None) or {}))
     return None if environment is None or environment.plays_itself else environment
 
 
@@ -126,7 +126,7 @@ def open_talk(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) 
 
     policy = policy_of(resolved, source, say)
     check_ends(policy.config, say)
-    data = {} if raw else policy.config.data or {}
+    data = {} if raw else getattr(policy.config, "data", None) or {}
     if data.get("few_shot"):
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:
@@ -290,14 +290,15 @@ class Talk:
         from rlft.reward.workers.reward_spec import specs
 
         problem = "there are no rewards in this run's config"
-        require(self.config.reward, "/score", problem, remedy="chat with a run that has some")
-        return specs(self.config.reward)
+        rewards = getattr(self.config, "reward", None)
+        require(rewards, "/score", problem, remedy="chat with a run that has some")
+        return specs(rewards)
 
     def _open_scorer(self, rewards: Mapping[str, RewardSpec]) -> Scorer:
         """The scorer, opened at the first call: it may start a worker or load reward models."""
         from rlft.reward.workers.scorer import Scorer
 
-        scoring = self.config.scoring
+        scoring = getattr(self.config, "scoring", None)
         if self._resident is None:
             self._resident = self._open_resident(rewards)
         if self._scorer is None:

@@ -124,7 +124,8 @@ def policy_of(resolved: Resolved, source: NamedRun | None, say: Say) -> Policy:
     from rlft.runs import checkpoint
 
     config = with_budget_of_device(resolved.config, resolved.plain)
-    made = Policy(config=config, lora=config.lora, saved=None, title=config.model.path, base=config.model.path)
+    lora = getattr(config, "lora", None)  # a run of `rlft sample` trains none
+    made = Policy(config=config, lora=lora, saved=None, title=config.model.path, base=config.model.path)
     if source is None:
         return made
     folder = find_checkpoint(source, say)
@@ -137,7 +138,7 @@ def policy_of(resolved: Resolved, source: NamedRun | None, say: Say) -> Policy:
         return replace(made, config=replace(config, model=model), lora=None)
     check_base(folder, config.model)
     # The adapter from which the run started is no longer needed.
-    return replace(made, lora=replace(config.lora, path=None), saved=checkpoint.load(folder))
+    return replace(made, lora=replace(lora, path=None), saved=checkpoint.load(folder))
 
 
 def check_ends(config: SamplingRoot, say: Say) -> int:

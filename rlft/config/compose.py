@@ -1,6 +1,6 @@
 """Composes YAML into a plain config, and words the errors of Hydra and OmegaConf as rlft's own.
 
-`resolved.py` types the config. Only this file and commands/ask.py import Hydra, and this one alone OmegaConf.
+`resolved.py` types the config. Only this file and commands/arguments.py import Hydra, and this one alone OmegaConf.
 """
 
 from __future__ import annotations

@@ -193,10 +193,11 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
     return f"for instance {meaning.default}" + (f" ({meaning.comment})" if meaning.comment else "")
 
 
-def name_of_loss(target: str) -> str:
-    """The name of a loss, of which a module has several, from its address.
+def component_name(target: str) -> str:
+    """The name of a component from its address: its module's; of the preference losses, which share one, its own.
 
-    >>> name_of_loss("rlft.algorithm.preference.BradleyTerry"), name_of_loss("rlft.algorithm.preference.SimPo")
-    ('bradley_terry', 'simpo')
+    >>> component_name("rlft.algorithm.grpo.GRPO"), component_name("rlft.algorithm.preference.BradleyTerry")
+    ('grpo', 'bradley_terry')
     """
-    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", target.rpartition(".")[2]).lower()
+    module, name = target.rsplit(".", 2)[-2:]
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", name).lower() if module == "preference" else module

@@ -21,7 +21,7 @@ from rlft.config.schema import AUTO, Root, RunConfig
 from rlft.types import UserError, lone_surrogate
 
 GPU_TOKENS = 16384
-"""A GPU needs large matrix products, and memory limits them, not caches: plan/gpu_budget.py lowers the number."""
+"""A GPU needs large matrix products, and memory limits them, not caches: plan/fit.py lowers the number."""
 
 CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
 """On a CPU small micro-batches stay in its caches. A group of up to MOST_CPU_TOKENS stays together, so that its prompt

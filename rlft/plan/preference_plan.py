@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
-from rlft.config.instantiate import instantiate, name_of_loss
+from rlft.config.instantiate import component_name, instantiate
 from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
@@ -112,7 +112,7 @@ class PreferencePlan(Plan):
 
     def _loss_rows(self, config: DpoConfig) -> list[TableRow]:
         section = dict(config.loss)
-        name = name_of_loss(section.pop("_target_"))
+        name = component_name(section.pop("_target_"))
         keys = ", ".join(f"{key} {str(value).lower()}" for key, value in section.items())
         once = "its log-probs are computed once for each completion"
         reference_row = {

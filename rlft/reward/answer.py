@@ -106,13 +106,19 @@ class AnswerKeys:
 
     def __call__(self, group: Group) -> list[Any]:
         """1.0 for each completion that gives the reference answer, else 0.0; a reward may score otherwise."""
-        return [float(right) for right in self.right(group)]
+        return [float(right) for right in self._compared(group)]
 
     def right(self, group: Group) -> list[bool]:
         """Whether each completion gives the reference answer. Unscorable if there is none."""
+        return self._compared(group)
+
+    def _compared(self, group: Group) -> list[bool]:
+        """As `right`, whatever a subclass makes of it: one completion after the other, for a worker watches them."""
         reference = reference_answer(group.prompt)
-        answers = [self.extract(rollout.completion.text) for rollout in group.rollouts]
-        return [answer is not None and self.is_right(answer, reference) for answer in answers]
+        return [
+            (answer := self.extract(rollout.completion.text)) is not None and self.is_right(answer, reference)
+            for rollout in group.rollouts
+        ]
 
     def is_right(self, answer: str, reference: str) -> bool:
         """Whether an answer is the reference answer, by this reward's own comparison."""

@@ -102,11 +102,14 @@ class Choice(AnswerKeys):
     choices_field: str | None
     reference_is: ReferenceIs = ReferenceIs.auto
 
-    def right(self, group: Group) -> list[bool]:
+    def _compared(self, group: Group) -> list[bool]:
         choices = self._choices(group.prompt)
         letter = self._right(group.prompt, choices)
-        answers = [self.extract(rollout.completion.text) for rollout in group.rollouts]
-        return [a is not None and named(a, choices, ignore_case=self.ignore_case) == letter for a in answers]
+        return [
+            (answer := self.extract(rollout.completion.text)) is not None
+            and named(answer, choices, ignore_case=self.ignore_case) == letter
+            for rollout in group.rollouts
+        ]
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
         """Says that references are indices. UserError where they may be indices or texts: they are one in all rows."""

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,9 +46,6 @@ from rlft.trainer.update import (
     text_passes,
 )
 from rlft.types import Adapter, Batch, LossScale, Rollouts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,15 @@ def test_the_first_prompts_of_the_split_are_sampled(sampled: Path, tmp_path: Pat
     assert not held_out & {line["prompt_id"] for line in lines(sampled)}
 
 
+@pytest.mark.parametrize("verb", ["chat", "serve", "eval"])
+def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(
+    verb: str, sampled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.run([verb, f"run={sampled}"]) == 2
+    assert capsys.readouterr().err.startswith("rlft: run: ")
+
+
 def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled: Path, tmp_path: Path) -> None:
     """1.2 is a sum of two float32 numbers, and no float32 number itself."""
     words = ["keep=above", "min_reward=1.2", f"hydra.run.dir={tmp_path / 'run'}"]

@@ -3,8 +3,13 @@ import time
 
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED, make_group
 
+from rlft.reward import choice
 from rlft.reward.answer import AnswerIn, AnswerKeys, Which, written_for
+from rlft.reward.choice import Choice
+from rlft.reward.exact_match import ExactMatch
+from rlft.reward.workers.worker import Failure, Loaded, score
 from rlft.types import UserError
 
 
@@ -134,3 +139,39 @@ def test_an_answer_that_a_pattern_cuts_stands_whole_in_the_text():
 @pytest.mark.parametrize("pattern", [r"(?P<x>a)(?P=x)", r"(a)(?!b)b", "(a"])
 def test_no_text_is_made_where_none_can_be(pattern):
     assert written_for(pattern, "a") is None
+
+
+def exact_match(kind: type[ExactMatch] = ExactMatch) -> ExactMatch:
+    return kind(**TAGGED, numeric=True, ignore_case=False)
+
+
+def test_a_comparison_that_fails_is_of_the_completion_that_it_looks_at(monkeypatch):
+    # The scorer tries that completion alone and goes on with its siblings: another one would take its failure score.
+    class Fails(ExactMatch):
+        def is_right(self, answer: str, reference: str) -> bool:
+            return refuse(answer)
+
+    def refuse(answer: str, *_: object, **__: object) -> bool:
+        if answer == "bad":
+            raise RuntimeError
+        return False
+
+    monkeypatch.setattr(choice, "named", lambda answer, *_, **__: refuse(answer) or "A")
+    group = make_group([f"<answer>{answer}</answer>" for answer in ("1", "bad", "2", "3")], answer="A")
+    for reward in (exact_match(Fails), Choice(**TAGGED, ignore_case=True, choices_field=None)):
+        failure = score(Loaded(reward=reward, scores_steps=False), group, 10.0, [0, 0])
+        assert isinstance(failure, Failure)
+        assert failure.completion == 1
+
+
+def test_a_reward_may_be_made_of_ones_scores_and_say_by_them_what_is_right():
+    class Graded(ExactMatch):
+        def __call__(self, group):
+            return [10 * score for score in ExactMatch.__call__(self, group)]
+
+        def right(self, group):
+            return [score == 1 for score in ExactMatch.__call__(self, group)]
+
+    group = make_group(["<answer>18</answer>", "<answer>17</answer>"])
+    assert exact_match(Graded)(group) == [10.0, 0.0]
+    assert exact_match(Graded).right(group) == [True, False]

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rlft.config.instantiate import name_of_loss
+from rlft.config.instantiate import component_name
 from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
 from rlft.data.records import PLACEHOLDER, chat
 from rlft.generation.vllm.engine import VLLM
@@ -109,9 +109,9 @@ def front_matter(config: Config, kind: CheckpointKind, is_model: bool) -> str:
     algorithm = config.get("algorithm") or {}
     fields["tags"] = [
         "rlft",
-        *(["reinforcement-learning", module_name(algorithm)] if "_target_" in algorithm else []),
+        *(["reinforcement-learning", component_name(algorithm["_target_"])] if "_target_" in algorithm else []),
         *(["sft"] if config.get("demonstrations") else []),
-        *([module_name(config["loss"])] if config.get("loss") else []),
+        *([component_name(config["loss"]["_target_"])] if config.get("loss") else []),
         *(["reward-model"] if kind is CheckpointKind.reward else []),
         *([] if kind is CheckpointKind.weights else ["lora"]),
     ]
@@ -148,13 +148,8 @@ def facts(config: Config) -> list[tuple[str, str]]:
 
 def described(section: Config) -> str:
     """A component as text: the name of its module and its keys."""
-    return f"{module_name(section)}: {keys_text({k: v for k, v in section.items() if k not in IN_THE_PROMPT})}"
-
-
-def module_name(section: Config) -> str:
-    """The module's name, such as `grpo` of `rlft.algorithm.grpo.GRPO`; of a preference loss its own."""
-    module = section["_target_"].rsplit(".", 2)[-2]
-    return name_of_loss(section["_target_"]) if module == "preference" else module
+    keys = keys_text({key: value for key, value in section.items() if key not in IN_THE_PROMPT})
+    return f"{component_name(section['_target_'])}: {keys}"
 
 
 def keys_text(section: Config) -> str:

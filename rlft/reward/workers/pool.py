@@ -70,7 +70,7 @@ class Pool(ABC):
             self._dispatch(waiting)
             for task, answered in self._answers():
                 if answered is None:
-                    waiting.append(task)
+                    waiting.appendleft(task)
                     continue
                 reply, self.ran_programs = answered
                 if stop_when(reply):

@@ -251,6 +251,8 @@ class AheadScorer(Scorer):
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Begins to score these groups; a later call with them uses the scores."""
+        if not self._pooled:
+            return
         with self._lock:
             self._begun.append((groups, self._thread.submit(self.run, self._tasks(groups), self._stops)))
 
