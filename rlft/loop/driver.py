@@ -10,11 +10,11 @@ import contextlib
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,10 +35,8 @@ from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.terminal import Say
+from rlft.trainer.local import to_cpu
 from rlft.types import Evaluation, RunInfo, StepRecord
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHECKSUMS = "base_checksums"
 """Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
@@ -351,16 +349,12 @@ def in_memory(state: Checkpoint) -> Checkpoint:
     """
     if state.write_folders:
         raise ValueError(f"{sorted(state.write_folders)} cannot be copied: they change with the run")
-
-    def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
-
     return replace(
         state,
-        adapters={role: moved(tensors) for role, tensors in state.adapters.items()},
-        heads={role: moved(tensors) for role, tensors in state.heads.items()},
-        optimizer=moved(state.optimizer),
-        tensors={name: moved(tensors) for name, tensors in state.tensors.items()},
+        adapters={role: to_cpu(tensors) for role, tensors in state.adapters.items()},
+        heads={role: to_cpu(tensors) for role, tensors in state.heads.items()},
+        optimizer=to_cpu(state.optimizer),
+        tensors={name: to_cpu(tensors) for name, tensors in state.tensors.items()},
         state=copy.deepcopy(state.state),
         records=copy.deepcopy(state.records),
     )

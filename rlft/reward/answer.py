@@ -122,7 +122,7 @@ class AnswerKeys:
 
     def is_right(self, answer: str, reference: str) -> bool:
         """Whether an answer is the reference answer, by this reward's own comparison."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} compares no answers: it has no is_right()")
 
     def _answers(self, text: str) -> Iterator[str]:
         match self.answer_in:

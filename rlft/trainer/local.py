@@ -65,6 +65,11 @@ class TrainerState:
     critic: Mapping[str, Any] | None = None
 
 
+def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in main memory; those that are there already are not copied."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
 class Trainer(Protocol):
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
         """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.

@@ -7,7 +7,7 @@ late: it is replaced, all ranks get rank 0's state from the start of the step, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
@@ -19,7 +19,7 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.trainer.local import LocalTrainer, TrainerState
+from rlft.trainer.local import LocalTrainer, TrainerState, to_cpu
 from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
 from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
@@ -289,15 +289,11 @@ class RankedTrainer:
 
 def on_cpu(state: TrainerState) -> TrainerState:
     """The state with all tensors in main memory, for sending."""
-
-    def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
-
     return replace(
         state,
-        adapters={role: moved(tensors) for role, tensors in state.adapters.items()},
-        heads={role: moved(tensors) for role, tensors in state.heads.items()},
-        optimizer=moved(state.optimizer),
+        adapters={role: to_cpu(tensors) for role, tensors in state.adapters.items()},
+        heads={role: to_cpu(tensors) for role, tensors in state.heads.items()},
+        optimizer=to_cpu(state.optimizer),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.config import instantiate, resolved, schema
+from rlft.config import instantiate
 from rlft.config.resolved import Resolved
 from rlft.config.schema import GenerationConfig, Root
 
@@ -37,8 +37,9 @@ def counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in (instantiate, resolved, schema):
-        monkeypatch.setattr(module, "from_mapping", typed)
+    for name, module in sys.modules.copy().items():
+        if name.startswith("rlft.") and getattr(module, "from_mapping", None) is from_mapping:
+            monkeypatch.setattr(module, "from_mapping", typed)
     monkeypatch.setattr(Resolved, "plan", planned)
     return counted
 

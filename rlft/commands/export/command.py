@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlft.commands.export import model_card, push
 from rlft.commands.launch import import_libraries
@@ -31,9 +31,6 @@ from rlft.system.disk import blame_key, writing
 from rlft.system.files import atomic_folder, size_of
 from rlft.system.terminal import say
 from rlft.types import UserError, require
-
-if TYPE_CHECKING:
-    pass
 
 USAGE = """\
 usage: rlft export run=<run or checkpoint folder> out=<new folder> [as=model|adapter] [dtype=<dtype>]

@@ -78,6 +78,10 @@ class Endpoint(Environment):
         if self.agent is not None:
             locate(self.agent, AGENT)
 
+    @property
+    def rewards_turns(self) -> bool:
+        return True
+
     def make(self) -> Agent:
         if self.agent is not None:
             return Agent(function=locate(self.agent, AGENT))
