@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlft.types import Batch, Completion, Group, Rollout, Scores, StepScores
 
@@ -207,3 +209,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return replace(batch, **{n: v.to(device) for n in Batch.__slots__ if (v := getattr(batch, n)) is not None})
+
+
+def score_sequences(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> list[list[float]]:
+    """Natural-log probabilities (temperature 1) of all tokens but each sequence's first, in one forward.
+
+    Shorter sequences are padded behind their end, which no token before it sees.
+    """
+    rows = [torch.tensor(list(ids)) for ids in sequences]
+    longest = max(map(len, rows))
+    inputs = {"input_ids": pad_sequence(rows, batch_first=True).to(device), "use_cache": False}
+    if any(len(row) < longest for row in rows):
+        inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
+    logits = model(**inputs).logits
+    scores = [
+        row_logits[: len(row) - 1].float().log_softmax(-1).gather(-1, ids[1 : len(row), None])[:, 0]
+        for row_logits, ids, row in zip(logits, inputs["input_ids"], rows, strict=True)
+    ]
+    return [part.tolist() for part in torch.cat(scores).cpu().split([len(score) for score in scores])]

@@ -200,13 +200,10 @@ class TransformersGenerator(Generator):
             decoder.fill()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        result = []
+        from rlft.batch import score_sequences
+
         with torch.no_grad(), self._active() as model:
-            for ids in sequences:
-                input_ids = torch.tensor([list(ids)], device=self.device)
-                logprobs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-                result.append(logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist())
-        return result
+            return score_sequences(model, sequences, self.device)
 
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")

@@ -34,6 +34,7 @@ from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.memory import explained, gc_frozen, keep_blocks
+from rlft.system.repeatable import repeatable
 from rlft.system.terminal import Say
 from rlft.trainer.local import to_cpu
 from rlft.types import Evaluation, RunInfo, StepRecord
@@ -264,20 +265,11 @@ def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
     """Makes torch add in a fixed order on a CPU, so that a repeated or resumed run is the same to the last bit.
 
     Otherwise threads that add to the same number (the gradient of a prompt that siblings share) do so in any order.
-    This costs a few per cent. CUDA is left unchanged: it would cost more, and sampling is not repeatable there anyway.
+    This costs a few per cent. On CUDA it would cost more; there the two operations of a step that need it have a fixed
+    order of their own (the backward of flash attention, `PackedRows.predicting`).
     """
-    if device.type != "cpu":
+    with repeatable(only_warns=True) if device.type == "cpu" else contextlib.nullcontext():
         yield
-        return
-    settings: Any = torch.utils.deterministic  # a module whose attributes are properties
-    was_deterministic, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # that memory is never read, and filling takes time
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic)
-        settings.fill_uninitialized_memory = was_filled
 
 
 @contextlib.contextmanager

@@ -70,8 +70,9 @@ def load_for_training(
             layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
         device = backbone.device.type
         adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
+        joint = lora is not None and backbone.kernels.decision.joint_layers
         needed = needs_checkpointing(
-            model.config, token_budget, itemsize, free, device=device, plain=plain, adapter=adapter_bytes
+            model.config, token_budget, itemsize, free, device=device, plain=plain, joint=joint, adapter=adapter_bytes
         )
         set_checkpointing(model, needed and model.supports_gradient_checkpointing)
     return backbone
@@ -82,16 +83,12 @@ def layers_of_rank(cluster: ClusterConfig, rank: int) -> ShardedLayers | None:
     return ShardedLayers(rank, cluster.ranks) if cluster.shard_base else None
 
 
-def needs_checkpointing(
-    config: Any, tokens: int, itemsize: int, free: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
-) -> bool:
-    """Whether activations would take more than SHARE of the free memory without gradient checkpointing.
+def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int, **layers: Any) -> bool:
+    """Whether activations would take more than SHARE of the free memory (in bytes) without gradient checkpointing.
 
-    tokens: number of tokens in the forward. itemsize: bytes of one weight of the base. free: bytes of free memory.
-    adapter: bytes that the adapter's layers keep per token.
+    The other arguments are those of `activation_bytes`.
     """
-    activations = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
-    return activations > SHARE * free
+    return activation_bytes(config, tokens, itemsize, **layers) > SHARE * free
 
 
 def free_bytes(device: torch.device) -> int:

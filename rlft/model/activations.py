@@ -174,32 +174,49 @@ NO_ADAPTER = AdapterLayers()
 
 
 def activation_bytes(
-    config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
+    config: Any,
+    tokens: int,
+    itemsize: int,
+    *,
+    device: str = "cpu",
+    plain: bool = False,
+    joint: bool = False,
+    adapter: int = 0,
 ) -> int:
     """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
-    MLP the gate, up and their product. In 16 bits the norms' inputs are kept in float32, except by the kernels of a
-    CUDA GPU. Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a
-    chunk of tokens only. The last layer is counted like the others, though its MLP keeps less.
+    MLP the gate, up and, unless it is computed again (`joint`), their product. In 16 bits the norms' inputs are kept in
+    float32, except by the kernels of a CUDA GPU. Low-rank products and normalisers are left out (a few per cent), and
+    so are logits, which are alive for a chunk of tokens only. The last layer is counted like the others, though its
+    MLP keeps less.
 
-    `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `adapter` is what an adapter keeps
-    of a token (`AdapterLayers.bytes_of_a_token`); the device is "cpu" or "cuda".
+    `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `joint` says whether the kernels
+    have one function for a whole branch of a layer, which serves adapters that keep nothing, in 16 bits on a GPU only;
+    `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is "cpu" or "cuda".
     """
     text = config.get_text_config()
+    joint = joint and not adapter and (device != "cpu" or itemsize >= ADAPTER_ITEM)
     of_a_norm = itemsize if device != "cpu" and not plain else 4
     norms = 2 * text.hidden_size * (itemsize + of_a_norm)
     layers = sum(
-        norms + (2 * layer.queries + 2 * layer.keys + (4 if plain else 3) * layer.mlp) * itemsize
+        norms + (2 * layer.queries + 2 * layer.keys + (4 if plain else 2 if joint else 3) * layer.mlp) * itemsize
         for layer in layer_sizes(config)
     )
     return tokens * (layers + adapter)
 
 
 def checkpointed_bytes(
-    config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
+    config: Any,
+    tokens: int,
+    itemsize: int,
+    *,
+    device: str = "cpu",
+    plain: bool = False,
+    joint: bool = False,
+    adapter: int = 0,
 ) -> int:
     """Like `activation_bytes`, with gradient checkpointing: all layers' inputs, and one layer's activations."""
     text = config.get_text_config()
-    whole = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
+    whole = activation_bytes(config, tokens, itemsize, device=device, plain=plain, joint=joint, adapter=adapter)
     return tokens * text.hidden_size * text.num_hidden_layers * itemsize + whole // text.num_hidden_layers

@@ -231,7 +231,7 @@ def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
         packed=packed,
     )
     hidden = output.last_hidden_state[0]
-    return hidden if decoder_layer.narrows(model) else hidden.index_select(0, packed.predictor)
+    return hidden if decoder_layer.narrows(model) else packed.predicting(hidden)
 
 
 # -- the padded forward ------------------------------------------------------------------------------------------------

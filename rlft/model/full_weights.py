@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-from rlft.batch import to_device
+from rlft.batch import score_sequences, to_device
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
-from rlft.model.roles import score_sequence
 from rlft.types import Adapter, Batch
 
 MODEL = "model"
@@ -84,4 +83,4 @@ class WholeModel:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first: the freshness check."""
         with torch.no_grad():
-            return [score_sequence(self.model, ids, self.backbone.device) for ids in sequences]
+            return score_sequences(self.model, sequences, self.backbone.device)

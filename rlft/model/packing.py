@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks, padded_places
+from rlft.system.repeatable import repeatable
 from rlft.types import Batch
 
 
@@ -154,6 +156,10 @@ class PackedRows:
     def num_tokens(self) -> int:
         return self.token_ids.shape[1]
 
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """`[.., M, H]` of `[.., N, H]`: the hidden states from which a sampled token is predicted."""
+        return cast(Tensor, _RowsAt.apply(hidden, self.predictor))
+
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks for `split_attention`, which are made once for all layers, forward and backward."""
@@ -193,6 +199,22 @@ class PaddedRows:
     owner: Tensor
     unpack: Tensor
     branches: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+class _RowsAt(torch.autograd.Function):
+    """`x.index_select(-2, index)`. Siblings read the same row, so that their gradients are added in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(-2, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        [grad], [index] = grad_outputs, ctx.saved_tensors
+        with repeatable():
+            return grad.new_zeros(ctx.shape).index_add_(-2, index, grad), None
 
 
 def prompt_lengths(batch: Batch) -> Tensor:

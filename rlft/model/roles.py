@@ -19,7 +19,7 @@ from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, se
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.batch import select, to_device
+from rlft.batch import score_sequences, select, to_device
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import (
@@ -331,7 +331,7 @@ class Roles:
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check."""
         with torch.no_grad():
-            return [score_sequence(self.model, ids, self.backbone.device) for ids in sequences]
+            return score_sequences(self.model, sequences, self.backbone.device)
 
     def to_device(self, batch: Batch) -> Batch:
         return to_device(batch, self.backbone.device)
@@ -477,9 +477,7 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
 
 def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list[float]:
     """Natural-log probabilities (temperature 1) of ids[1:], each given those before it."""
-    input_ids = torch.tensor([ids], device=device)
-    logprobs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist()
+    return score_sequences(model, [ids], device)[0]
 
 
 def policy_alone(

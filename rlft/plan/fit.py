@@ -34,6 +34,10 @@ from rlft.system.process.placement import GpuMemory, place
 from rlft.types import UserError
 
 GIB = 2**30
+LOWERED_TOKENS = 4096
+"""To so many tokens in a forward-backward `auto` lowers the budget before activations are computed again."""
+PLANNED_SHARE = 0.93
+"""Share of a GPU's memory that `auto` may plan to fill. The rest is for workspaces and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,20 +270,21 @@ def fit_to_device(plan: AnyPlan) -> AnyPlan:
     if demand is None:
         return plan
     demand = on_a_gpu(demand, plan, limit, absent=False)
-    return resolve_auto(plan, model, demand, limit, plan.plain.get("token_budget") == AUTO)
+    return resolve_auto(plan, model, demand, int(PLANNED_SHARE * limit), plan.plain.get("token_budget") == AUTO)
 
 
 def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
-    """The plan for a GPU: with gradient checkpointing if it does not fit without, and a token budget that fits.
+    """The plan for a GPU: with a token budget that fits; with gradient checkpointing where LOWERED_TOKENS need it.
 
     Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the
-    rehearsal says what is too large. `limit` is the bytes of the GPU's memory.
+    rehearsal says what is too large. `limit` is the bytes that it may take.
     """
     config, process = plan.config, context_bytes(plan)
-    recompute = config.model.gradient_checkpointing
-    if recompute == AUTO:
-        recompute = peak(parts(model, replace(demand, recompute=False), process)) > limit
-    budget = config.token_budget
+    budget, recompute = config.token_budget, config.model.gradient_checkpointing
+    if recompute == AUTO:  # it makes a step a third longer, and smaller products do not, down to LOWERED_TOKENS
+        longest = demand.prompt_tokens + demand.completion_tokens
+        lowest = min(budget, max(LOWERED_TOKENS, longest)) if may_lower else budget
+        recompute = peak(parts(model, replace(demand, token_budget=lowest, recompute=False), process)) > limit
     if may_lower:
         largest = largest_budget(model, replace(demand, recompute=recompute), process, limit)
         budget = budget if largest is None else min(budget, largest)

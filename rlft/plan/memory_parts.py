@@ -246,7 +246,13 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     count = checkpointed_bytes if demand.recompute else activation_bytes
     adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
     activations = count(
-        model.config, tokens, model.itemsize, device=demand.device, plain=model.plain, adapter=adapter_bytes
+        model.config,
+        tokens,
+        model.itemsize,
+        device=demand.device,
+        plain=model.plain,
+        joint=model.kernels.joint_layers and not demand.whole_model,
+        adapter=adapter_bytes,
     )
     gradients, head = tokens * model.layer_width * model.itemsize, 0
     if demand.through_head and not model.packed:

@@ -136,7 +136,7 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     found = planned(capsys, *ON_A_GPU, "device_memory=24GiB")
     parts = parts_of(found)
     assert parts["base"] == 2 * 823_424, "bfloat16"
-    assert ("token budget", "16,384") in {(row["what"], row["value"]) for row in found["sizes"]}
+    assert ("token budget", "32,768") in {(row["what"], row["value"]) for row in found["sizes"]}
     assert (found["fits"], found["device"]) == (True, "a GPU that is not here")
     cache = int(0.45 * 24 * 2**30) - parts["base"]
     assert parts["vLLM, its KV cache (it shares the base)"] == cache, "on a GPU generation=auto is vLLM"
@@ -192,7 +192,7 @@ def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
     short = f"device_memory={int(0.98 * large['peak_without_engine'] / (1 - 0.45))}"  # vLLM takes 0.45 of it
     small = planned(capsys, *ON_A_GPU, short)
     assert small["fits"]
-    assert 1000 < budget(small) < budget(large) == 16384
+    assert 1000 < budget(small) < budget(large) == 32768
     asked = planned(capsys, *ON_A_GPU, short, "token_budget=16384")
     assert (budget(asked), asked["fits"]) == (16384, False)
 

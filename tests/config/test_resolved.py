@@ -30,9 +30,9 @@ def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides: li
 def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for words, expected in {
-        ("prompts.max_tokens=64",): 16384,
+        ("prompts.max_tokens=64",): 32768,
         ("prompts.max_tokens=64", "model.device=cpu"): 64 + 8 * 256,
-        ("prompts.max_tokens=20000",): 20256,
+        ("prompts.max_tokens=40000",): 40256,
     }.items():
         plain = compose(words)
         assert with_budget_of_device(build(plain), plain).token_budget == expected

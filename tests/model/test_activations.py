@@ -65,8 +65,11 @@ def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, m
     )
     itemsize = backbone.model.dtype.itemsize
     adapter = layers.bytes_of_a_token(itemsize, "cpu", plain=plain)
-    counted = activation_bytes(backbone.model.config, TOKENS[plain], itemsize, plain=plain, adapter=adapter)
-    assert counted == pytest.approx(kept, rel=0.04)
+    joint = backbone.kernels.decision.joint_layers
+    counted = activation_bytes(
+        backbone.model.config, TOKENS[plain], itemsize, plain=plain, joint=joint, adapter=adapter
+    )
+    assert counted == pytest.approx(kept, rel=0.05)
 
 
 def test_the_count_is_what_a_gpu_keeps(gpu, make_roles, make_batch, model_config):
@@ -81,8 +84,11 @@ def test_the_count_is_what_a_gpu_keeps(gpu, make_roles, make_batch, model_config
     kept = kept_bytes(lambda: roles.forward.values(batch, head), weights)
     assert gpu["mlp"] > 0
     # What is left out, low-rank products and float32 normalisers, is more of a model that is 128 wide and has 16 bits.
-    assert activation_bytes(backbone.model.config, TOKENS[False], 2, device="cuda") == pytest.approx(kept, rel=0.06)
-    assert activation_bytes(backbone.model.config, TOKENS[False], 2, device="cpu") > 1.06 * kept
+    counts = [
+        activation_bytes(backbone.model.config, TOKENS[False], 2, device=kind, joint=True) for kind in ("cuda", "cpu")
+    ]
+    assert counts[0] == pytest.approx(kept, rel=0.07)
+    assert counts[1] > 1.07 * kept
 
 
 def test_layers_that_read_the_same_input_share_it_where_nothing_is_dropped():

@@ -226,3 +226,13 @@ def test_values_of_paths_are_folded_back_to_the_tokens(tree_batch):
     trees, _, _ = tree_batch
     paths = paths_of(trees)
     assert torch.equal(paths.fold(paths.batch.token_ids)[trees.attention_mask], trees.token_ids[trees.attention_mask])
+
+
+def test_gradients_of_siblings_meet_in_the_row_that_predicts_their_first_tokens(two_groups):
+    packed = pack(two_groups)
+    hidden = torch.randn(1, packed.num_tokens, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(packed.predictor), 3, dtype=torch.float64)
+    assert len(packed.predictor.unique()) < len(packed.predictor)
+    [found] = torch.autograd.grad((packed.predicting(hidden)[0] * weight).sum(), hidden)
+    [expected] = torch.autograd.grad((hidden[0, packed.predictor] * weight).sum(), hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
-from rlft.plan.fit import fit_to_device, largest_budget, remedies
+from rlft.plan.fit import PLANNED_SHARE, fit_to_device, largest_budget, remedies
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.types import UserError
@@ -95,7 +96,7 @@ WORDS = (
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Plans are made here and sized as if for a GPU of so many bytes, on which `auto` would be its budget."""
+    """Plans sized as if for a GPU of which so many bytes may be filled, with its budget for `auto`."""
 
     def of(num_bytes: int, *words: str):
         plan = resolve(compose([*WORDS, *words])).plan()
@@ -103,7 +104,7 @@ def on_gpu(monkeypatch):
             plan = replace(plan, config=replace(plan.config, token_budget=GPU_TOKENS))
         for module in (fit, sizes):
             monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
-        properties = SimpleNamespace(total_memory=num_bytes)
+        properties = SimpleNamespace(total_memory=math.ceil(num_bytes / PLANNED_SHARE))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return plan
 

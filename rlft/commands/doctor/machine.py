@@ -231,6 +231,9 @@ class Wanted:
 
 def version_rows(trial: object) -> list[CheckRow]:
     """A row for Python and for each library that a run needs."""
+    if installed_version("rlft") is None:
+        value = "rlft runs from a folder and is not installed, so that the versions it asks for are not known"
+        return [CheckRow("versions", Status.skipped, value, "pip install -e <that folder>")]
     return version_rows_of(installed_version, requirements_of)
 
 

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "FLASHINFER_LOGGING_LEVEL": "error",  # a library of vLLM's on CUDA, which says when it tunes a kernel
 }
 """Set before vLLM is imported, unless the user has set them."""
 

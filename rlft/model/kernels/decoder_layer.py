@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from rlft.model.kernels import elementwise, layer_branches
 from rlft.model.kernels.attention import spans_of
-from rlft.model.kernels.lora_linear import operands_of
+from rlft.model.kernels.lora_linear import layers_of
 from rlft.model.packing import PackedRows
 
 TESTED = ("5.17", "5.24")
@@ -147,7 +147,7 @@ def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwa
         attended = _fused_attention(layer, hidden_states, packed, *kwargs["position_embeddings"])
     if attended is None:
         attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
-    return _mlp(layer, attended.index_select(1, packed.predictor) if is_last else attended)
+    return _mlp(layer, packed.predicting(attended) if is_last else attended)
 
 
 def _needs_checkpoint(layer: Any) -> bool:
@@ -172,9 +172,9 @@ def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin
         or (attention.training and attention.attention_dropout)
     ):
         return None
-    operands = operands_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+    layers = layers_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
     spans = spans_of(packed, x, attention.head_dim)
-    if operands is None or spans is None:
+    if layers is None or spans is None:
         return None
     query_norm, key_norm = head_norms or (None, None)
     heads = layer_branches.Heads(
@@ -187,17 +187,17 @@ def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin
         spans=spans,
         scale=attention.scaling,
     )
-    return layer_branches.attention(x, heads, operands)
+    return layer_branches.attention(x, heads, layers)
 
 
 def _mlp(layer: Any, x: Tensor) -> Tensor:
     mlp, norm = layer.mlp, elementwise.norm_of(layer.post_attention_layernorm)
-    operands = None
+    layers = None
     if norm is not None and elementwise.serves(x) and elementwise.is_gated(mlp):
-        operands = operands_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    if norm is None or operands is None:
+        layers = layers_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    if norm is None or layers is None:
         return x + mlp(layer.post_attention_layernorm(x))
-    return layer_branches.mlp(x, norm, operands)
+    return layer_branches.mlp(x, norm, layers)
 
 
 def _head_norms(attention: Any) -> list[nn.Module]:

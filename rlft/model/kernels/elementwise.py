@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -25,25 +26,58 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OPTIONS = {"deterministic": True, "size_asserts": False}
+"""Inductor's. Without `deterministic` each process measures which kernels are fastest, and may choose others."""
+
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled for all shapes at its first call with a first argument on a CUDA GPU.
+    """`function`, compiled for any number of tokens at its first call with a first argument on a CUDA GPU.
 
-    The function must not branch on the values of its tensors, and is called without gradient, inside an autograd
-    function.
+    Sizes of the model (hidden, head, vocabulary) are constants in it, which gives faster reductions, and it is compiled
+    anew for another dtype or last axis of the first argument, or other flags: models do not share a function's limit of
+    recompilations. The function must not branch on the values of its tensors, and is called without gradient, inside an
+    autograd function.
     """
-    compiled: list[Callable[P, R]] = []
+    compiled: dict[tuple[Any, ...], Callable[P, R]] = {}
 
     @functools.wraps(function)
     def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         if not isinstance(first, Tensor) or not is_fused(first.device):
             return function(*args, **kwargs)
-        if not compiled:
-            compiled.append(torch.compile(function, dynamic=True))
-        return compiled[0](*args, **kwargs)
+        kind = (first.dtype, first.shape[-1], *(arg for arg in args if arg is None or isinstance(arg, bool)))
+        # Whether the layer before learns makes no difference, and would be compiled apart.
+        inputs = (first.detach(), *args[1:])
+        if kind not in compiled:
+            _mark_tokens(inputs, tokens=first.shape[1] if len(first) == 1 and first.dim() > 2 else len(first))
+            compiled[kind] = torch.compile(_copied(function), options=OPTIONS)
+        return compiled[kind](*inputs, **kwargs)  # type: ignore[arg-type]
 
     return chosen
+
+
+def _copied(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with a code object of its own, on which torch.compile's limit of recompilations is counted."""
+    plain = cast(FunctionType, function)
+    code = plain.__code__.replace()
+    copy = FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    return functools.update_wrapper(copy, plain)
+
+
+def _mark_tokens(args: Any, tokens: int) -> None:
+    """Tells torch.compile that axes of this size may have another one at the next call; weights keep theirs."""
+    if isinstance(args, Tensor) and not isinstance(args, nn.Parameter):
+        for axis, size in enumerate(args.shape):
+            if size == tokens:
+                torch._dynamo.maybe_mark_dynamic(args, axis)
+    elif isinstance(args, (list, tuple)):
+        for arg in args:
+            _mark_tokens(arg, tokens)
+
+
+def as_written(function: Callable[P, R]) -> Callable[P, R]:
+    """A fused function's own code, for another fused function that includes it."""
+    return function.__wrapped__  # type: ignore[attr-defined]
 
 
 def is_fused(device: torch.device) -> bool:
@@ -56,7 +90,7 @@ def obstacle(device: torch.device) -> str | None:
     """Why torch cannot compile for this GPU, found out by trying it once; None if it can."""
     try:
         with torch.no_grad():
-            torch.compile(_probe, dynamic=True)(torch.ones(8, 8, device=device))
+            torch.compile(_probe, dynamic=True, options=OPTIONS)(torch.ones(8, 8, device=device))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a missing compiler or Triton, a driver that is too old: torch has no common type
@@ -225,11 +259,13 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @fused
-def norm_gradient(weighted: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of x from `weighted`, which is weight times that of `normed` and may be overwritten."""
+def norm_gradient(grad: Tensor, weight: Tensor, x: Tensor, scale: Tensor, further: Tensor | None = None) -> Tensor:
+    """The gradient of x from that of `normed`, which is overwritten; `further` is added, a gradient on another way."""
+    weighted = grad.mul_(weight)
     wide, row = (weighted, x) if is_wide(x) else (weighted.float(), x.float())
     along = torch.linalg.vecdot(wide, row)[..., None]
-    return wide.mul_(scale).addcmul_(row, along.mul_(scale.pow(3)).div_(-x.shape[-1])).to(x.dtype)
+    back = wide.mul_(scale).addcmul_(row, along.mul_(scale.pow(3)).div_(-x.shape[-1])).to(x.dtype)
+    return back if further is None else back.add_(further)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -243,7 +279,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
         x, scale, weight = ctx.saved_tensors
-        return norm_gradient(grad * weight, x, scale), None, None
+        return norm_gradient(grad.clone(), weight, x, scale), None, None
 
 
 # -- gated MLPs --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlft.model.kernels.elementwise import fused
 from rlft.model.kernels.split_attention import Span
+from rlft.system.repeatable import repeatable
 
 # The operations behind torch.nn.attention.varlen, whose public function has no gradient of a merged result.
 _FORWARD: Any = torch.ops.aten._flash_attention_forward
@@ -144,7 +146,7 @@ def attend(
     out, lse, random, unused, _ = _FORWARD(query, key, value, *own_runs, 0.0, True, False, scale=scale)
     if len(query) > first:
         prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale)
-        out[first:], lse[:, first:] = merge(out[first:], lse[:, first:], *prompt)
+        merge_into(out[first:], lse[:, first:], *prompt)
     return out, lse, random, unused
 
 
@@ -181,25 +183,29 @@ def attention_gradients(
     """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
     own, first = lengths.own, lengths.num_prompt_tokens
     own_runs = (own.starts, own.starts, own.longest, own.longest)
-    query_grad, key_grad, value_grad = _BACKWARD(
-        grad, query, key, value, out, lse, *own_runs, 0.0, True, random, unused, scale=scale
-    )
+    with repeatable():
+        query_grad, key_grad, value_grad = _BACKWARD(
+            grad, query, key, value, out, lse, *own_runs, 0.0, True, random, unused, scale=scale
+        )
     if len(query) > first:
         tensors = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
         regions, prompts = lengths.regions, lengths.prompts
         runs = (regions.starts, prompts.starts, regions.longest, prompts.longest)
-        parts = _BACKWARD(*tensors, *runs, 0.0, False, random, unused, scale=scale)
+        with repeatable():
+            parts = _BACKWARD(*tensors, *runs, 0.0, False, random, unused, scale=scale)
         query_grad[first:] += parts[0]
         key_grad[:first] += parts[1]
         value_grad[:first] += parts[2]
     return query_grad, key_grad, value_grad
 
 
-def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(attention `[C, H, D]` over both sets of keys, its log-sum-exp `[H, C]`), without gradient.
+@fused
+def merge_into(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Overwrites attention `[C, H, D]` and log-sum-exp `[H, C]` over a set of keys by those over both sets.
 
-    The weights have the normaliser's precision.
+    No gradient. The weights have the normaliser's precision.
     """
     both = torch.logaddexp(one_lse, other_lse)
     one_share, other_share = ((lse - both).exp().t()[..., None] for lse in (one_lse, other_lse))
-    return (one * one_share + other * other_share).to(one.dtype), both
+    one.copy_(one * one_share + other * other_share)
+    one_lse.copy_(both)

@@ -19,8 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlft.model.kernels.attention import Spans, attend, attention_gradients
-from rlft.model.kernels.elementwise import Norm, fused, norm_gradient, normed, turned, turned_back
-from rlft.model.kernels.lora_linear import Operands, gradients, products, regrouped, restored
+from rlft.model.kernels.elementwise import (
+    Norm,
+    as_written,
+    fused,
+    norm_gradient,
+    normed,
+    silu_product,
+    turned,
+    turned_back,
+)
+from rlft.model.kernels.lora_linear import Layers, Operands, gradients, products
 
 
 class Heads(NamedTuple):
@@ -47,123 +56,176 @@ class Heads(NamedTuple):
     scale: float
 
 
-def attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> Tensor:
+def attention(x: Tensor, heads: Heads, layers: Layers) -> Tensor:
     """`[1, N, hidden]` from x of the same shape, a packed row; `layers` are those of q, k, v and o."""
     if not torch.is_grad_enabled():
-        return _attention(x, heads, layers)[0]
-    return cast(Tensor, _Attention.apply(x, heads, *(value for layer in layers for value in layer)))
+        return _attention(x, heads, layers.operands)[0]
+    return cast(Tensor, _Attention.apply(x, heads, layers.operands, *layers.learned))
 
 
-def mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:
+def mlp(x: Tensor, norm: Norm, layers: Layers) -> Tensor:
     """`[.., hidden]` from x of the same shape; `layers` are those of gate, up and down."""
     if not torch.is_grad_enabled():
-        return _mlp(x, norm, layers)[0]
-    return cast(Tensor, _Mlp.apply(x, norm, *(value for layer in layers for value in layer)))
+        return _mlp(x.detach(), norm, layers.operands)[0]
+    return cast(Tensor, _Mlp.apply(x, norm, layers.operands, *layers.learned))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 def _attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """(x plus the branch, tensors that its gradients need)."""
-    inner, scale = normed(x, heads.norm.weight, heads.norm.eps)
-    parts, flat, low = products(inner, layers[:3])
-    q_NHD, k_NKD, v_NKD = (part.view(part.shape[1], -1, heads.size) for part in parts)
-    q_NHD, *q_kept = _turned(q_NHD, heads.query_norm, heads)
-    k_NKD, *k_kept = _turned(k_NKD, heads.key_norm, heads)
+    x = x.detach()  # else it would be compiled once for an x that needs a gradient, and once for one that does not
+    norms, (cos, sin) = (heads.norm, heads.query_norm, heads.key_norm), _angles(heads)
+    q_NHD, k_NKD, v_NKD, *kept = _attention_inputs(x, *norms, cos, sin, heads.size, layers[:3])
     out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale)
-    [y], _, low_o = products(out_NHD.view(*x.shape[:2], -1), layers[3:])
-    kept = (x, scale, flat, low, q_NHD, k_NKD, v_NKD, out_NHD, *attention_kept, low_o, *q_kept, *k_kept)
-    return y.add_(x), kept
+    y, low_o = _attention_output(x, out_NHD, layers[3:])
+    return y, (x, q_NHD, k_NKD, v_NKD, out_NHD, *attention_kept, low_o, *kept)
 
 
-def _turned(x_NHD: Tensor, norm: Norm | None, heads: Heads) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(x after its norm and rotation, x, the norm's scale); the last two are None without a norm."""
-    cos, sin = heads.cos.transpose(0, 1), heads.sin.transpose(0, 1)
-    if norm is None:
-        return turned(x_NHD, cos, sin), None, None
-    y, scale = normed(x_NHD, norm.weight, norm.eps)
-    return turned(y, cos, sin), x_NHD, scale
+def _angles(heads: Heads) -> tuple[Tensor, Tensor]:
+    """Cosines and sines as `[N, 1, D]`, for all heads of a token."""
+    return heads.cos.transpose(0, 1), heads.sin.transpose(0, 1)
 
 
-def _turned_back(
-    grad_NHD: Tensor, norm: Norm | None, x_NHD: Tensor | None, scale: Tensor | None, heads: Heads
-) -> Tensor:
-    back = turned_back(grad_NHD, heads.cos.transpose(0, 1), heads.sin.transpose(0, 1))
-    if norm is not None:
-        back = norm_gradient(back.mul_(norm.weight), cast(Tensor, x_NHD), cast(Tensor, scale))
-    return back.flatten(1)
+@fused
+def _attention_inputs(
+    x: Tensor,
+    norm: Norm,
+    query_norm: Norm | None,
+    key_norm: Norm | None,
+    cos: Tensor,
+    sin: Tensor,
+    size: int,
+    layers: Sequence[Operands],
+) -> tuple[Tensor | None, ...]:
+    """(queries, keys, values, then what the gradients need: the scale of the norm, its output as a matrix, low-rank
+    products, and of queries and keys what their norms get and their scales, or None)."""
+    inner, scale = as_written(normed)(x, *norm)
+    parts, flat, low = products(inner, layers)
+    q_NHD, k_NKD, v_NKD = (part.view(part.shape[1], -1, size) for part in parts)
+    results, kept = [], []
+    for x_NHD, head_norm in ((q_NHD, query_norm), (k_NKD, key_norm)):
+        y, head_scale = (x_NHD, None) if head_norm is None else as_written(normed)(x_NHD, *head_norm)
+        results.append(as_written(turned)(y, cos, sin))
+        kept += [None if head_norm is None else x_NHD, head_scale]
+    return *results, v_NKD, scale, flat, low, *kept
+
+
+@fused
+def _attention_output(x: Tensor, out_NHD: Tensor, layers: Sequence[Operands]) -> tuple[Tensor, Tensor]:
+    """(x plus o of the attention, low-rank products)."""
+    [y], _, low = products(out_NHD.view(*x.shape[:2], -1), layers)
+    return y.add_(x), low
+
+
+@fused
+def _output_gradients(
+    grad: Tensor, out_NHD: Tensor, low: Tensor, layers: Sequence[Operands]
+) -> tuple[Tensor, list[Tensor]]:
+    """(gradient of the attention, those of A and B of o)."""
+    out_grad, learned_grads = gradients(layers, out_NHD.flatten(1), low, [grad], of_x=True)
+    return cast(Tensor, out_grad).view_as(out_NHD), learned_grads
+
+
+@fused
+def _input_gradients(
+    grad: Tensor,
+    head_grads: Sequence[Tensor],
+    x: Tensor,
+    norm: Norm,
+    query_norm: Norm | None,
+    key_norm: Norm | None,
+    cos: Tensor,
+    sin: Tensor,
+    kept: Sequence[Tensor | None],
+    layers: Sequence[Operands],
+    needs_x: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(gradient of x through the branch and the residual sum, those of A and B of q, k and v).
+
+    grad: of the branch's result. head_grads: of queries, keys and values, which are overwritten. kept: the last results
+    of `_attention_inputs`.
+    """
+    scale, flat, low, *of_heads = kept
+    grads = []
+    for grad_NHD, head_norm, x_NHD, head_scale in (
+        (head_grads[0], query_norm, *of_heads[:2]),
+        (head_grads[1], key_norm, *of_heads[2:]),
+    ):
+        back = as_written(turned_back)(grad_NHD, cos, sin)
+        if head_norm is not None:
+            back = as_written(norm_gradient)(back, head_norm.weight, cast(Tensor, x_NHD), cast(Tensor, head_scale))
+        grads.append(back.flatten(1))
+    grads.append(head_grads[2].flatten(1))
+    inner_grad, learned_grads = gradients(layers, cast(Tensor, flat), cast(Tensor, low), grads, needs_x)
+    return _summed(inner_grad, x, cast(Tensor, scale), norm, grad) if needs_x else None, learned_grads
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: Heads, *operands: Any) -> Tensor:
-        layers = regrouped(operands)
+    def forward(ctx: Any, x: Tensor, heads: Heads, layers: Sequence[Operands], *learned: Tensor) -> Tensor:
         y, kept = _attention(x, heads, layers)
-        ctx.save_for_backward(*kept, *(tensor for layer in layers for tensor in layer.needed_backward))
-        ctx.heads, ctx.scales = heads, [layer.scale for layer in layers]
+        ctx.save_for_backward(*kept)
+        ctx.heads, ctx.layers = heads, layers
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        [grad], heads = grad_outputs, ctx.heads
-        x, scale, flat, low, q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused, low_o, *rest = ctx.saved_tensors
-        q_raw, q_scale, k_raw, k_scale, *rest = rest
-        layers = restored(rest, ctx.scales)
-        out_grad, o_grads = gradients(layers[3:], out_NHD.flatten(1), low_o, [grad], of_x=True)
-        kept = (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused)
-        attention_grad = cast(Tensor, out_grad).view_as(out_NHD)
-        q_grad, k_grad, v_grad = attention_gradients(attention_grad, kept, heads.spans, heads.scale)
-        grads = [
-            _turned_back(q_grad, heads.query_norm, q_raw, q_scale, heads),
-            _turned_back(k_grad, heads.key_norm, k_raw, k_scale, heads),
-            v_grad.flatten(1),
-        ]
-        needs_x = ctx.needs_input_grad[0]
-        inner_grad, qkv_grads = gradients(layers[:3], flat, low, grads, needs_x)
-        return (_summed(inner_grad, x, scale, heads.norm, grad) if needs_x else None, None, *qkv_grads, *o_grads)
+        [grad], heads, layers = grad_outputs, ctx.heads, ctx.layers
+        x, q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused, low_o, *kept = ctx.saved_tensors
+        out_grad, o_grads = _output_gradients(grad, out_NHD, low_o, layers[3:])
+        of_attention = (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused)
+        head_grads = attention_gradients(out_grad, of_attention, heads.spans, heads.scale)
+        norms = (heads.norm, heads.query_norm, heads.key_norm)
+        x_grad, qkv_grads = _input_gradients(
+            grad, head_grads, x, *norms, *_angles(heads), kept, layers[:3], ctx.needs_input_grad[0]
+        )
+        return x_grad, None, None, *qkv_grads, *o_grads
 
 
 # -- MLP ---------------------------------------------------------------------------------------------------------------
-def _mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> tuple[Tensor, tuple[Tensor, ...]]:
+@fused
+def _mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> tuple[Tensor, ...]:
     """(x plus the branch, tensors that its gradients need)."""
-    inner, scale = normed(x, norm.weight, norm.eps)
+    inner, scale = as_written(normed)(x, *norm)
     (gate, up), flat, low = products(inner, layers[:2])
+    [y], _, low_down = products(as_written(silu_product)(gate, up), layers[2:])
+    return y.add_(x), scale, flat, low, gate, up, low_down
+
+
+@fused
+def _mlp_gradients(
+    grad: Tensor, x: Tensor, norm: Norm, kept: Sequence[Tensor], layers: Sequence[Operands], needs_x: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(gradient of x through the branch and the residual sum, those of A and B of gate, up and down).
+
+    kept: the results of `_mlp` but the first.
+    """
+    scale, flat, low, gate, up, low_down = kept
+    gate, up = gate.flatten(0, -2), up.flatten(0, -2)
     silu = F.silu(gate)
-    [y], _, low_down = products(silu * up, layers[2:])
-    return y.add_(x), (x, scale, flat, low, gate, up, silu, low_down)
+    product_grad, down_grads = gradients(layers[2:], silu * up, low_down, [grad], of_x=True)
+    product_grad = cast(Tensor, product_grad)
+    grads = (torch.ops.aten.silu_backward(product_grad * up, gate), silu.mul_(product_grad))
+    inner_grad, gate_up_grads = gradients(layers[:2], flat, low, grads, needs_x)
+    return _summed(inner_grad, x, scale, norm, grad) if needs_x else None, gate_up_grads + down_grads
 
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Norm, *operands: Any) -> Tensor:
-        layers = regrouped(operands)
-        y, kept = _mlp(x, norm, layers)
-        ctx.save_for_backward(*kept, *(tensor for layer in layers for tensor in layer.needed_backward))
-        ctx.norm, ctx.scales = norm, [layer.scale for layer in layers]
+    def forward(ctx: Any, x: Tensor, norm: Norm, layers: Sequence[Operands], *learned: Tensor) -> Tensor:
+        x = x.detach()
+        y, *kept = _mlp(x, norm, layers)
+        ctx.save_for_backward(x, *kept)
+        ctx.norm, ctx.layers = norm, layers
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        [grad] = grad_outputs
-        x, scale, flat, low, gate, up, silu, low_down, *rest = ctx.saved_tensors
-        layers, needs_x = restored(rest, ctx.scales), ctx.needs_input_grad[0]
-        gate, up, silu = (tensor.flatten(0, -2) for tensor in (gate, up, silu))
-        product = silu * up
-        product_grad, down_grads = gradients(layers[2:], product, low_down, [grad], of_x=True)
-        gate_grad, up_grad = _product_gradients(cast(Tensor, product_grad), gate, up, silu, product)
-        inner_grad, gate_up_grads = gradients(layers[:2], flat, low, [gate_grad, up_grad], needs_x)
-        return (_summed(inner_grad, x, scale, ctx.norm, grad) if needs_x else None, None, *gate_up_grads, *down_grads)
-
-
-@fused
-def _product_gradients(grad: Tensor, gate: Tensor, up: Tensor, silu: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, gradient of up) from that of silu * up, which they overwrite together with the product."""
-    up_grad = torch.mul(silu, grad, out=product)
-    gate_grad = grad.mul_(up)
-    torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
-    return gate_grad, up_grad
+        [grad], (x, *kept) = grad_outputs, ctx.saved_tensors
+        x_grad, learned_grads = _mlp_gradients(grad, x, ctx.norm, kept, ctx.layers, ctx.needs_input_grad[0])
+        return x_grad, None, None, *learned_grads
 
 
 def _summed(inner_grad: Tensor | None, x: Tensor, scale: Tensor, norm: Norm, grad: Tensor) -> Tensor:
     """The gradient of x through the branch and through the residual sum; it overwrites that of the norm's output."""
-    weighted = cast(Tensor, inner_grad).view_as(x).mul_(norm.weight)
-    return norm_gradient(weighted, x, scale).add_(grad)
+    return as_written(norm_gradient)(cast(Tensor, inner_grad).view_as(x), norm.weight, x, scale, grad)

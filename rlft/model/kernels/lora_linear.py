@@ -25,7 +25,7 @@ def install(config: LoraConfig) -> None:
 
 
 class Operands(NamedTuple):
-    """The matrices of one layer with which `products` multiplies x.
+    """The matrices of one layer with which `products` multiplies x, all in the dtype of W and without gradient.
 
     Attributes:
         weight: W of the base.
@@ -34,6 +34,7 @@ class Operands(NamedTuple):
         up: B; None if the layer has no adapter.
         total: (W + s B A)' `[in, out]`, if it exists.
         scale: s.
+        dtype: that of the parameters that A and B are copies of, and so of their gradients.
     """
 
     weight: Tensor
@@ -42,30 +43,23 @@ class Operands(NamedTuple):
     up: Tensor | None = None
     total: Tensor | None = None
     scale: float = 0.0
+    dtype: torch.dtype | None = None
 
     @property
     def rank(self) -> int:
         return 0 if self.down is None else len(self.down)
 
-    @property
-    def needed_backward(self) -> tuple[Tensor | None, ...]:
-        """What to pass to `save_for_backward`; `restored` makes operands of it."""
-        return self.weight, self.down, self.up, self.total
 
+class Layers(NamedTuple):
+    """Linear layers that are computed together.
 
-def restored(saved: Sequence[Tensor | None], scales: Sequence[float]) -> list[Operands]:
-    """The operands of as many layers as there are scales, from their concatenated `needed_backward`."""
-    rows = [saved[i : i + 4] for i in range(0, 4 * len(scales), 4)]
-    return [
-        Operands(weight=cast(Tensor, weight), down=down, up=up, total=total, scale=scale)
-        for (weight, down, up, total), scale in zip(rows, scales, strict=True)
-    ]
+    Attributes:
+        operands: those of each layer.
+        learned: the parameters A and B of every layer that has them, one after the other: autograd's inputs.
+    """
 
-
-def regrouped(flat: Sequence[Any]) -> list[Operands]:
-    """Operands of several layers, whose fields were passed to an autograd function one after the other."""
-    size = len(Operands._fields)
-    return [Operands(*flat[i : i + size]) for i in range(0, len(flat), size)]
+    operands: Sequence[Operands]
+    learned: Sequence[Tensor]
 
 
 class LoraLinear(Linear):
@@ -73,13 +67,15 @@ class LoraLinear(Linear):
 
     `sums` is {role: (W + s B A)' `[in, out]`, with DoRA's magnitudes if it has them}, for passes without gradient by a
     role that does not change for long (sampling); this form multiplies a few rows a sixth faster than its transpose.
-    `lent` is {role: (another role's sum, the role's own matrices, their versions when the sum was lent)}.
+    `lent` is {role: (another role's sum, the role's own matrices, their versions when the sum was lent)}; `copies`
+    is {role: (its matrices in the base's dtype, the matrices themselves, their versions when they were copied)}.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sums: dict[str, Tensor] = {}
         self.lent: dict[str, tuple[Tensor, tuple[Tensor, Tensor], tuple[int, ...]]] = {}
+        self.copies: dict[str, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[int, ...]]] = {}
 
     def add_up(self, role: str, dtype: torch.dtype | None = None) -> None:
         """Makes the role's sum, and leaves the base as it is. A 16-bit base gets no sum, since B A would be lost.
@@ -130,9 +126,21 @@ class LoraLinear(Linear):
         if role not in self.lent:
             return None
         total, lent_matrices, versions = self.lent[role]
+        return total if _unchanged(self._matrices(role), lent_matrices, versions) else None
+
+    def _copies(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The role's matrices in this dtype and without gradient, made anew when a matrix has changed.
+
+        They are parameters, whose sizes are constants to torch.compile.
+        """
         matrices = self._matrices(role)
-        unchanged = all(a is b and a._version == v for a, b, v in zip(matrices, lent_matrices, versions, strict=True))
-        return total if unchanged else None
+        if role in self.copies:
+            copies, copied, versions = self.copies[role]
+            if copies[0].dtype == dtype and _unchanged(matrices, copied, versions):
+                return copies
+        down, up = (nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for matrix in matrices)
+        self.copies[role] = ((down, up), matrices, tuple(matrix._version for matrix in matrices))
+        return down, up
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[.., out]` from x `[.., in]`."""
@@ -144,15 +152,15 @@ class LoraLinear(Linear):
             total = self.sums[role]
             y = (x.to(total.dtype) @ total).to(x.dtype)
             return y if base.bias is None else y.add_(base.bias)
-        operands = None if args or kwargs else self.operands(x)
-        if operands is None:
+        layers = None if args or kwargs else layers_of(x, [self])
+        if layers is None:
             return super().forward(x, *args, **kwargs)
         if not torch.is_grad_enabled():
-            return products(x, [operands])[0][0]
-        return cast(Tensor, _LoraProduct.apply(x, *operands))
+            return products(x, layers.operands)[0][0]
+        return cast(Tensor, _LoraProduct.apply(x, layers.operands, *layers.learned))
 
-    def operands(self, x: Tensor) -> Operands | None:
-        """The operands of `forward`, if it is two products and nothing else; otherwise None."""
+    def operands(self, x: Tensor) -> tuple[Operands, tuple[Tensor, Tensor]] | None:
+        """The operands of `forward` and their parameters, if it is two products and nothing else; otherwise None."""
         base, role = cast(nn.Linear, self.base_layer), self._lone_role()
         if (
             role is None
@@ -162,7 +170,9 @@ class LoraLinear(Linear):
         ):
             return None
         total = self._borrowed(role) if torch.is_grad_enabled() else None
-        return Operands(base.weight, base.bias, *self._matrices(role), total, self.scaling[role])
+        learned = self._matrices(role)
+        copies = self._copies(role, x.dtype)
+        return Operands(base.weight, base.bias, *copies, total, self.scaling[role], learned[0].dtype), learned
 
     def _lone_role(self) -> str | None:
         """The active adapter, if it is the only one and has just two matrices, perhaps with magnitudes (DoRA)."""
@@ -176,95 +186,110 @@ class LoraLinear(Linear):
         return role if idle and not cast(nn.Linear, self.base_layer).weight.requires_grad else None
 
 
-def operands_of(x: Tensor, layers: Iterable[nn.Module]) -> list[Operands] | None:
-    """The operands of layers for x, or tensors like it; None if one of the layers does more than multiply with them.
+def _unchanged(matrices: Sequence[Tensor], known: Sequence[Tensor], versions: Sequence[int]) -> bool:
+    """Whether these are the matrices that are known, and nothing was written to them since they had these versions."""
+    return all(a is b and a._version == v for a, b, v in zip(matrices, known, versions, strict=True))
 
-    The layers may include frozen linear layers without an adapter.
+
+def layers_of(x: Tensor, modules: Iterable[nn.Module]) -> Layers | None:
+    """The layers of these modules for x, or tensors like it; None if one of them does more than multiply with them.
+
+    Among them may be frozen linear layers without an adapter.
     """
     operands: list[Operands] = []
-    for layer in layers:
-        layer_operands = layer.operands(x) if isinstance(layer, LoraLinear) else _frozen(x, layer)
-        if layer_operands is None:
+    learned: list[Tensor] = []
+    for module in modules:
+        if isinstance(module, LoraLinear):
+            adapted = module.operands(x)
+            if adapted is None:
+                return None
+            operands.append(adapted[0])
+            learned += adapted[1]
+        elif type(module) is nn.Linear and _is_frozen(module) and module.weight.dtype == x.dtype:
+            operands.append(Operands(module.weight, module.bias))
+        else:
             return None
-        operands.append(layer_operands)
-    return operands
+    return Layers(operands, learned)
 
 
-def _frozen(x: Tensor, layer: nn.Module) -> Operands | None:
-    if (
-        type(layer) is not nn.Linear
-        or any(p.requires_grad for p in layer.parameters())
-        or x.dtype != layer.weight.dtype
-    ):
-        return None
-    return Operands(layer.weight, layer.bias)
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
 
 
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *operands: Any) -> Tensor:
-        layer = Operands(*operands)
-        [y], flat, low = products(x, [layer])
-        ctx.save_for_backward(flat, low, *layer.needed_backward)
-        ctx.scale = layer.scale
+    def forward(ctx: Any, x: Tensor, operands: Sequence[Operands], *learned: Tensor) -> Tensor:
+        [y], flat, low = products(x, operands)
+        ctx.save_for_backward(flat, low)
+        ctx.operands = operands
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        flat, low, *saved = ctx.saved_tensors
-        x_grad, operand_grads = gradients(
-            restored(saved, [ctx.scale]), flat, low, grad_outputs, ctx.needs_input_grad[0]
-        )
+        flat, low = ctx.saved_tensors
+        x_grad, learned_grads = gradients(ctx.operands, flat, low, grad_outputs, ctx.needs_input_grad[0])
         shape = grad_outputs[0].shape[:-1]
-        return (None if x_grad is None else x_grad.view(*shape, -1), *operand_grads)
+        return None if x_grad is None else x_grad.view(*shape, -1), None, *learned_grads
 
 
 def products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tensor, Tensor]:
     """(y `[.., out]` of each layer, x as a matrix `[N, in]`, x A' of all layers side by side `[N, ranks]`)."""
     flat, lent = x.reshape(-1, x.shape[-1]), _all_lent(layers)
-    low = flat @ _downs(layers).to(x.dtype).t()
+    low = flat @ _downs(layers).t()
     ys = []
     for layer, layer_low in zip(layers, low.split([layer.rank for layer in layers], 1), strict=True):
         weight = layer.total if lent and layer.total is not None else layer.weight.t()
         y = flat @ weight if layer.bias is None else torch.addmm(layer.bias, flat, weight)
         if layer.up is not None and not lent:
-            y.addmm_(layer_low, layer.up.to(x.dtype).t(), alpha=layer.scale)
+            y = _with_product(y, layer_low, layer.up.t(), layer.scale)
         ys.append(y.view(*x.shape[:-1], y.shape[-1]))
     return ys, flat, low
 
 
 def gradients(
     layers: Sequence[Operands], flat: Tensor, low: Tensor, grads: Sequence[Tensor], of_x: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of x `[N, in]`, those of every layer's operands in their order), from those of the layers' y.
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(gradient of x `[N, in]`, those of A and B of every adapter in their order), from those of the layers' y.
 
-    The results are new tensors. An adapter's float32 matrices are used in the dtype of x; their gradients are in their
-    own dtype. `flat` and `low` are from `products`; `of_x`: whether the gradient of x is needed.
+    The results are new tensors; those of A and B are in the dtype of their parameters. `flat` and `low` are from
+    `products`; `of_x`: whether the gradient of x is needed.
     """
-    lent, sizes, low_grad = _all_lent(layers), [layer.rank for layer in layers], torch.empty_like(low)
-    ups: list[Tensor | None] = []
+    lent, sizes = _all_lent(layers), [layer.rank for layer in layers]
+    ups: list[Tensor] = []
+    low_grads: list[Tensor] = []
     x_grad: Tensor | None = None
-    for layer, layer_low, layer_low_grad, grad in zip(
-        layers, low.split(sizes, 1), low_grad.split(sizes, 1), grads, strict=True
-    ):
+    for layer, layer_low, grad in zip(layers, low.split(sizes, 1), grads, strict=True):
         g = grad.reshape(-1, grad.shape[-1])
-        if layer.up is None:
-            ups.append(None)
-        else:
-            torch.addmm(layer_low_grad, g, layer.up.to(g.dtype), beta=0, alpha=layer.scale, out=layer_low_grad)
+        if layer.up is not None:
+            low_grads.append(_scaled_product(g, layer.up, layer.scale))
             # Transposed, because a product with few rows is computed twice as fast as one with few columns.
-            up = torch.addmm(g.new_empty(()), layer_low.t(), g, beta=0, alpha=layer.scale)
-            ups.append(up.t().to(layer.up.dtype))
+            ups.append(_scaled_product(layer_low.t(), g, layer.scale).t().to(layer.dtype))
         if of_x:
             weight = layer.total.t() if lent and layer.total is not None else layer.weight
-            x_grad = g @ weight if x_grad is None else x_grad.addmm_(g, weight)
-    downs = (low_grad.t() @ flat).split(sizes)
+            x_grad = g @ weight if x_grad is None else _with_product(x_grad, g, weight)
+    low_grad = low_grads[0] if len(low_grads) == 1 else torch.cat([low[:, :0], *low_grads], 1)
+    down_grads = low_grad.t() @ flat
     if x_grad is not None and not lent:
-        x_grad.addmm_(low_grad, _downs(layers).to(low_grad.dtype))
-    results: list[Tensor | None] = []
-    for layer, down, up in zip(layers, downs, ups, strict=True):
-        results += [None, None, None if layer.down is None else down.to(layer.down.dtype), up, None, None]
-    return x_grad, results
+        x_grad = _with_product(x_grad, low_grad, _downs(layers))
+    adapted = [layer for layer in layers if layer.down is not None]
+    dtypes = {layer.dtype for layer in adapted}
+    downs = down_grads.to(*dtypes) if len(dtypes) == 1 else down_grads  # all at once, if they have one dtype
+    learned_grads: list[Tensor] = []
+    for layer, down, up in zip(adapted, downs.split([layer.rank for layer in adapted]), ups, strict=True):
+        learned_grads += [down.to(layer.dtype), up]
+    return x_grad, learned_grads
+
+
+def _with_product(y: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """y + scale a b, in the place of y. Compiled, the sum is left to the next pass over it: Inductor would copy y."""
+    return y + scale * (a @ b) if torch.compiler.is_compiling() else y.addmm_(a, b, alpha=scale)
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale a b."""
+    if torch.compiler.is_compiling():
+        return scale * (a @ b)
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 def _all_lent(layers: Sequence[Operands]) -> bool:

@@ -164,7 +164,9 @@ class FlashPrefixCache(PrefixCache):
         rows, heads, size = query.shape
         own, own_lse = self._attend_to_own(layer, query, key, value, scale)
         prompt, prompt_lse = one_call(query, *self._prompt[layer], self._siblings_of, self._row.prompts, scale)
-        return flash_attention.merge(own.view(rows, heads, size), own_lse, prompt, prompt_lse)[0]
+        own = own.view(rows, heads, size)
+        flash_attention.merge_into(own, own_lse, prompt, prompt_lse)
+        return own
 
     def _attend_to_own(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None

@@ -35,12 +35,14 @@ class Decision:
         choice: the choice that is in effect.
         reason: why, in words.
         requested: whether `model.kernels` requested it.
+        joint_layers: whether each branch of a layer is one function, where its base is frozen.
         modules: which norms and MLPs are fused and which are not, in words; empty before the weights are loaded.
     """
 
     choice: KernelChoice
     reason: str
     requested: bool = True
+    joint_layers: bool = False
     modules: str = ""
 
 
@@ -55,7 +57,8 @@ def decide(setting: KernelChoice, model_type: str) -> Decision:
     if model_type not in FAMILIES:
         reason = f"model type {model_type} is not among {', '.join(sorted(FAMILIES))}"
         return Decision(choice=KernelChoice.plain, reason=reason, requested=False)
-    return Decision(choice=KernelChoice.auto, reason=f"{model_type} with transformers {version}")
+    reason = f"{model_type} with transformers {version}"
+    return Decision(choice=KernelChoice.auto, reason=reason, joint_layers=FAMILIES[model_type].layer)
 
 
 def is_tested(version: str) -> bool:

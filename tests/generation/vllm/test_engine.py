@@ -155,7 +155,9 @@ def process_state() -> dict[str, Any]:
         "excepthook": sys.excepthook,
         "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
         "children": psutil.Process().children(recursive=True),
-        "environment": {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTEST"))},
+        "environment": {
+            name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLASHINFER_", "PYTEST"))
+        },
     }
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from in_one_test import each
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.activations import SiLUActivation
 
-from rlft.model.kernels import elementwise, layer_branches, lm_head
+from rlft.model.kernels import elementwise, flash_attention, lm_head
 
 
 def norm_by_formula(module, x):
@@ -167,16 +168,23 @@ def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     def made(*shape: int) -> Tensor:
         return torch.randn(shape, generator=dice, dtype=torch.float64).to(dtype)
 
-    x, weight, angles = made(1, 9, 16), made(16), made(9, 1, 8)
-    scale = elementwise.normed(x, weight, 1e-6)[1]
+    x, weight, angles = made(1, 9, 16), torch.nn.Parameter(made(16)), made(9, 1, 8)
+    scale = elementwise.normed(x, weight, 1e-6)[1].detach()
     probs = torch.rand(5, 30, generator=dice) + 0.1
     targets = torch.randint(30, (5,), generator=dice)
     return {
         "normed": (elementwise.normed, x, weight, 1e-6),
-        "norm_gradient": (elementwise.norm_gradient, made(1, 9, 16), x, scale),
+        "norm_gradient": (elementwise.norm_gradient, made(1, 9, 16), weight, x, scale),
+        "norm_gradient and another": (elementwise.norm_gradient, made(1, 9, 16), weight, x, scale, made(1, 9, 16)),
         "silu_product": (elementwise.silu_product, made(9, 12), made(9, 12)),
         "_silu_gradients": (elementwise._silu_gradients, made(9, 12), made(9, 12), made(9, 12)),
-        "_product_gradients": (layer_branches._product_gradients, *(made(9, 12) for _ in range(5))),
+        "merge_into": (
+            flash_attention.merge_into,
+            made(9, 4, 8),
+            made(4, 9).float(),
+            made(9, 4, 8),
+            made(4, 9).float(),
+        ),
         "turned": (elementwise.turned, made(9, 4, 8), angles, angles),
         "turned_back": (elementwise.turned_back, made(9, 4, 8), angles, angles),
         "_logprobs": (lm_head._logprobs, made(5, 30), targets, 0.7, torch.float32),
@@ -193,14 +201,31 @@ def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
     function, *args = fused_calls(torch.bfloat16)[name]
     plain = function.__wrapped__
     with torch.no_grad():
-        expected = plain(*copies(args))
-        found = torch.compile(plain, dynamic=True, fullgraph=True, backend="aot_eager")(*copies(args))
-    for one, other in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+        written, compiled = copies(args), copies(args)
+        expected = plain(*written)
+        found = torch.compile(plain, dynamic=True, fullgraph=True, backend="aot_eager")(*compiled)
+    results = [(found, expected)] if isinstance(found, Tensor) else zip(found or (), expected or (), strict=True)
+    in_place = [pair for pair in zip(compiled, written, strict=True) if name == "merge_into"]
+    for one, other in [*results, *in_place]:
         torch.testing.assert_close(one, other, rtol=0, atol=0 if one is None else 2**-7 * float(other.abs().max()))
 
 
+def test_a_function_is_compiled_once_for_all_numbers_of_tokens_and_anew_for_another_width(monkeypatch) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, backend=counter))
+    monkeypatch.setattr(elementwise, "is_fused", lambda device: True)
+    function = elementwise.fused(elementwise.as_written(elementwise.normed))
+    with torch._dynamo.config.patch(recompile_limit=2):  # 8 by default, of all models of a process
+        for graphs, width in enumerate((16, 24, 32, 40), start=1):
+            weight = torch.nn.Parameter(torch.randn(width))
+            for tokens in (7, 9, 31):
+                function(torch.randn(1, tokens, width), weight, 1e-6)
+            assert counter.frame_count == graphs
+
+
 def copies(args: list[Any]) -> list[Any]:
-    return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    return [arg.clone() if type(arg) is Tensor else arg for arg in args]
 
 
 def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch) -> None:

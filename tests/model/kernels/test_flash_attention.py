@@ -188,3 +188,20 @@ def test_a_run_says_which_attention_it_has_on_a_gpu(dtype, words, backbone, monk
     monkeypatch.setattr("rlft.model.kernels.elementwise.obstacle", lambda device: None)
     model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, config=backbone.model.config)
     assert on_this_device(model) == words
+
+
+def test_the_backward_adds_up_in_a_fixed_order_and_leaves_torchs_setting(packed, stand_in, monkeypatch):
+    """With warn_only torch would compute it with atomic sums (measured on an H100: half of all gradients differed)."""
+    order, plain = [], flash_attention._BACKWARD
+
+    def recorded(*args, **keys):
+        order.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+        return plain(*args, **keys)
+
+    monkeypatch.setattr(flash_attention, "_BACKWARD", recorded)
+    tensors = [torch.randn(packed.num_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    _Attention.apply(*tensors, packed.lengths, 0.3).sum().backward()
+    assert order == [(True, False)] * 2
+    assert not torch.are_deterministic_algorithms_enabled()

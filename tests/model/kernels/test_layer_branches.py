@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from in_one_test import each
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlft.model.kernels import layer_branches
+from rlft.model.kernels import elementwise, layer_branches
 from rlft.model.kernels.elementwise import Norm
-from rlft.model.kernels.lora_linear import Operands
+from rlft.model.kernels.lora_linear import Layers, Operands
 from rlft.model.kernels.split_attention import make_blocks
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, INNER = 12, 6, 2, 4, 10
@@ -71,26 +74,36 @@ def attention_by_formula(x: Tensor, heads: layer_branches.Heads, layers: list[Op
     return x + linear_by_formula(out.flatten(1), layers[3])[None]
 
 
-def layers_of(branch: str, adapted: str, lent: bool) -> list[Operands]:
+def layers_of(branch: str, adapted: str, lent: bool) -> Layers:
     """adapted: a 1 for each layer that has an adapter; every other layer has a bias."""
-    layers = []
+    operands, learned = [], []
     for i, (out, into) in enumerate(SHAPES[branch]):
         layer = Operands(made(out, into), made(out) if i % 2 else None)
         if adapted[i] == "1":
             down, up = made(3, into).requires_grad_(), made(out, 3).requires_grad_()
             total = (layer.weight + 0.7 * up @ down).t().detach() if lent else None
-            layer = layer._replace(down=down, up=up, total=total, scale=0.7)
-        layers.append(layer)
-    return layers
+            matrices = {"down": down.detach(), "up": up.detach()}
+            layer = layer._replace(**matrices, total=total, scale=0.7, dtype=torch.float64)
+            learned += [down, up]
+        operands.append(layer)
+    return Layers(operands, learned)
 
 
-def gradients_of(y: Tensor, x: Tensor, layers: list[Operands]) -> tuple[Tensor, ...]:
+def learning(layers: Layers) -> list[Operands]:
+    """The operands with the matrices that learn."""
+    matrices = iter(layers.learned)
+    return [
+        layer if layer.down is None else layer._replace(down=next(matrices), up=next(matrices))
+        for layer in layers.operands
+    ]
+
+
+def gradients_of(y: Tensor, x: Tensor, layers: Layers) -> tuple[Tensor, ...]:
     weights = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    learned = [matrix for layer in layers for matrix in (layer.down, layer.up) if matrix is not None]
-    return torch.autograd.grad((weights * y).sum(), [x, *learned])
+    return torch.autograd.grad((weights * y).sum(), [x, *layers.learned])
 
 
-def compared(found: Tensor, expected: Tensor, x: Tensor, layers: list[Operands]) -> None:
+def compared(found: Tensor, expected: Tensor, x: Tensor, layers: Layers) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(
         gradients_of(found, x, layers), gradients_of(expected, x, layers), rtol=1e-10, atol=1e-10
@@ -102,10 +115,10 @@ def compared(found: Tensor, expected: Tensor, x: Tensor, layers: list[Operands])
 def test_an_mlp_is_its_formula(adapted: str, lent: bool) -> None:
     torch.manual_seed(0)
     x, norm, layers = made(2, 5, HIDDEN).requires_grad_(), Norm(made(HIDDEN), 1e-5), layers_of("mlp", adapted, lent)
-    compared(layer_branches.mlp(x, norm, layers), mlp_by_formula(x, norm, layers), x, layers)
+    compared(layer_branches.mlp(x, norm, layers), mlp_by_formula(x, norm, learning(layers)), x, layers)
     with torch.no_grad():
         torch.testing.assert_close(
-            layer_branches.mlp(x, norm, layers), mlp_by_formula(x, norm, layers), rtol=1e-11, atol=1e-11
+            layer_branches.mlp(x, norm, layers), mlp_by_formula(x, norm, learning(layers)), rtol=1e-11, atol=1e-11
         )
 
 
@@ -126,9 +139,9 @@ def test_attention_is_its_formula(adapted: str, head_norms: bool, lent: bool) ->
         scale=0.3,
     )
     x, layers = made(1, TOKENS, HIDDEN).requires_grad_(), layers_of("attention", adapted, lent)
-    compared(layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, layers), x, layers)
+    compared(layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, learning(layers)), x, layers)
     with torch.no_grad():
-        found, expected = layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, layers)
+        found, expected = layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, learning(layers))
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -148,4 +161,38 @@ def test_an_input_without_gradient_gets_none() -> None:
     x, layers = made(1, 5, HIDDEN), layers_of("mlp", "111", lent=False)
     layer_branches.mlp(x, Norm(made(HIDDEN), 1e-6), layers).sum().backward()
     assert x.grad is None
-    assert all(layer.down.grad.abs().sum() > 0 for layer in layers)
+    assert all(down.grad.abs().sum() > 0 for down in layers.learned[::2])
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused functions are compiled as for a GPU, each as one graph, whose operations then run one by one."""
+    compiler = torch.compile
+
+    def compile_whole(function: Any, **_: Any) -> Any:
+        return compiler(function, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", compile_whole)
+    monkeypatch.setattr(elementwise, "is_fused", lambda device: True)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_branches_are_compiled_for_all_numbers_of_tokens_and_are_their_formulas(head_norms: bool) -> None:
+    """In float64: a compiled branch leaves its low-rank products to the next sum, which rounds elsewhere."""
+    torch.manual_seed(0)
+    norm = Norm(nn.Parameter(made(HIDDEN), requires_grad=False), 1e-5)
+    head_norm = Norm(nn.Parameter(made(SIZE), requires_grad=False), 1e-5) if head_norms else None
+    angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)
+    spans = make_blocks(PROMPTS, COMPLETIONS, OWNER, torch.device("cpu"))
+    heads = layer_branches.Heads(
+        norm=norm, query_norm=head_norm, key_norm=head_norm, size=SIZE, cos=angles.cos(), sin=angles.sin(), spans=spans,
+        scale=0.3,
+    )  # fmt: skip
+    x, layers = made(1, TOKENS, HIDDEN).requires_grad_(), layers_of("attention", "1111", lent=False)
+    compared(layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, learning(layers)), x, layers)
+    layers = layers_of("mlp", "111", lent=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (TOKENS, 5, 11):
+            x = made(1, tokens, HIDDEN).requires_grad_()
+            compared(layer_branches.mlp(x, norm, layers), mlp_by_formula(x, norm, learning(layers)), x, layers)

@@ -158,17 +158,18 @@ def together(x, *layers):
 
     class Joint(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, *operands):
-            ctx.layers = lora_linear.regrouped(operands)
-            ys, *ctx.kept = lora_linear.products(x, ctx.layers)
+        def forward(ctx, x, operands, *learned):
+            ctx.operands = operands
+            ys, *ctx.kept = lora_linear.products(x, operands)
             return tuple(ys)
 
         @staticmethod
         def backward(ctx, *grads):
-            x_grad, found = lora_linear.gradients(ctx.layers, *ctx.kept, grads, ctx.needs_input_grad[0])
-            return x_grad.view(*grads[0].shape[:-1], -1), *found
+            x_grad, found = lora_linear.gradients(ctx.operands, *ctx.kept, grads, ctx.needs_input_grad[0])
+            return x_grad.view(*grads[0].shape[:-1], -1), None, *found
 
-    return Joint.apply(x, *(value for operands in lora_linear.operands_of(x, layers) for value in operands))
+    joint = lora_linear.layers_of(x, layers)
+    return Joint.apply(x, joint.operands, *joint.learned)
 
 
 def of_both(layers, run):
@@ -196,14 +197,14 @@ def test_together_they_give_what_each_gives(targets):
 
 def test_where_one_is_not_plain_there_are_no_joint_operands():
     layers, x = siblings(lora_dropout=0.5), torch.randn(4, 6, dtype=torch.float64)
-    assert lora_linear.operands_of(x, (layers.wide.eval(), layers.narrow.eval())) is not None
-    assert lora_linear.operands_of(x, (layers.wide.train(), layers.narrow.eval())) is None
-    assert lora_linear.operands_of(x, (layers.wide.eval(), nn.Tanh())) is None
-    assert lora_linear.operands_of(x, (nn.Linear(6, 3, dtype=torch.float64),)) is None, "it learns"
-    assert lora_linear.operands_of(x.float(), (layers.wide.eval(),)) is None, "PEFT casts"
+    assert lora_linear.layers_of(x, (layers.wide.eval(), layers.narrow.eval())) is not None
+    assert lora_linear.layers_of(x, (layers.wide.train(), layers.narrow.eval())) is None
+    assert lora_linear.layers_of(x, (layers.wide.eval(), nn.Tanh())) is None
+    assert lora_linear.layers_of(x, (nn.Linear(6, 3, dtype=torch.float64),)) is None, "it learns"
+    assert lora_linear.layers_of(x.float(), (layers.wide.eval(),)) is None, "PEFT casts"
     frozen = nn.Linear(6, 3, dtype=torch.float64).requires_grad_(False)
-    assert lora_linear.operands_of(x, (frozen,)) is not None
-    assert lora_linear.operands_of(x.float(), (frozen,)) is None
+    assert lora_linear.layers_of(x, (frozen,)) is not None
+    assert lora_linear.layers_of(x.float(), (frozen,)) is None
 
 
 # -- sums that are lent ------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_a_matrix_that_changes_ends_the_loan(run, matrix):
     layers.narrow.lent.clear()
     layers.wide.lent.clear()
     torch.testing.assert_close(found, of_both(layers, apart), rtol=1e-12, atol=1e-12)
-    assert layers.narrow.operands(torch.randn(1, 6, dtype=torch.float64)).total is None
+    assert layers.narrow.operands(torch.randn(1, 6, dtype=torch.float64))[0].total is None
 
 
 def test_only_a_sum_of_the_same_matrices_in_the_same_dtype_is_lent():
