@@ -1,4 +1,4 @@
-"""Makes a Batch of groups and their scores: right-padded rows, prompt then completion."""
+"""Rows of tokens as tensors, padded on the right: a Batch of groups and their scores; a model's log-probs of rows."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
     from rlft.data.records import check_template
     from rlft.plan.scoring_rules import read_environment
 
-    # A verb from outside may have no more than `generation` of what `rlft train` has.
+    # A command of another package may have no more than `generation` of what `rlft train` has.
     environment = read_environment(getattr(config, "environment", None))
     if not raw:
         check_template(template_of(getattr(config, "data", None) or {}))

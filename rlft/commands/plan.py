@@ -20,7 +20,7 @@ from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
-from rlft.plan.fit import PLANNED_SHARE, Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
+from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.run_plan import DataLengths, Plan
@@ -158,8 +158,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
     if on_another or demand.device == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
-        may_fill = int(PLANNED_SHARE * memory)
-        plan = resolve_auto(plan, model, demand, may_fill, resolved.plain["token_budget"] == AUTO)
+        plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
     if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):
         plan = plan.sampled_by(demand.section, model.itemsize)
     if demand.engine is not None:

@@ -206,17 +206,8 @@ def activation_bytes(
     return tokens * (layers + adapter)
 
 
-def checkpointed_bytes(
-    config: Any,
-    tokens: int,
-    itemsize: int,
-    *,
-    device: str = "cpu",
-    plain: bool = False,
-    joint: bool = False,
-    adapter: int = 0,
-) -> int:
+def checkpointed_bytes(config: Any, tokens: int, itemsize: int, **layers: Any) -> int:
     """Like `activation_bytes`, with gradient checkpointing: all layers' inputs, and one layer's activations."""
     text = config.get_text_config()
-    whole = activation_bytes(config, tokens, itemsize, device=device, plain=plain, joint=joint, adapter=adapter)
+    whole = activation_bytes(config, tokens, itemsize, **layers)
     return tokens * text.hidden_size * text.num_hidden_layers * itemsize + whole // text.num_hidden_layers

@@ -270,16 +270,16 @@ def fit_to_device(plan: AnyPlan) -> AnyPlan:
     if demand is None:
         return plan
     demand = on_a_gpu(demand, plan, limit, absent=False)
-    return resolve_auto(plan, model, demand, int(PLANNED_SHARE * limit), plan.plain.get("token_budget") == AUTO)
+    return resolve_auto(plan, model, demand, limit, plan.plain.get("token_budget") == AUTO)
 
 
-def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
+def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, may_lower: bool) -> AnyPlan:
     """The plan for a GPU: with a token budget that fits; with gradient checkpointing where LOWERED_TOKENS need it.
 
     Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the
-    rehearsal says what is too large. `limit` is the bytes that it may take.
+    rehearsal says what is too large. `memory` is the GPU's, in bytes, of which a part is left free (PLANNED_SHARE).
     """
-    config, process = plan.config, context_bytes(plan)
+    config, process, limit = plan.config, context_bytes(plan), int(PLANNED_SHARE * memory)
     budget, recompute = config.token_budget, config.model.gradient_checkpointing
     if recompute == AUTO:  # it makes a step a third longer, and smaller products do not, down to LOWERED_TOKENS
         longest = demand.prompt_tokens + demand.completion_tokens

@@ -70,7 +70,8 @@ class Stubborn(Exception):
 
 
 def show_and_wait() -> None:
-    """What a child does that is a command line."""
+    """What a child does that is a command line. Like rlft's, it takes SIGINT even if its parent ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(sys.argv[1:], os.environ["EXTRA"], Path.cwd(), flush=True)
     signal.pause()
 

@@ -881,6 +881,20 @@ def test_scores_are_the_policys_logprobs_at_temperature_1_of_all_tokens_but_the_
     torch.testing.assert_close(torch.tensor(roles.score([[5, 6, 7, 8]])[0]), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_sequences_are_scored_in_one_forward_as_if_each_stood_alone(make_roles):
+    roles = make_roles(noise=0.05)
+    sequences = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+    alone = [roles.score([ids])[0] for ids in sequences]
+    passes = []
+    hook = roles.model.register_forward_hook(lambda *_: passes.append(1))
+    together = roles.score(sequences)
+    hook.remove()
+    assert len(passes) == 1
+    assert [len(scores) for scores in together] == [4, 1, 2]
+    for scores, expected in zip(together, alone, strict=True):
+        assert scores == pytest.approx(expected, abs=1e-5)
+
+
 def test_16_bit_bases_keep_float32_master_weights(model_config, make_roles, batch):
     base = load_backbone.__wrapped__(model_config(dtype="bfloat16"))
     assert isinstance(base, Backbone)

@@ -15,7 +15,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
-from rlft.plan.fit import PLANNED_SHARE, fit_to_device, largest_budget, remedies
+from rlft.plan.fit import LOWERED_TOKENS, PLANNED_SHARE, fit_to_device, largest_budget, remedies
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.types import UserError
@@ -132,6 +132,16 @@ def test_a_small_one_takes_the_largest_that_fits(checkpointing, on_gpu):
     assert group < found < GPU_TOKENS
     assert needed(plan, found, recompute) <= limit < needed(plan, found + 64 + group, recompute)
     assert fit_to_device(on_gpu(limit, words)).config.model.gradient_checkpointing is recompute
+
+
+def test_the_budget_is_lowered_before_activations_are_computed_again(on_gpu):
+    """All rows of a step are 12,992 tokens, more than fit."""
+    plan = on_gpu(0)
+    limit = (needed(plan, LOWERED_TOKENS, False) + needed(plan, GPU_TOKENS, False)) // 2
+    for memory, recomputes in ((limit, False), (needed(plan, LOWERED_TOKENS, False) - MIB, True)):
+        config = fit_to_device(on_gpu(memory)).config
+        assert config.model.gradient_checkpointing is recomputes
+        assert needed(plan, config.token_budget, recomputes) <= memory < needed(plan, GPU_TOKENS, False)
 
 
 def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_gpu, monkeypatch):

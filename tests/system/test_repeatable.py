@@ -11,14 +11,14 @@ from rlft.system.repeatable import repeatable
 @pytest.mark.parametrize("only_warns", [False, True])
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
 def test_what_it_sets_is_set_inside_alone(before: tuple[bool, bool], only_warns: bool) -> None:
-    found = settings()
+    at_first = settings()
     try:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         with pytest.raises(ValueError, match="of the block"):
             fail_inside(only_warns)
-        assert settings() == (*before, found[2])
+        assert settings() == (*before, at_first[2])
     finally:
-        torch.use_deterministic_algorithms(found[0], warn_only=found[1])
+        torch.use_deterministic_algorithms(at_first[0], warn_only=at_first[1])
 
 
 def settings() -> tuple[bool, bool, bool]:

@@ -184,10 +184,8 @@ def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin
         size=attention.head_dim,
         cos=cos,
         sin=sin,
-        spans=spans,
-        scale=attention.scaling,
     )
-    return layer_branches.attention(x, heads, layers)
+    return layer_branches.attention(x, heads, spans, attention.scaling, layers)
 
 
 def _mlp(layer: Any, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPTIONS = {"deterministic": True, "size_asserts": False}
+OPTIONS: dict[str, Any] = {"deterministic": True, "size_asserts": False}
 """Inductor's. Without `deterministic` each process measures which kernels are fastest, and may choose others."""
 
 
@@ -38,7 +38,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     recompilations. The function must not branch on the values of its tensors, and is called without gradient, inside an
     autograd function.
     """
-    compiled: dict[tuple[Any, ...], Callable[P, R]] = {}
+    compiled: dict[tuple[Any, ...], Callable[..., R]] = {}
 
     @functools.wraps(function)
     def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,7 +51,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         if kind not in compiled:
             _mark_tokens(inputs, tokens=first.shape[1] if len(first) == 1 and first.dim() > 2 else len(first))
             compiled[kind] = torch.compile(_copied(function), options=OPTIONS)
-        return compiled[kind](*inputs, **kwargs)  # type: ignore[arg-type]
+        return compiled[kind](*inputs, **kwargs)
 
     return chosen
 
@@ -77,7 +77,7 @@ def _mark_tokens(args: Any, tokens: int) -> None:
 
 def as_written(function: Callable[P, R]) -> Callable[P, R]:
     """A fused function's own code, for another fused function that includes it."""
-    return function.__wrapped__  # type: ignore[attr-defined]
+    return cast(Any, function).__wrapped__
 
 
 def is_fused(device: torch.device) -> bool:

@@ -33,7 +33,7 @@ from rlft.model.kernels.lora_linear import Layers, Operands, gradients, products
 
 
 class Heads(NamedTuple):
-    """How the attention of a layer is computed.
+    """How queries and keys are made of a layer's input.
 
     Attributes:
         norm: the layer's input norm.
@@ -42,8 +42,6 @@ class Heads(NamedTuple):
         size: size of a head.
         cos: `[1, N, D]`, cosines of the rotary positions.
         sin: `[1, N, D]`, their sines.
-        spans: which tokens see which.
-        scale: factor of the attention scores.
     """
 
     norm: Norm
@@ -52,15 +50,21 @@ class Heads(NamedTuple):
     size: int
     cos: Tensor
     sin: Tensor
-    spans: Spans
-    scale: float
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines as `[N, 1, D]`, for all heads of a token."""
+        return self.cos.transpose(0, 1), self.sin.transpose(0, 1)
 
 
-def attention(x: Tensor, heads: Heads, layers: Layers) -> Tensor:
-    """`[1, N, hidden]` from x of the same shape, a packed row; `layers` are those of q, k, v and o."""
+def attention(x: Tensor, heads: Heads, spans: Spans, scale: float, layers: Layers) -> Tensor:
+    """`[1, N, hidden]` from x of the same shape, a packed row.
+
+    `spans` say which tokens see which, `scale` is the factor of the scores, and `layers` are those of q, k, v and o.
+    """
     if not torch.is_grad_enabled():
-        return _attention(x, heads, layers.operands)[0]
-    return cast(Tensor, _Attention.apply(x, heads, layers.operands, *layers.learned))
+        return _attention(x, heads, spans, scale, layers.operands)[0]
+    return cast(Tensor, _Attention.apply(x, heads, spans, scale, layers.operands, *layers.learned))
 
 
 def mlp(x: Tensor, norm: Norm, layers: Layers) -> Tensor:
@@ -71,41 +75,28 @@ def mlp(x: Tensor, norm: Norm, layers: Layers) -> Tensor:
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-def _attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def _attention(
+    x: Tensor, heads: Heads, spans: Spans, scale: float, layers: Sequence[Operands]
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """(x plus the branch, tensors that its gradients need)."""
     x = x.detach()  # else it would be compiled once for an x that needs a gradient, and once for one that does not
-    norms, (cos, sin) = (heads.norm, heads.query_norm, heads.key_norm), _angles(heads)
-    q_NHD, k_NKD, v_NKD, *kept = _attention_inputs(x, *norms, cos, sin, heads.size, layers[:3])
-    out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale)
+    q_NHD, k_NKD, v_NKD, *kept = _attention_inputs(x, heads, layers[:3])
+    out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, spans, scale)
     y, low_o = _attention_output(x, out_NHD, layers[3:])
     return y, (x, q_NHD, k_NKD, v_NKD, out_NHD, *attention_kept, low_o, *kept)
 
 
-def _angles(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Cosines and sines as `[N, 1, D]`, for all heads of a token."""
-    return heads.cos.transpose(0, 1), heads.sin.transpose(0, 1)
-
-
 @fused
-def _attention_inputs(
-    x: Tensor,
-    norm: Norm,
-    query_norm: Norm | None,
-    key_norm: Norm | None,
-    cos: Tensor,
-    sin: Tensor,
-    size: int,
-    layers: Sequence[Operands],
-) -> tuple[Tensor | None, ...]:
+def _attention_inputs(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> tuple[Any, ...]:
     """(queries, keys, values, then what the gradients need: the scale of the norm, its output as a matrix, low-rank
     products, and of queries and keys what their norms get and their scales, or None)."""
-    inner, scale = as_written(normed)(x, *norm)
+    inner, scale = as_written(normed)(x, *heads.norm)
     parts, flat, low = products(inner, layers)
-    q_NHD, k_NKD, v_NKD = (part.view(part.shape[1], -1, size) for part in parts)
+    q_NHD, k_NKD, v_NKD = (part.view(part.shape[1], -1, heads.size) for part in parts)
     results, kept = [], []
-    for x_NHD, head_norm in ((q_NHD, query_norm), (k_NKD, key_norm)):
+    for x_NHD, head_norm in ((q_NHD, heads.query_norm), (k_NKD, heads.key_norm)):
         y, head_scale = (x_NHD, None) if head_norm is None else as_written(normed)(x_NHD, *head_norm)
-        results.append(as_written(turned)(y, cos, sin))
+        results.append(as_written(turned)(y, *heads.angles))
         kept += [None if head_norm is None else x_NHD, head_scale]
     return *results, v_NKD, scale, flat, low, *kept
 
@@ -131,55 +122,50 @@ def _input_gradients(
     grad: Tensor,
     head_grads: Sequence[Tensor],
     x: Tensor,
-    norm: Norm,
-    query_norm: Norm | None,
-    key_norm: Norm | None,
-    cos: Tensor,
-    sin: Tensor,
+    heads: Heads,
     kept: Sequence[Tensor | None],
     layers: Sequence[Operands],
     needs_x: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """(gradient of x through the branch and the residual sum, those of A and B of q, k and v).
 
-    grad: of the branch's result. head_grads: of queries, keys and values, which are overwritten. kept: the last results
-    of `_attention_inputs`.
+    grad: of the branch's result. head_grads: of queries, keys and values. kept: the last results of
+    `_attention_inputs`.
     """
     scale, flat, low, *of_heads = kept
     grads = []
     for grad_NHD, head_norm, x_NHD, head_scale in (
-        (head_grads[0], query_norm, *of_heads[:2]),
-        (head_grads[1], key_norm, *of_heads[2:]),
+        (head_grads[0], heads.query_norm, *of_heads[:2]),
+        (head_grads[1], heads.key_norm, *of_heads[2:]),
     ):
-        back = as_written(turned_back)(grad_NHD, cos, sin)
+        back = as_written(turned_back)(grad_NHD, *heads.angles)
         if head_norm is not None:
             back = as_written(norm_gradient)(back, head_norm.weight, cast(Tensor, x_NHD), cast(Tensor, head_scale))
         grads.append(back.flatten(1))
     grads.append(head_grads[2].flatten(1))
     inner_grad, learned_grads = gradients(layers, cast(Tensor, flat), cast(Tensor, low), grads, needs_x)
-    return _summed(inner_grad, x, cast(Tensor, scale), norm, grad) if needs_x else None, learned_grads
+    return _summed(inner_grad, x, cast(Tensor, scale), heads.norm, grad) if needs_x else None, learned_grads
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: Heads, layers: Sequence[Operands], *learned: Tensor) -> Tensor:
-        y, kept = _attention(x, heads, layers)
+    def forward(
+        ctx: Any, x: Tensor, heads: Heads, spans: Spans, scale: float, layers: Sequence[Operands], *learned: Tensor
+    ) -> Tensor:
+        y, kept = _attention(x, heads, spans, scale, layers)
         ctx.save_for_backward(*kept)
-        ctx.heads, ctx.layers = heads, layers
+        ctx.heads, ctx.spans, ctx.scale, ctx.layers = heads, spans, scale, layers
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        [grad], heads, layers = grad_outputs, ctx.heads, ctx.layers
+        [grad], layers = grad_outputs, ctx.layers
         x, q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused, low_o, *kept = ctx.saved_tensors
         out_grad, o_grads = _output_gradients(grad, out_NHD, low_o, layers[3:])
         of_attention = (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused)
-        head_grads = attention_gradients(out_grad, of_attention, heads.spans, heads.scale)
-        norms = (heads.norm, heads.query_norm, heads.key_norm)
-        x_grad, qkv_grads = _input_gradients(
-            grad, head_grads, x, *norms, *_angles(heads), kept, layers[:3], ctx.needs_input_grad[0]
-        )
-        return x_grad, None, None, *qkv_grads, *o_grads
+        head_grads = attention_gradients(out_grad, of_attention, ctx.spans, ctx.scale)
+        x_grad, qkv_grads = _input_gradients(grad, head_grads, x, ctx.heads, kept, layers[:3], ctx.needs_input_grad[0])
+        return x_grad, None, None, None, None, *qkv_grads, *o_grads
 
 
 # -- MLP ---------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Operands(NamedTuple):
     up: Tensor | None = None
     total: Tensor | None = None
     scale: float = 0.0
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def rank(self) -> int:
@@ -268,14 +268,12 @@ def gradients(
             weight = layer.total.t() if lent and layer.total is not None else layer.weight
             x_grad = g @ weight if x_grad is None else _with_product(x_grad, g, weight)
     low_grad = low_grads[0] if len(low_grads) == 1 else torch.cat([low[:, :0], *low_grads], 1)
-    down_grads = low_grad.t() @ flat
     if x_grad is not None and not lent:
         x_grad = _with_product(x_grad, low_grad, _downs(layers))
     adapted = [layer for layer in layers if layer.down is not None]
-    dtypes = {layer.dtype for layer in adapted}
-    downs = down_grads.to(*dtypes) if len(dtypes) == 1 else down_grads  # all at once, if they have one dtype
+    downs = (low_grad.t() @ flat).split([layer.rank for layer in adapted])
     learned_grads: list[Tensor] = []
-    for layer, down, up in zip(adapted, downs.split([layer.rank for layer in adapted]), ups, strict=True):
+    for layer, down, up in zip(adapted, downs, ups, strict=True):
         learned_grads += [down.to(layer.dtype), up]
     return x_grad, learned_grads
 

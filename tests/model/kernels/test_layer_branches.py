@@ -16,7 +16,8 @@ from rlft.model.kernels.split_attention import make_blocks
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, INNER = 12, 6, 2, 4, 10
 PROMPTS, COMPLETIONS, OWNER = [(0, 4), (9, 2)], [(4, 3), (7, 2), (11, 5)], [0, 0, 1]
-TOKENS = 16
+TOKENS, SCALE = 16, 0.3
+SPANS = make_blocks(PROMPTS, COMPLETIONS, OWNER, torch.device("cpu"))
 SHAPES = {  # (out, in)
     "attention": [
         (HEADS * SIZE, HIDDEN),
@@ -69,7 +70,7 @@ def attention_by_formula(x: Tensor, heads: layer_branches.Heads, layers: list[Op
     cos, sin = heads.cos[0][:, None], heads.sin[0][:, None]
     q, k = (y * cos + torch.cat([-y[..., SIZE // 2 :], y[..., : SIZE // 2]], -1) * sin for y in (q, k))
     k, v = (y.repeat_interleave(HEADS // KEY_HEADS, dim=1) for y in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * heads.scale
+    scores = torch.einsum("ihd,jhd->hij", q, k) * SCALE
     out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen(), -torch.inf).softmax(-1), v)
     return x + linear_by_formula(out.flatten(1), layers[3])[None]
 
@@ -135,13 +136,19 @@ def test_attention_is_its_formula(adapted: str, head_norms: bool, lent: bool) ->
         size=SIZE,
         cos=angles.cos(),
         sin=angles.sin(),
-        spans=make_blocks(PROMPTS, COMPLETIONS, OWNER, torch.device("cpu")),
-        scale=0.3,
     )
     x, layers = made(1, TOKENS, HIDDEN).requires_grad_(), layers_of("attention", adapted, lent)
-    compared(layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, learning(layers)), x, layers)
+    compared(
+        layer_branches.attention(x, heads, SPANS, SCALE, layers),
+        attention_by_formula(x, heads, learning(layers)),
+        x,
+        layers,
+    )
     with torch.no_grad():
-        found, expected = layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, learning(layers))
+        found, expected = (
+            layer_branches.attention(x, heads, SPANS, SCALE, layers),
+            attention_by_formula(x, heads, learning(layers)),
+        )
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -184,13 +191,14 @@ def test_branches_are_compiled_for_all_numbers_of_tokens_and_are_their_formulas(
     norm = Norm(nn.Parameter(made(HIDDEN), requires_grad=False), 1e-5)
     head_norm = Norm(nn.Parameter(made(SIZE), requires_grad=False), 1e-5) if head_norms else None
     angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)
-    spans = make_blocks(PROMPTS, COMPLETIONS, OWNER, torch.device("cpu"))
-    heads = layer_branches.Heads(
-        norm=norm, query_norm=head_norm, key_norm=head_norm, size=SIZE, cos=angles.cos(), sin=angles.sin(), spans=spans,
-        scale=0.3,
-    )  # fmt: skip
+    heads = layer_branches.Heads(norm, head_norm, head_norm, SIZE, angles.cos(), angles.sin())
     x, layers = made(1, TOKENS, HIDDEN).requires_grad_(), layers_of("attention", "1111", lent=False)
-    compared(layer_branches.attention(x, heads, layers), attention_by_formula(x, heads, learning(layers)), x, layers)
+    compared(
+        layer_branches.attention(x, heads, SPANS, SCALE, layers),
+        attention_by_formula(x, heads, learning(layers)),
+        x,
+        layers,
+    )
     layers = layers_of("mlp", "111", lent=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (TOKENS, 5, 11):
