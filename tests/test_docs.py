@@ -50,6 +50,7 @@ SMALL = {
 TASK = {"data.size": "64", "data.held_out_size": "16"}
 """The same of the task that is made, where a recipe brings it."""
 FEWER = {"steps=80": "steps=4", "step_000078": "step_000002", "steps=84": "steps=6",
+         "steps=50": "steps=12",
          "sweep.trials=20": "sweep.trials=3", "sweep.trials=40": "sweep.trials=4"}  # fmt: skip
 """What a page's continued run becomes when the run before it has SMALL's two steps."""
 
@@ -124,7 +125,8 @@ def free_port() -> int:
 def run(command: str, model: Path) -> int:
     program, *words = shlex.split(command.partition(" < ")[0])
     if program == "python":
-        return subprocess.run([sys.executable, *words], check=False).returncode
+        script = Path(words[0]) if Path(words[0]).exists() else REPOSITORY / words[0]
+        return subprocess.run([sys.executable, script, *words[1:]], check=False).returncode
     assert program == "rlft", command
     words = smaller(words, model)
     if words[0] == "resume" and words[1].startswith("runs") and not any(word.startswith("steps=") for word in words):

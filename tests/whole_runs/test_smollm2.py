@@ -1,0 +1,142 @@
+"""A real pretrained model, made from a Python package: what a user does with one, small enough for minutes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import make_smollm2
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlft import cli
+
+SUMS = (
+    "train", "+recipe=grpo_smollm2_sums", "generation.max_tokens=6",
+    "prompts_per_step=2", "group_size=4", "eval.every=0", "data.size=16", "data.held_out_size=4", "scoring.workers=0",
+    "lora.rank=2", "logger=[jsonl]", "checkpoint.every=1", "reward=[exact_match,length]", "reward.length.mode=target",
+    "reward.length.target=3", "freshness.threshold=1e-3",
+)  # fmt: skip
+HERE = "generation=transformers", "steps=1"
+LEARNS = ("lora.rank=2", "logger=[jsonl]", "steps=1", "checkpoint.every=1")
+QUESTIONS = ("7 + 5", "12 + 30", "9 - 4", "20 + 22")
+TOOL = '''
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+'''
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    make_smollm2.make(folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(smollm2: Path, folder: str, *words: str) -> list[dict[str, Any]]:
+    """The metrics of a run of this model that is in this folder and ends well."""
+    assert cli.run([*words, f"model.path={smollm2}", f"hydra.run.dir={folder}"]) == 0
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def policy(folder: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(
+        Path(folder) / "checkpoints" / "step_000001" / "policy" / "adapter_model.safetensors"
+    )
+
+
+def test_a_real_model_is_made_answers_and_is_trained_by_the_recipe(smollm2: Path, here: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert tokenizer.tokenize("2024") == ["2", "0", "2", "4"]
+    model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
+    assert model.dtype == torch.float32
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+
+    (line,) = run(smollm2, "run", *SUMS, *HERE)
+    assert line["sampler/logprob_gap_max"] < 1e-4  # nats; both compute in float32
+    assert line["policy/grad_norm"] > 0
+    assert any(bool(tensor.any()) for name, tensor in policy("run").items() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_two_conversions_of_a_real_model_give_the_same_weights(smollm2: Path) -> None:
+    read = AutoModelForCausalLM.from_pretrained(make_smollm2.find_package(), gguf_file=make_smollm2.FILE)
+    made = AutoModelForCausalLM.from_pretrained(smollm2).state_dict()
+    assert made.keys() == read.state_dict().keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in read.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_real_model_trains_with_vllm_and_is_the_model_that_vllm_samples_from(smollm2: Path, here: Path) -> None:
+    words = ("generation=vllm", "generation.vllm.max_num_seqs=16")
+    lines = run(smollm2, "run", *SUMS, *words, "steps=2", "trainer.lr=1e-3")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert max(line["sampler/logprob_gap_max"] for line in lines) < 1e-3
+
+
+@pytest.mark.slow
+def test_a_real_model_has_a_critic_as_an_adapter(smollm2: Path, here: Path) -> None:
+    (line,) = run(smollm2, "run", *SUMS, *HERE, "algorithm=ppo", "critic.kind=adapter")
+    assert line["loss/value"] > 0
+    assert line["sampler/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_real_model_learns_from_demonstrations_and_from_pairs(smollm2: Path, here: Path) -> None:
+    answers = {question: str(eval(question)) for question in QUESTIONS}  # of this file
+    rows = [{"prompt": f"What is {question}?", "completion": answer} for question, answer in answers.items()]
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know"} for row in rows]
+    for name, content in {"rows": rows, "pairs": pairs}.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    held_out = "held_out_fraction=0.25"
+    words = ("demonstrations.path=rows.jsonl", f"demonstrations.{held_out}", "examples_per_step=2")
+    (taught,) = run(smollm2, "sft", "sft", *LEARNS, *words)
+    assert 0 < taught["loss/total"] < 10
+    for command in ("rm", "dpo"):
+        words = ("preferences.path=pairs.jsonl", f"preferences.{held_out}", "rankings_per_step=2")
+        (line,) = run(smollm2, command, command, *LEARNS, *words)
+        assert line["loss/total"] == pytest.approx(0.693, abs=0.01), "no opinion yet: log 2"
+
+
+@pytest.mark.slow
+def test_a_real_model_calls_tools_is_exported_and_answers(smollm2: Path, here: Path, monkeypatch, capsys) -> None:
+    Path("tools_of_mine.py").write_text(TOOL)
+    monkeypatch.syspath_prepend(str(here))
+    words = (
+        "environment=tools",
+        "environment.tools=[tools_of_mine.add]",
+        "environment.syntax=json",
+        "prompts.max_tokens=512",
+    )
+    (line,) = run(smollm2, "run", *SUMS, *words)
+    assert line["sampler/logprob_gap_max"] < 1e-4
+    assert cli.run(["eval", "run=run", "eval.num_prompts=2", "eval.num_samples=1"]) == 0
+    assert cli.run(["export", "run=run", "out=merged"]) == 0
+    merged = safetensors.torch.load_file(Path("merged") / "model.safetensors")
+    base = safetensors.torch.load_file(smollm2 / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert merged[name].shape == base[name].shape
+    assert not torch.equal(merged[name], base[name])
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
+    assert cli.run(["chat", f"model.path={smollm2}", "generation.temperature=0.01", "generation.max_tokens=8"]) == 0
+    assert re.search(r"The capital of France is Paris\.", capsys.readouterr().out)
