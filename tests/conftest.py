@@ -19,10 +19,11 @@ from rlft.config.compose import compose
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.config.resolved import build
 from rlft.config.schema import RunConfig
+from rlft.data import reasoning_gym
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.kernels import attention
 from rlft.model.roles import Roles
-from rlft.types import Batch, Group, Prompt
+from rlft.types import Batch, Group, Prompt, Split
 
 pytest_plugins = ("done_once", "saved_runs")
 
@@ -51,6 +52,19 @@ def forks() -> Iterator[Nursery]:
     nursery = Nursery(hash_seed=1)
     yield nursery
     nursery.close()
+
+
+@pytest.fixture
+def gym_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes reasoning-gym's questions in this process: a process of their own imports the library for two seconds."""
+
+    def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Any:
+        found: dict[Split, list[Any]] = {split: [] for split in Split}
+        for split, value in reasoning_gym.draw(task, json.loads(options), size, held_out_size, seed):
+            found[split].append(value)
+        return found
+
+    monkeypatch.setattr(reasoning_gym, "make", make)
 
 
 @pytest.fixture

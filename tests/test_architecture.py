@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import operator
 import re
@@ -19,7 +20,6 @@ from rlft.config import catalog
 PACKAGE = Path(rlft.__file__).parent
 TESTS = Path(__file__).parent
 MODULES = sorted(f.relative_to(PACKAGE).with_suffix("") for f in PACKAGE.rglob("*.py"))
-TREES = {module: ast.parse((PACKAGE / module).with_suffix(".py").read_text()) for module in MODULES}
 
 # The rooms of rlft/ (a folder, or a module at its root), lowest first. A room imports only from rooms of lower levels
 # and from itself; rooms of one level do not import each other. Every module is in one of them.
@@ -71,6 +71,12 @@ SEEN_IN_USE = {
 }  # fmt: skip
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """{module: its source}; not read where another process of the suite runs these tests."""
+    return {module: ast.parse((PACKAGE / module).with_suffix(".py").read_text()) for module in MODULES}
+
+
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
@@ -86,7 +92,7 @@ def walk(node: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 def imports(module: Path, *, typing: bool = True) -> set[str]:
     """Dotted names that a module imports, also inside functions."""
     found = set()
-    for node in walk(TREES[module], typing=typing):
+    for node in walk(trees()[module], typing=typing):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -101,7 +107,7 @@ def ours(module: Path, *, typing: bool = True) -> set[Path]:
     for name in imports(module, typing=typing):
         parts = name.split(".")
         if parts[0] == "rlft":
-            longest = next((n for n in range(len(parts), 1, -1) if Path(*parts[1:n]) in TREES), 1)
+            longest = next((n for n in range(len(parts), 1, -1) if Path(*parts[1:n]) in trees()), 1)
             found.add(Path(*parts[1:longest]))
     return found - {Path()}
 
@@ -137,7 +143,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_each_module_keeps_the_rules_of_its_source() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         assert module.name not in {"utils", "util", "helpers", "helper", "misc", "common", "manager", "base"}
         if module.name == "__init__":
             assert ast.get_docstring(tree), f"{module} says what its folder is for"
@@ -179,7 +185,7 @@ def test_importing_every_light_module_imports_no_heavy_library() -> None:
 
 
 def test_the_loop_fits_one_screen_and_names_its_five_stages() -> None:
-    functions = {n.name: n for n in TREES[Path("train")].body if isinstance(n, ast.FunctionDef)}
+    functions = {n.name: n for n in trees()[Path("train")].body if isinstance(n, ast.FunctionDef)}
     loop = functions["train"]
     assert loop.end_lineno is not None
     assert loop.end_lineno - loop.lineno + 1 <= 45
@@ -210,7 +216,7 @@ def test_a_yamls_address_is_its_codes_address() -> None:
                 folder = FOLDERS.get(group, group)
                 assert target.startswith(f"rlft.{folder}."), f"{group}={choice}"
                 module = Path(*target.split(".")[1:-1])
-                assert module in TREES, f"{group}={choice}"
+                assert module in trees(), f"{group}={choice}"
                 if folder == group:
                     assert module == Path(group, choice) or not (PACKAGE / group / f"{choice}.py").exists()
     engines = set(catalog.choices("generation")) - {"auto"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from in_one_test import each
 from run_processes import Ended, Nursery
+from slow_cases import slow
 
 import rlft as package
 from rlft import cli
@@ -163,7 +164,7 @@ SAMPLES = ("eval.num_samples=3", "eval.num_prompts=2")
     [
         (("run={}",), 2),
         (("{}/checkpoints/step_000001",), 1),  # run= may be left out
-        (("run={}", "data=arithmetic", "data.difficulty=3"), 2),
+        slow(("run={}", "data=arithmetic", "data.difficulty=3"), 2),
     ],
     ids=["the newest checkpoint", "a checkpoint", "other data"],
 )
@@ -203,7 +204,7 @@ def own_rewards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("beside", ["where it runs", "the YAML"])
+@pytest.mark.parametrize("beside", [slow("where it runs"), "the YAML"])
 def test_a_reward_from_outside_the_tree_is_found_and_scores(forks: Nursery, own_rewards: Path, beside: str) -> None:
     if beside == "the YAML":
         (own_rewards / "mine.py").rename(own_rewards / "yaml" / "mine.py")

@@ -147,6 +147,7 @@ def test_mistakes_are_told(compared: Callable[..., tuple[bool, str]], repository
     assert worktrees(repository) == 1
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_ends_the_comparison(
     compared: Callable[..., tuple[bool, str]], repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_every_metric_that_a_run_writes_is_explained(written: set[str]) -> None:
     assert [name for name in sorted(written) if not any(p.fullmatch(name) for p in patterns)] == []
 
 
+@pytest.mark.slow
 def test_every_name_on_the_page_is_one_that_something_writes(written: set[str]) -> None:
     source = "".join(file.read_text() for file in Path(rlft.__file__).parent.rglob("*.py"))
     unknown = [

@@ -53,6 +53,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
+@pytest.mark.slow
 def test_finished_stages_are_left_as_they_are(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(pipeline)
     assert stage(pipeline / "1-sft", *TEACH) == 0
@@ -69,6 +70,7 @@ def test_a_stage_goes_on_where_it_was(copied: Path) -> None:
     assert (folder / "samples.jsonl").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_stage_made_from_something_else_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copied / "1-sft")
     assert stage(copied / "1-sft", *TEACH, "seed=1") == 0

@@ -25,7 +25,7 @@ from rlft.config.suggest import known_keys
 from rlft.plan.model_rules import check_machine
 from rlft.types import UserError
 
-NUMBERS_OF_EXAMPLES = (100, int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000")))
+NUMBERS_OF_EXAMPLES = (30, int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000")))
 SEEDED = "RLFT_RANDOM_CONFIGS" not in os.environ
 """With more examples asked for, they are other ones each time."""
 
@@ -134,7 +134,7 @@ def tried(examples: int, of: st.SearchStrategy[Any], check: Callable[[Any], None
     )()  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", slow_but(100, NUMBERS_OF_EXAMPLES))
+@pytest.mark.parametrize("examples", slow_but(30, NUMBERS_OF_EXAMPLES))
 def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, examples: int) -> None:
     def check(example: tuple[str, list[tuple[str, Any]]]) -> None:
         verb, changes = example
@@ -147,7 +147,7 @@ def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, e
     tried(examples, changed_configs(), check)
 
 
-@pytest.mark.parametrize("examples", slow_but(100, NUMBERS_OF_EXAMPLES))
+@pytest.mark.parametrize("examples", slow_but(30, NUMBERS_OF_EXAMPLES))
 def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, examples: int) -> None:
     tried(examples // 10, st.data(), lambda data: check_words(nowhere, data))
 

@@ -111,6 +111,7 @@ def test_what_is_installed_is_the_wheel_and_not_the_checkout(
     assert str(REPOSITORY) not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_shows_help_and_recipes(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     listed = installed("rlft", "recipes")
     assert listed.returncode == 0, listed.stderr

@@ -174,28 +174,28 @@ def try_rewards(
     """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
     trials: list[RewardTrial] = []
     for spec in (spec for spec in rewards.values() if not spec.runs_in_trainer):
-        for prompt in prompts:
-            texts = tried_completions(prompt, prompts)
-            said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling, ends)
-            trials += _try(spec, prompt, texts, said, timeout_s)
+        with closing(Scorer({spec.name: spec}, 1, timeout_s, "stop")) as scorer:
+            for prompt in prompts:
+                texts = tried_completions(prompt, prompts)
+                said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling, ends)
+                trials += _try(scorer, spec.name, prompt, texts, said)
     return trials
 
 
 def _try(
-    spec: RewardSpec, prompt: Prompt, texts: Sequence[tuple[str, str]], said: Sequence[Completion], timeout_s: float
+    scorer: Scorer, reward: str, prompt: Prompt, texts: Sequence[tuple[str, str]], said: Sequence[Completion]
 ) -> list[RewardTrial]:
     rollouts = tuple(Rollout(prompt=prompt, completion=completion, policy_version=0) for completion in said)
     group = Group(prompt=prompt, rollouts=rollouts)
     scores: list[float | None] = [None] * len(texts)
-    error = None
+    scorer.last_failure = None
     try:
-        with closing(Scorer({spec.name: spec}, 1, timeout_s, "stop")) as scorer:
-            scores = scorer([group]).by_reward[spec.name][0].tolist()
-            error = scorer.last_failure  # of a reward whose on_error is a number
+        scores = scorer([group]).by_reward[reward][0].tolist()
+        error = scorer.last_failure  # of a reward whose on_error is a number
     except RewardError as failed:
         error = str(failed)
     return [
-        RewardTrial(reward=spec.name, kind=kind, prompt=prompt.id, completion=text, score=score, error=error)
+        RewardTrial(reward=reward, kind=kind, prompt=prompt.id, completion=text, score=score, error=error)
         for (kind, text), score in zip(texts, scores, strict=True)
     ]
 

@@ -180,6 +180,7 @@ def test_an_error_inside_is_told_in_a_line_and_kept(rlft_of: Rlft, place: Path) 
     assert row["reason"].startswith(told)
 
 
+@pytest.mark.slow
 def test_it_is_swept_and_its_policy_is_evaluated(rlft_of: Rlft, undisturbed: Path, place: Path) -> None:
     swept = rlft_of(*TINY, "-m", "steps=1", "seed=0,1", "eval.every=1", "hydra.sweep.dir=sweep")
     assert swept.code == 0, swept.err

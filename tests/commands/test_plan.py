@@ -298,7 +298,9 @@ def test_lengths_are_summed_up() -> None:
         slow(("+recipe=grpo_arithmetic",), False),
         slow(("+recipe=ppo_arithmetic", "token_budget=4000", "steps=2"), True),
         slow(("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"), False),
-        (("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"), False),
+        slow(
+            ("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"), False
+        ),
         slow(("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"), True),
     ],
     ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout"],
@@ -320,7 +322,7 @@ def test_the_peak_is_within_15_percent_of_a_runs(
     assert measured > read_bytes("300MB")
 
 
-@pytest.mark.parametrize("recipe", ["grpo_arithmetic", "sft_arithmetic", "rm_arithmetic"])
+@pytest.mark.parametrize("recipe", ["grpo_arithmetic", slow("sft_arithmetic"), slow("rm_arithmetic")])
 def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
     recipe: str, no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("trained") / "run", "rm", *RM, "steps=3")
 
 
+@pytest.mark.slow
 def test_a_runs_bias_is_the_whole_difference_that_centring_makes(trained: Path, tmp_path: Path) -> None:
     plain = run(tmp_path / "run", "rm", *RM, "steps=3", "center=false")
     newest = Path("checkpoints") / "step_000003"
@@ -163,6 +164,7 @@ def test_three_updates_move_the_pairs_apart(optimised: Path) -> None:
     assert (len(kept["positions"]), len(kept["logprobs"])) == (24, 48)  # 3 updates x 8 pairs, and both ends of each
 
 
+@pytest.mark.slow
 def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(optimised: Path) -> None:
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:

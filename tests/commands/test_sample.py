@@ -186,7 +186,7 @@ def stopped_before_progress(folder: Path, monkeypatch: pytest.MonkeyPatch, step:
             cli.run(["sample", *TINY, f"hydra.run.dir={folder}"])
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [slow(1), 2, slow(3)])
 def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
     step: int, sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

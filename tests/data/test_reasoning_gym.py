@@ -82,6 +82,7 @@ def test_a_composite_of_tasks_can_be_asked_for(make_data) -> None:
     assert sources == {"chain_sum", "letter_counting"}
 
 
+@pytest.mark.usefixtures("gym_here")
 @pytest.mark.parametrize(
     ("keys", "key", "told"),
     [

@@ -189,6 +189,7 @@ def test_a_file_is_parsed_once_for_both_its_splits(
     assert passes == [mine, mine]
 
 
+@pytest.mark.slow
 def test_what_is_held_of_streamed_data_is_26_bytes_a_row(
     make_data: Callable[..., Any], tmp_path: Path, streams: Callable[[], None]
 ) -> None:

@@ -21,6 +21,7 @@ KEYS = (
 UPDATE = "rlft.trainer.update:Optimizer.update"
 
 
+@pytest.mark.slow
 def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_apart(
     forks: Nursery, tmp_path: Path
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_run_samples_with_it_and_resumed_with_another_size_it_is_the_same_run(
     assert "generation.canned.texts: " in refused.err
 
 
+@pytest.mark.slow
 def test_completions_of_several_turns_go_through_a_run_and_its_checkpoints(
     forks: Nursery, train: Callable[..., Ended], workplace: Path
 ) -> None:

@@ -17,7 +17,8 @@ The tested code knows nothing of its events: each wraps a function, found by nam
     {"half": "step_*.jsonl", "call": 1, "raises": "ENOSPC"}   the write, or copy, is done by half, then fails so
     {"file_size": 100000}   no file of the process may become larger (RLIMIT_FSIZE, as `ulimit -f` sets it)
 
-A nursery has imported what a run imports, which takes seconds, but computed nothing. For each line of JSON on its stdin
+A nursery has imported what a run imports and composed a config, which takes seconds, but computed nothing. For each
+line of JSON on its stdin
 (arguments, events, cwd, environment, out, err) it forks a child that goes on as `rlft`, and says the child's id; when
 the child has ended it says how, as `subprocess` would: the exit code, or minus the signal.
 """
@@ -80,6 +81,7 @@ def main() -> None:
 # -- the nursery -----------------------------------------------------------------------------------------------------
 def nursery() -> dict[str, Any] | None:
     """In a child: its order. In the nursery itself: None, when there are no more orders."""
+    import composed_once
     import pydantic
     import transformers
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -88,6 +90,7 @@ def nursery() -> dict[str, Any] | None:
     import rlft.commands.export.command
     import rlft.loop.session
     import rlft.train
+    from rlft.config.compose import compose
 
     _ = (
         rlft.loop.session,
@@ -99,6 +102,8 @@ def nursery() -> dict[str, Any] | None:
         transformers.AutoTokenizer,
     )
     OverridesParser.create().parse_overrides(["+a=b", "c.d=[e,1]", "f={g:null}"])  # learns its grammar as it goes
+    composed_once.install()
+    compose(["+recipe=grpo_arithmetic", "generation=transformers", "logger=[jsonl]"])  # as most runs of the tests are
     os.fsync = os.fstat  # of a file that is open: no test cuts the power
     gc.collect()
     gc.freeze()  # no child walks through what all share

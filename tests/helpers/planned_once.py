@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlft.commands import plan
 from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
 from rlft.plan import trials
@@ -20,11 +21,15 @@ from rlft.types import Split
 MANY, SMALL = 100, 1000
 """Only so many prompts at once, of a tokenizer with fewer tokens: fewer may be those of a test of these functions."""
 
+PURE = ("rlft.reward.exact_match.ExactMatch", "rlft.reward.format.Format")
+"""Rewards whose scores depend on their keys and the texts alone."""
+
 
 def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arithmetic, "load", once(Arithmetic.load, of_task))
     patch.setattr(data_prompts, "_tokenise", once(data_prompts._tokenise, of_tokens))
     patch.setattr(trials, "_scored", once(trials._scored, of_scores))
+    patch.setattr(plan, "try_rewards", once(plan.try_rewards, of_trials))
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +61,13 @@ def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
     return of_prompts(
         contents, judge.tokenizer, repr((judge.reward, judge.sampling, judge.ends, judge.each_s, limit_s))
     )
+
+
+def of_trials(rewards: Any, prompts: Any, tokenizer: Any, sampling: Any, ends: Any, timeout_s: float) -> Any:
+    if not all(spec.target in PURE for spec in rewards.values()):
+        return None
+    contents = tuple((prompt.messages, prompt.tail, prompt.answer, prompt.metadata) for prompt in prompts)
+    return tokenizer.backend_tokenizer.to_str(), repr((rewards, contents, sampling, ends, timeout_s))
 
 
 def of_prompts(contents: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:

@@ -24,7 +24,7 @@ from rlft.runs.find import NamedRun, find
 LORA = ("lora.rank=4", "lora.alpha=8")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three large steps, with a checkpoint of the last two."""
     folder = tmp_path_factory.mktemp("trained") / "run"

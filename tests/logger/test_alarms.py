@@ -189,6 +189,7 @@ def lines(file: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from mlflow import MlflowClient
 
 from rlft.logger.mlflow import Mlflow
 
@@ -32,15 +31,21 @@ def start(store, request):
 
 
 @pytest.fixture
-def runs(store, request):
+def client(store):
+    from mlflow import MlflowClient  # seconds, which the collection of all other tests would take longer
+
+    return MlflowClient(store)
+
+
+@pytest.fixture
+def runs(client, request):
     """The test's runs as the client gives them."""
-    client = MlflowClient(store)
     return lambda: client.search_runs([client.get_experiment_by_name(request.node.name).experiment_id])
 
 
 @pytest.fixture
-def points(store):
-    return lambda run, name: [(m.step, m.value) for m in MlflowClient(store).get_metric_history(run.info.run_id, name)]
+def points(client):
+    return lambda run, name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
 
 
 def test_steps_evaluations_and_the_config_are_read_back(
@@ -96,10 +101,10 @@ def test_jobs_of_a_sweep_have_a_run_each(start, runs, make_run, make_step, tmp_p
     assert len(runs()) == 2
 
 
-def test_a_run_that_is_deleted_meanwhile_stops_nothing(start, runs, store, make_run, make_step, capsys):
+def test_a_run_that_is_deleted_meanwhile_stops_nothing(start, runs, client, make_run, make_step, capsys):
     logger = start(make_run())
     logger.step(make_step(1, a=1.0))
-    MlflowClient(store).delete_run(runs()[0].info.run_id)
+    client.delete_run(runs()[0].info.run_id)
     for step in (2, 3):
         logger.step(make_step(step, a=1.0))
     logger.finish("finished")

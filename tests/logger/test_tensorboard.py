@@ -106,6 +106,7 @@ def test_a_file_that_cannot_grow_stops_nothing(make_run, make_step, capsys, monk
     assert points(read(make_run().folder), "a") == [(1, 1.0)]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_have_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["logger=[jsonl,tensorboard]", "steps=2", "checkpoint.every=1", "eval.every=2"]

@@ -43,6 +43,7 @@ def without(lines: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), slow(("algorithm=ppo", "critic.kind=adapter", "epochs=2", "snapshot.old=copy"))])
 def test_looking_at_tokens_changes_nothing_of_the_run(words: tuple[str, ...], tmp_path: Path) -> None:
     looked, blind = (

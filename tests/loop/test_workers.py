@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from real_engines import check_pool_against, opened_here, signal_to
 
 from rlft.config.schema import RunConfig
+from rlft.loop import workers
 from rlft.loop.members import engine_specs
 from rlft.loop.workers import EngineWorker
 from rlft.model.backbone import Backbone
@@ -103,18 +102,25 @@ def test_several_gpus_are_tensor_parallelism_of_vllm(config: RunConfig) -> None:
             config.generation.named(name).with_gpus(4)
 
 
-def test_a_process_whose_engine_is_dead_ends() -> None:
-    program = """
-from rlft.loop.workers import EngineWorker
-class EngineDeadError(Exception): pass
-class Dead:
-    def sample(self, *args): raise EngineDeadError("engine core has died")
-worker = EngineWorker.__new__(EngineWorker)
-worker._generator = Dead()
-worker.sample([], 1, [], None)
-"""
-    environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", program + "\nprint('lives on')"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "engine core has died" in ended.stderr
+def test_a_process_whose_engine_is_dead_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class EngineDeadError(Exception):
+        pass
+
+    class Ended(BaseException):
+        pass
+
+    class Dead:
+        def sample(self, *args: Any) -> None:
+            raise EngineDeadError("engine core has died")
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(workers.os, "_exit", end)
+    worker = EngineWorker.__new__(EngineWorker)
+    worker._generator = cast(Any, Dead())
+    with pytest.raises(Ended, match=r"^1$"):
+        worker.sample([], 1, [], None)
+    assert "engine core has died" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from slow_cases import slow
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -42,7 +43,7 @@ def kept_bytes(forward: Callable[[], Tensor], weights: set[int]) -> int:
 
 
 @pytest.mark.parametrize("choice", KernelChoice)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, make_roles, make_batch, model_config):

@@ -30,6 +30,7 @@ def reward() -> ReasoningGym:
     return instantiate({k: v for k, v in keys.items() if k not in ("weight", "on_error")}, "reward.reasoning_gym")
 
 
+@pytest.mark.usefixtures("gym_here")
 @pytest.mark.parametrize("task", ["chain_sum", "gsm_symbolic", "countdown", "spell_backward"])
 def test_the_reference_answer_is_right_and_no_answer_is_worth_nothing(reward: ReasoningGym, task: str) -> None:
     for prompt in load(task):

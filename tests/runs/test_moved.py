@@ -82,6 +82,7 @@ def test_every_stage_of_a_moved_pipeline_works(moved: Path, capsys: pytest.Captu
         assert gone == []
 
 
+@pytest.mark.slow
 def test_a_moved_pipeline_moves_on(moved: Path) -> None:
     """What a resume writes into config.yaml is found again after another move."""
     assert cli.run(["resume", str(moved / "3-rm"), "steps=2"]) == 0

@@ -73,6 +73,7 @@ def printed(code: str, tell: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_step_are_used_again_without_a_page_fault() -> None:
     if sys.platform != "linux":
         assert not keep_blocks(4096), "there is no such setting elsewhere, and it says so"
@@ -88,6 +89,7 @@ def test_with_large_micro_batches_blocks_that_are_freed_leave_no_holes() -> None
         assert printed(HOLES, "assert keep_blocks(16384)") < 6 * 1024 < printed(HOLES, "")
 
 
+@pytest.mark.slow
 def test_a_block_over_32_mib_goes_back_at_once() -> None:
     if sys.platform == "linux":
         assert printed(GROWTH, "assert keep_blocks(4096)") < 8 * 1024

@@ -231,7 +231,7 @@ def nothing() -> None:
         *((case, (), 2) if case == "ppo, a critic with an adapter" else slow(case, (), 2) for case in CASES),
         slow("ppo with pretraining text", (), 4),
         slow("ppo with pretraining text", SHARDED, 2),
-        ("opd, the base with a hint", SHARDED, 2),
+        slow("opd, the base with a hint", SHARDED, 2),
     ],
 )
 def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
@@ -240,6 +240,7 @@ def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
     bench.check(case, *keys, ranks=ranks, before=nothing)
 
 
+@pytest.mark.slow
 def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
     """One live row in all: three lanes, and so one rank of two, have nothing to do."""
     algorithm, batch = rlft.load_algorithm("grpo"), bench.batches[0]
@@ -300,6 +301,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
     assert re.search(late if is_stopped else "was killed by SIGKILL", note), note
 
 
+@pytest.mark.slow
 def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
     check_same(halted, run)
 
 
+@pytest.mark.slow
 def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None:
     assert cli.run(["export", f"run={run}", f"out={tmp_path / 'merged'}"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
@@ -65,6 +66,7 @@ def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_its_parts_are_refused_where_they_would_be_other_functions(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +77,7 @@ def test_its_parts_are_refused_where_they_would_be_other_functions(
     assert "got false; set lora.use_rslora=true" in told
 
 
+@pytest.mark.slow
 def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["generation.max_tokens=24", "scoring.workers=0"]
     assert cli.run(["eval", f"run={run}", "eval.num_prompts=3", "eval.num_samples=2", *few]) == 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from run_folders import whole_lines
 from run_processes import Nursery
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_was_trained_in_the_loop_is_evaluated_with_the_trained_one(
     quiet: Nursery, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resume
     check_same(place / "fork", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_fork_with_another_rate_goes_another_way_from_the_same_beginning(
     rough: Nursery, undisturbed: Path, place: Path
 ) -> None:

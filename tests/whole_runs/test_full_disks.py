@@ -126,6 +126,7 @@ def test_a_small_disk_that_is_enlarged(
         check_same(place / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_sampling_keeps_whole_steps_and_goes_on(rough: Nursery, undisturbed: Path, tmp_path: Path) -> None:
     words = ("sample", "generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
     words = (*words, "n=2", "num_prompts=6", "prompts_per_step=2", "data.size=16", "data.held_out_size=4")

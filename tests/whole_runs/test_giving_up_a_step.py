@@ -58,6 +58,7 @@ def test_a_training_step_that_is_given_up_anywhere_leaves_the_step_before_and_re
     check_same(folder, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_step_gets_the_seconds_it_is_allowed_and_no_more(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:

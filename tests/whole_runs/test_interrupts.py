@@ -68,6 +68,7 @@ def test_a_second_ctrl_c_stops_at_once_and_resumed_it_is_the_same_run(
     check_resumed(rough, tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from run_folders import (
     whole_lines,
 )
 from run_processes import Nursery, start_fresh
+from slow_cases import slow
 
 
 def killed_at(place: str, call: int, when: str = "before") -> dict[str, Any]:
@@ -50,6 +51,7 @@ STAGES = [
     killed_at("rlft.loop.session:Session.evaluate_if_due", 1),  # after the last step
     killed_at("rlft.runs.checkpoint:save", 1),
 ]
+FEW = [STAGES[place] for place in (1, 3, 7, 8, 13, 14)]
 WRITES = [
     {"half": ".config.yaml.writing", "call": 1},
     {"half": "eval.jsonl", "call": 1},
@@ -74,11 +76,12 @@ WRITES = [
 ]
 
 
+@pytest.mark.parametrize("stages", [FEW, slow(STAGES)], ids=["of a step", "every"])
 def test_killed_in_every_stage_and_resumed_it_is_the_same_run(
-    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
+    stages: list[dict[str, Any]], rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     arguments = ("train", *tiny, "checkpoint.every=2", "checkpoint.keep=2")
-    killed_at_each(rough, tmp_path, arguments, STAGES, undisturbed)
+    killed_at_each(rough, tmp_path, arguments, stages, undisturbed)
     check_resumed(rough, tmp_path, undisturbed)
 
 

@@ -77,6 +77,7 @@ def test_ctrl_c_in_an_update_of_ranks_leaves_no_process_and_loses_no_step(
     check_same(tmp_path / "run", one_process)
 
 
+@pytest.mark.slow
 def test_the_lanes_of_a_run_are_its_first_ranks(rough: Nursery, keys: tuple[str, ...], tmp_path: Path) -> None:
     """And `auto` means them in every later resume, whatever the ranks are then."""
     auto = tuple("cluster.lanes=auto" if key == "cluster.lanes=4" else key for key in keys)

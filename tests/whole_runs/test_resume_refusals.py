@@ -210,6 +210,7 @@ def test_a_run_that_is_going_on_is_not_resumed_beside_itself(
     check_same(stopped, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_finished_run_trained_on_is_the_longer_run(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -8,10 +8,7 @@ import pytest
 from run_processes import Nursery
 from signal_matrix import VERBS, Cell, cells, run_verb
 
-PART = [
-    Cell(stage="scoring", signal="TERM", scope="everybody"),
-    Cell(stage="checkpoint", signal="HUP", scope="everybody"),
-]
+PART = [Cell(stage="scoring", signal="TERM", scope="everybody")]
 
 
 def problems(verb: str, nursery: Nursery, place: Path, chosen: list[Cell] | None) -> list[tuple[Cell, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from run_folders import files_of
 from run_processes import Nursery, environment, happens, marked
+from slow_cases import slow
 
 SAMPLE = ("sample", "generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
 SAMPLED = (*SAMPLE, "n=2", "num_prompts=6", "prompts_per_step=2", "data.size=16", "data.held_out_size=4")
@@ -36,12 +37,13 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("cases", [CASES[1:9:3], slow(CASES)], ids=["three", "all"])
 def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_written(
-    rough: Nursery, undisturbed: Path, tmp_path: Path
+    cases: list[tuple[str, ...]], rough: Nursery, undisturbed: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
     before = files_of(tmp_path / "run")
-    for words, at, signal, line in CASES:
+    for words, at, signal, line in cases:
         started = rough.start(*words.split(), cwd=tmp_path, events=[{"at": at, "call": 1, "do": signal}])
         done = started.wait()
         assert (done.code, done.err.splitlines()) == (130, [f"rlft: interrupted: {line}"]), (words, at, done.err)
@@ -51,6 +53,7 @@ def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_writte
         assert left == ["run"], (words, at)
 
 
+@pytest.mark.slow
 def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp_path: Path) -> None:
     assert rough.run(*SAMPLED, "hydra.run.dir=whole", cwd=tmp_path).code == 0
     event = {"at": "rlft.commands.sample:sample", "call": 2, "do": "interrupt"}
@@ -92,7 +95,7 @@ with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda 
 }
 
 
-@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("code", [ENDS["a verb"], slow(ENDS["a run, twice"])], ids=ENDS)
 def test_a_signal_that_a_library_swallows_ends_the_process_all_the_same(code: str) -> None:
     start = time.monotonic()
     done = ended(SWALLOWED + code)

@@ -92,6 +92,7 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
     assert {trial: row for trial, row in longer.items() if trial in rows} == rows
 
 
+@pytest.mark.slow
 def test_a_study_of_preferences_looks_for_the_lowest_loss(quiet: Nursery, tmp_path: Path) -> None:
     keys = ("preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "steps=2", "eval.every=2",
             "rankings_per_step=4", "eval.num_rankings=8", "lora.rank=2", "model.device=cpu")  # fmt: skip

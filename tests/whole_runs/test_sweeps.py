@@ -105,6 +105,7 @@ def steps_done(sweep: Path) -> list[int]:
     return [len(metrics(job)) for job in sorted(folder for folder in sweep.iterdir() if folder.is_dir())]
 
 
+@pytest.mark.slow
 def test_a_sweep_repeated_with_other_values_in_the_same_folder_is_refused(
     two_steps: tuple[str, ...], rough: Nursery, tmp_path: Path
 ) -> None:

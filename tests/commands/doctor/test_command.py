@@ -14,6 +14,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from run_processes import happens, marked, start_fresh
+from slow_cases import slow
 from torch import Tensor
 
 from rlft import cli
@@ -484,7 +485,7 @@ def test_the_bounds_of_16_bits_are_twice_what_plain_kernels_lose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "shift", "dtype"), [(1.0, 1e-2, "float32"), (1.001, 0.0, "float32"), (1.0, 0.1, "bfloat16")]
+    ("scale", "shift", "dtype"), [(1.0, 1e-2, "float32"), (1.001, 0.0, "float32"), slow(1.0, 0.1, "bfloat16")]
 )
 def test_kernels_that_are_off_are_wrong(
     scale: float, shift: float, dtype: str, tiny_trial: Callable[..., MachineTrial], monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored
     assert calls(diary) == 1 + len(signals.JOB_WIDE)
 
 
+@pytest.mark.slow
 def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Begin, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     rewards = {"program": noted("runs_a_program", diary), "code": CODE}
@@ -197,6 +198,7 @@ def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Begin, 
     assert job.scores() == [[2.0], [2.0]]
 
 
+@pytest.mark.slow
 def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Begin, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     job = begin({"program": noted("runs_a_program", diary)}, [["program", "", ""]], workers=0)
