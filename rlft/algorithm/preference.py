@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -92,10 +93,11 @@ class PreferenceLoss(RankingLoss):
     def __call__(self, completions: RankedValues, ranks: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:
         better, worse = pairs_of_ranking(ranks)
         rewards_K, mean_logprobs_K = self.rewards(completions), completions.mean_logprobs
+        better, worse = (constant(tuple(places), rewards_K.device, torch.int64) for places in (better, worse))
         margins_N = rewards_K[better] - rewards_K[worse]
         preference = self.of_margins(margins_N).mean()
         best = [i for i, rank in enumerate(ranks) if rank == max(ranks)]
-        sft = -mean_logprobs_K[best].mean()
+        sft = -mean_logprobs_K[constant(tuple(best), rewards_K.device, torch.int64)].mean()
         metrics = {
             "loss/preference": preference,
             "loss/sft": sft,
@@ -129,7 +131,11 @@ class BradleyTerry(RankingLoss):
     def __call__(self, completions: RankedValues, ranks: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:
         scores = completions.values
         better, worse = pairs_of_ranking(ranks)
-        gaps = scores.new_tensor([self.margin * (ranks[i] - ranks[j]) for i, j in zip(better, worse, strict=True)])
+        gaps = None
+        if self.margin:
+            numbers = (self.margin * (ranks[i] - ranks[j]) for i, j in zip(better, worse, strict=True))
+            gaps = constant(tuple(numbers), scores.device, scores.dtype)
+        better, worse = (constant(tuple(places), scores.device, torch.int64) for places in (better, worse))
         loss = bradley_terry(scores[better], scores[worse], gaps)
         return loss, {"accuracy/pairs": accuracy(scores.detach()[better], scores.detach()[worse])}
 
@@ -264,7 +270,13 @@ def log_odds(mean_logprobs: Tensor) -> Tensor:
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Share `[]` of the pairs whose chosen member has the higher score; a tie counts half. 0 without pairs."""
     assert chosen.shape == rejected.shape, (chosen.shape, rejected.shape)
-    return torch.heaviside(chosen - rejected, chosen.new_tensor(0.5)).sum() / max(len(chosen), 1)
+    return torch.heaviside(chosen - rejected, chosen.new_full((), 0.5)).sum() / max(len(chosen), 1)
+
+
+@lru_cache(maxsize=4096)
+def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The numbers `[N]` on a device: those of most rankings are the same, and a GPU gets them once."""
+    return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 def pairs_of_ranking(ranks: Sequence[float]) -> tuple[list[int], list[int]]:

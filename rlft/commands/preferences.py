@@ -20,17 +20,20 @@ from torch.nn import Parameter
 
 from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.preference import RankedValues
+from rlft.batch import to_device
 from rlft.data.examples import RankedTokens
 from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
 from rlft.loop.metrics import mean_and_error
 from rlft.loop.supervised import SupervisedTask, open_policy, train_supervised
 from rlft.model.adapter_folder import has_head
+from rlft.model.packing import Layout
 from rlft.model.reward_model import ENDING, batch_of_rows, last_scores, numbers_of_rows, parts_within, rows_of
 from rlft.model.roles import POLICY, Roles
 from rlft.plan.preference_plan import PreferencePlan
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.terminal import Say
+from rlft.trainer.update import added_up, numbers_of
 from rlft.types import Batch, Evaluation
 
 REWARD = "reward"
@@ -51,16 +54,16 @@ class Head:
 
     role: str
     ending: tuple[int, ...]
-    values: Callable[[Roles, Batch], Tensor]
+    values: Callable[[Roles, Batch, Layout], Tensor]
 
 
-def summed_logprobs(roles: Roles, batch: Batch) -> Tensor:
+def summed_logprobs(roles: Roles, batch: Batch, layout: Layout) -> Tensor:
     """`[B]`: the log-prob of each completion, in nats, summed over its tokens."""
-    return row_sum(roles.forward(batch, 1.0).logprobs, batch.loss_mask)
+    return row_sum(roles.forward(batch, 1.0, layout=layout).logprobs, batch.loss_mask)
 
 
 LOGPROBS = Head(role=POLICY, ending=(), values=summed_logprobs)
-SCORES = Head(role=REWARD, ending=(ENDING,), values=lambda roles, batch: last_scores(roles, REWARD, batch))
+SCORES = Head(role=REWARD, ending=(ENDING,), values=lambda roles, *of_rows: last_scores(roles, REWARD, *of_rows))
 
 
 class PreferenceTask(SupervisedTask[PreferencePlan]):
@@ -99,23 +102,30 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
 
     def learn(self, rankings: Sequence[RankedTokens]) -> dict[str, float]:
         """Adds the gradient of the mean loss over the rankings; returns the means of the metrics."""
-        roles, total, num_tokens = self.roles, 0.0, 0
-        sums: dict[str, float] = defaultdict(float)
+        roles, losses, measured = self.roles, [], []
+        parts = self.micro_batches(rankings)
+        micros = roles.forward.placed([self._batch_of(part) for part in parts])
+        dtype = torch.promote_types(roles.backbone.model.dtype, torch.float32)
+        facts = to_device([facts_of(part, dtype) for part in parts], roles.backbone.device)
         with roles.training():
-            for part in self.micro_batches(rankings):
-                batch = roles.to_device(self._batch_of(part))
+            for part, micro, of_part in zip(parts, micros, facts, strict=True):
                 with roles.learning(self.role):
-                    values = self._ranked_values(self.head.values(roles, batch), part)
+                    values = ranked_values(self.head.values(roles, micro.batch, micro.layout), part, of_part)
                     terms = [self.plan.loss(v, r.scores) for v, r in zip(values, part, strict=True)]
                     loss = torch.stack([loss for loss, _ in terms]).sum() / len(rankings)
                     loss.backward()
                 roles.check_gradients(self.role)
-                total += loss.item()
-                for name in terms[0][1]:
-                    sums[name] += sum(torch.stack([metrics[name] for _, metrics in terms]).tolist())
-                num_tokens += roles.forward.real_tokens(batch)
+                losses.append(loss.detach())
+                measured += [metrics for _, metrics in terms]
+        of_losses, *numbers = numbers_of([{str(i): loss for i, loss in enumerate(losses)}, *measured])
+        sums: dict[str, float] = defaultdict(float)
+        for part in parts:
+            of_part, numbers = numbers[: len(part)], numbers[len(part) :]
+            for name in of_part[0]:
+                sums[name] += sum(metrics[name] for metrics in of_part)
         means = {name: value / len(rankings) for name, value in sums.items()}
-        return {"loss/total": total, **means, "tokens/trained": num_tokens}
+        num_tokens = sum(micro.real_tokens for micro in micros)
+        return {"loss/total": added_up(of_losses.values()), **means, "tokens/trained": num_tokens}
 
     def micro_batches(self, rankings: Sequence[RankedTokens]) -> list[list[RankedTokens]]:
         """Splits the rankings in order to fit the token budget; a ranking that exceeds it is not split."""
@@ -138,17 +148,6 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
     def _batch_of(self, rankings: Sequence[RankedTokens]) -> Batch:
         return batch_of_rows(rows_of(rankings, self.head.ending))
 
-    def _ranked_values(self, values_B: Tensor, rankings: Sequence[RankedTokens]) -> list[RankedValues]:
-        """The values of the rows of these rankings, as the losses take them."""
-        return [
-            RankedValues(
-                values=values_K,
-                lengths=values_K.new_tensor([len(completion) for completion in ranking.completions]),
-                reference=values_K.new_tensor(ranking.reference) if ranking.reference else None,
-            )
-            for values_K, ranking in zip(split_by_ranking(values_B, rankings), rankings, strict=True)
-        ]
-
     def _values_by(self, role: str | None, rankings: Sequence[RankedTokens]) -> Tensor:
         """float64 `[rows]` on the CPU, without gradient or dropout: the values by this role (None: the bare base)."""
         values = partial(self.head.values, self.roles)
@@ -166,7 +165,8 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         """Accuracy on the held-out pairs (mean over each ranking, then over rankings), and means of other metrics."""
         if self._held_out is None:
             self._held_out = self._with_reference(self.plan.held_out.rankings[: self.config.eval.num_rankings])
-        values = self._ranked_values(self._values_by(self.role, self._held_out), self._held_out)
+        values_B = self._values_by(self.role, self._held_out)
+        values = ranked_values(values_B, self._held_out, facts_of(self._held_out, values_B.dtype))
         measured = [self.plan.loss.evaluated(v, r.scores) for v, r in zip(values, self._held_out, strict=True)]
         means = {name: mean_and_error([metrics[name].item() for metrics in measured]) for name in measured[0]}
         value, error = means.pop("accuracy/pairs")
@@ -213,6 +213,23 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         if self.head is SCORES:
             with torch.no_grad():
                 self.roles.heads[REWARD].bias.zero_()
+
+
+def facts_of(rankings: Sequence[RankedTokens], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(the lengths of all completions, their log-probs by the reference or nothing), both `[rows]`."""
+    lengths = [len(completion) for ranking in rankings for completion in ranking.completions]
+    reference = [value for ranking in rankings for value in ranking.reference]
+    return torch.tensor(lengths, dtype=dtype), torch.tensor(reference, dtype=dtype)
+
+
+def ranked_values(
+    values_B: Tensor, rankings: Sequence[RankedTokens], facts: tuple[Tensor, Tensor]
+) -> list[RankedValues]:
+    """The values of the rows of these rankings, as the losses take them; facts: as `facts_of` gives them."""
+    lengths_B, reference_B = facts
+    references = split_by_ranking(reference_B, rankings) if len(reference_B) else [None] * len(rankings)
+    apart = zip(*(split_by_ranking(x, rankings) for x in (values_B, lengths_B)), references, strict=True)
+    return [RankedValues(values=v, lengths=lengths, reference=reference) for v, lengths, reference in apart]
 
 
 def split_by_ranking(values: Tensor, rankings: Sequence[RankedTokens]) -> Sequence[Tensor]:

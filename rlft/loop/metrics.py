@@ -181,12 +181,12 @@ def text_loss(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> f
     The mean is over learned tokens, not texts: the sum over the batch of -log p(token | earlier tokens of its text) /
     number of learned tokens.
     """
-    total = 0.0
+    total, forward = 0.0, learner.forward
     with torch.no_grad():
-        for part in learner.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
-            micro = learner.to_device(select(batch, part))
+        parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
+        for micro in forward.placed([select(batch, part) for part in parts]):
             # Outside the mask the forward gives 0.
-            total -= learner.forward(micro, 1.0).logprobs.double().sum().item()
+            total -= forward(micro.batch, 1.0, layout=micro.layout).logprobs.double().sum().item()
     return total / int(batch.loss_mask.sum())
 
 

@@ -29,7 +29,7 @@ from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.terminal import Say, resuming
-from rlft.trainer.update import Optimizer, begin_step, optimizer_step, text_passes
+from rlft.trainer.update import Optimizer, begin_step, optimizer_step, text_passes, total_of
 from rlft.types import Batch, Evaluation, StepRecord
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -105,14 +105,14 @@ def open_policy(
 
 def likelihood_gradient(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> dict[str, float]:
     """Adds the gradient of the mean negative log-prob (nats) over the batch's learned tokens; returns its metrics."""
-    forward, total, real, network = learner.forward, 0.0, 0, 0
+    losses, real, network = [], 0, 0
     with learner.training():
         for micro, loss in text_passes(learner, batch, token_budget, negative_log_likelihood):
-            total += loss.item()
-            real += forward.real_tokens(micro)
-            network += forward.network_tokens(micro)
+            losses.append(loss)
+            real += micro.real_tokens
+            network += micro.network_tokens
     return {
-        "loss/total": total,
+        "loss/total": total_of(losses),
         "tokens/completion": int(batch.loss_mask.sum()),
         "tokens/trained": real,
         "waste/padding_fraction": (network - real) / network,

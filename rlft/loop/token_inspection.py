@@ -75,8 +75,10 @@ class Inspection:
         """The current policy's log-probs and entropies `[B, T]`."""
         roles, logprobs, entropy = self.roles, torch.zeros_like(self.old_BT), torch.zeros_like(self.old_BT)
         with torch.no_grad():
-            for part in roles.forward.micro_batches(self.batch, torch.arange(len(self.rows)), roles.token_budget):
-                outputs = roles.forward(roles.to_device(select(self.batch, part)), roles.temperature, True)
+            parts = roles.forward.micro_batches(self.batch, torch.arange(len(self.rows)), roles.token_budget)
+            micros = roles.forward.placed([select(self.batch, part) for part in parts])
+            for part, micro in zip(parts, micros, strict=True):
+                outputs = roles.forward(micro.batch, roles.temperature, True, layout=micro.layout)
                 assert outputs.entropy is not None, "it was requested"
                 logprobs[part], entropy[part] = outputs.logprobs.to(logprobs), outputs.entropy.to(entropy)
         return logprobs, entropy

@@ -27,14 +27,17 @@ from transformers import PreTrainedModel
 from rlft.batch import select, to_device
 from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer
-from rlft.model.kernels.attention import NAME, obstacle, on_this_device
+from rlft.model.kernels.attention import NAME, obstacle, on_this_device, prepare
 from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import (
+    Layout,
     PackedRows,
+    PaddedLayout,
     micro_batches,
     num_packed_tokens,
     pack,
+    padded_layout,
     padded_micro_batches,
     padded_sizes,
     paths_of,
@@ -66,6 +69,23 @@ at each start, and the code that computes them is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows that go through the network together, on its device.
+
+    Attributes:
+        batch: the rows.
+        layout: the form in which they go through it.
+        real_tokens: as in `Forward.real_tokens`.
+        network_tokens: as in `Forward.network_tokens`.
+    """
+
+    batch: Batch
+    layout: Layout
+    real_tokens: int
+    network_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
     """How this model turns a Batch into Outputs. `reason` says in words why the layout is what it is."""
 
@@ -73,9 +93,29 @@ class Forward:
     packed: bool
     reason: str
 
-    def layout(self, batch: Batch) -> PackedRows | None:
-        """The batch as a packed row, which every pass over the same batch can use; None where rows are padded."""
-        return pack(batch) if self.packed else None
+    def layout(self, batch: Batch) -> Layout:
+        """The layout of a batch in main memory, which every pass over the same batch can use."""
+        if not self.packed:
+            return padded_layout(batch)
+        packed = pack(batch, prompts_first=self.model.device.type == "cuda")
+        prepare(packed, self.model)
+        return packed
+
+    def placed(self, batches: Sequence[Batch]) -> list[MicroBatch]:
+        """Batches in main memory as micro-batches on the model's device, where they get together, in one transfer.
+
+        Their layouts are made first: what is made on a GPU, or read from one, makes the program wait for it.
+        """
+        placed = to_device([(batch, self.layout(batch)) for batch in batches], self.model.device)
+        return [
+            MicroBatch(
+                batch=on_device,
+                layout=layout,
+                real_tokens=self.real_tokens(batch),
+                network_tokens=self.network_tokens(batch),
+            )
+            for batch, (on_device, layout) in zip(batches, placed, strict=True)
+        ]
 
     def __call__(
         self,
@@ -83,7 +123,7 @@ class Forward:
         temperature: float,
         entropy: bool = False,
         head: ScalarHead | None = None,
-        layout: PackedRows | None = None,
+        layout: Layout | None = None,
         top_k: bool = False,
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
@@ -99,13 +139,13 @@ class Forward:
         if self.packed:
             outputs = packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
         else:
-            outputs = padded_forward(self.model, batch, temperature, entropy, head, top_k)
+            outputs = padded_forward(self.model, batch, temperature, entropy, head, top_k, layout)
         if self.model.dtype == torch.float16:
             scale_up(outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs)
         return outputs
 
     def most_likely(
-        self, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
+        self, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs `[B, T]`, the k most likely tokens of each place `[B, T, K]`, their log-probs `[B, T, K]`).
 
@@ -116,28 +156,28 @@ class Forward:
         with torch.no_grad():
             if self.packed:
                 return packed_most_likely(self.model, batch, k, vocabulary, layout)
-            return padded_most_likely(self.model, batch, k, vocabulary)
+            return padded_most_likely(self.model, batch, k, vocabulary, layout)
 
     def logprobs(self, batch: Batch, token_budget: int, temperature: float = 1.0) -> Tensor:
         """float32 `[B, T]` of every row, on the batch's device, without gradient."""
         result = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad():
-            for part in self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
-                micro = to_device(select(batch, part), self.model.device)
-                result[part] = self(micro, temperature).logprobs.to(result)
+            parts = self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
+            for part, micro in zip(parts, self.placed([select(batch, part) for part in parts]), strict=True):
+                result[part] = self(micro.batch, temperature, layout=micro.layout).logprobs.to(result)
         return result
 
-    def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
+    def values(self, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
 
         So values[b, t] is the value of the state in which token t was chosen. The LM head is not run.
         """
         self._check_lengths(batch)
         if self.packed:
-            packed = layout or pack(batch)
+            packed = _packed(batch, layout)
             values_BT = _placed(head(_predicting(self.model, packed)), packed, batch)
         else:
-            values_BT = _kept(padded_values(self.model, batch, head), batch.loss_mask)
+            values_BT = _kept(padded_values(self.model, batch, head, layout), batch.loss_mask)
         if self.model.dtype == torch.float16:
             scale_up(values_BT)
         return values_BT
@@ -177,10 +217,10 @@ def packed_forward(
     temperature: float,
     entropy: bool,
     value_head: ScalarHead | None = None,
-    layout: PackedRows | None = None,
+    layout: Layout | None = None,
     top_k: bool = False,
 ) -> Outputs:
-    packed = layout or pack(batch)
+    packed = _packed(batch, layout)
     hidden_MH, head = _predicting(model, packed), _head(model)
     logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
     values_M = None if value_head is None else value_head(hidden_MH)
@@ -193,12 +233,16 @@ def packed_forward(
 
 
 def packed_most_likely(
-    model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
+    model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    packed = layout or pack(batch)
+    packed = _packed(batch, layout)
     results = most_likely(_head(model), _predicting(model, packed), packed.target, k, vocabulary)
     logprobs_BT, ids_BTK, ids_logprobs_BTK = (_placed(values, packed, batch) for values in results)
     return logprobs_BT, ids_BTK, ids_logprobs_BTK
+
+
+def _packed(batch: Batch, layout: Layout | None) -> PackedRows:
+    return layout if isinstance(layout, PackedRows) else pack(batch)
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
@@ -242,6 +286,7 @@ def padded_forward(
     entropy: bool,
     value_head: ScalarHead | None = None,
     top_k: bool = False,
+    layout: Layout | None = None,
 ) -> Outputs:
     """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two."""
 
@@ -259,26 +304,28 @@ def padded_forward(
             top_k_BTK = ids_logits_BTK - normaliser_BT.unsqueeze(-1)
         return logprobs_BT, entropy_BT, values_BT, top_k_BTK
 
-    return _masked(batch, *_of_padded_rows(batch, outputs_of))
+    return _masked(batch, *_of_padded_rows(batch, outputs_of, layout))
 
 
-def padded_most_likely(model: PreTrainedModel, batch: Batch, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+def padded_most_likely(
+    model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits[:, :-1]
         logp_BTV = widened(logits_BTV).log_softmax(-1)
         best = logp_BTV[..., :vocabulary].topk(k, -1)
         return logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
 
-    logprobs, ids, ids_logprobs = (_kept(x, batch.loss_mask) for x in _of_padded_rows(batch, results_of))
+    logprobs, ids, ids_logprobs = (_kept(x, batch.loss_mask) for x in _of_padded_rows(batch, results_of, layout))
     return logprobs, ids, ids_logprobs
 
 
-def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
+def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
     def values_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
         output = model.base_model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
         return (head(output.last_hidden_state[:, :-1]),)
 
-    [values_BT] = _of_padded_rows(batch, values_of)
+    [values_BT] = _of_padded_rows(batch, values_of, layout)
     return values_BT
 
 
@@ -286,18 +333,18 @@ OfRows = Callable[[Batch, Tensor, Tensor], Sequence[Tensor | None]]
 """Computes numbers of positions 0 .. n - 2 from rows without branches, their token ids and their mask (int64)."""
 
 
-def _of_padded_rows(batch: Batch, compute: OfRows) -> list[Any]:
+def _of_padded_rows(batch: Batch, compute: OfRows, layout: Layout | None) -> list[Any]:
     """What `compute` finds, at the tokens 1 .. n - 1 that these positions predict, in the batch's width.
 
     Each path of a row with branches is a row of its own. Padding becomes token 0, whatever it was.
     """
-    if batch.previous is not None:
-        paths = paths_of(batch)
-        return [None if x is None else paths.fold(x) for x in _of_padded_rows(paths.batch, compute)]
-    width = int(batch.attention_mask.sum(1).max())
-    mask_BT = batch.attention_mask[:, :width]
-    found = compute(batch, batch.token_ids[:, :width].where(mask_BT, 0), mask_BT.long())
-    return [None if x is None else _shifted(x, batch) for x in found]
+    layout = layout if isinstance(layout, PaddedLayout) else padded_layout(batch)
+    paths = layout.paths
+    rows, width = (batch, layout.width) if paths is None else (paths.batch, paths.batch.token_ids.shape[1])
+    mask_BT = rows.attention_mask[:, :width]
+    found = compute(rows, rows.token_ids[:, :width].where(mask_BT, 0), mask_BT.long())
+    shifted = [None if x is None else _shifted(x, rows) for x in found]
+    return shifted if paths is None else [None if x is None else paths.fold(x) for x in shifted]
 
 
 def _shifted(values: Tensor, batch: Batch) -> Tensor:

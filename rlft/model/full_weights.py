@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-from rlft.batch import score_sequences, to_device
+from rlft.batch import score_sequences
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
-from rlft.types import Adapter, Batch
+from rlft.types import Adapter
 
 MODEL = "model"
 """The role, and its folder in a checkpoint: a complete Hugging Face model."""
@@ -48,9 +48,6 @@ class WholeModel:
     def check_gradients(self) -> None:
         missing = [name for name, p in self.named_parameters() if p.grad is None]
         assert not missing, f"no gradient reached {len(missing)} weights, e.g. {missing[0]}"
-
-    def to_device(self, batch: Batch) -> Batch:
-        return to_device(batch, self.backbone.device)
 
     def write(self, folder: Path) -> None:
         """Writes a model folder that transformers and vLLM can load: weights, config, tokenizer."""

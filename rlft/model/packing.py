@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rlft.batch import to_device
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks, padded_places
 from rlft.system.repeatable import repeatable
@@ -217,6 +218,29 @@ class _RowsAt(torch.autograd.Function):
             return grad.new_zeros(ctx.shape).index_add_(-2, index, grad), None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedLayout:
+    """How padded rows go through a network.
+
+    Attributes:
+        width: number of columns up to the end of the longest row.
+        paths: the rows that stand in the place of rows with branches; None if there are none.
+    """
+
+    width: int
+    paths: Paths | None
+
+
+Layout = PackedRows | PaddedLayout
+"""The form in which a batch goes through the network, packed or padded."""
+
+
+def padded_layout(batch: Batch) -> PaddedLayout:
+    """The layout of a batch for the padded forward."""
+    paths = None if batch.previous is None else paths_of(batch)
+    return PaddedLayout(width=int(batch.attention_mask.sum(1).max()), paths=paths)
+
+
 def prompt_lengths(batch: Batch) -> Tensor:
     """int64 `[B]`: number of tokens before the first completion token (all tokens if there is no completion)."""
     lengths_B = batch.attention_mask.sum(1)
@@ -344,20 +368,20 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
             read = tuple(span for run in part.read for span in _spans(run, placed[b]))
             branches.append(((offset, part.columns[1]), read))
             add(b, part.columns, part.depth, sum(read[-1]) - 1)
-    device = batch.token_ids.device
     empty = torch.empty(0, dtype=torch.int64)
-    return PackedRows(
-        token_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
+    packed = PackedRows(
+        token_ids=torch.cat(ids)[None],
+        position_ids=torch.cat(positions)[None],
         prompts=tuple(prompts),
         completions=tuple(completions),
         owner=tuple(owner),
-        predictor=torch.cat([empty, *predictor]).to(device),
-        target=torch.cat([empty, *target]).to(device),
-        rows=torch.cat([empty, *rows]).to(device),
-        columns=torch.cat([empty, *columns]).to(device),
+        predictor=torch.cat([empty, *predictor]),
+        target=torch.cat([empty, *target]),
+        rows=torch.cat([empty, *rows]),
+        columns=torch.cat([empty, *columns]),
         branches=tuple(branches),
     )
+    return to_device(packed, batch.token_ids.device)
 
 
 def _spans(run: Span, placed: Sequence[tuple[Span, int]]) -> list[Span]:

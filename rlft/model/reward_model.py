@@ -26,6 +26,7 @@ from transformers import (
 from rlft.batch import select
 from rlft.config.model import is_adapter, looks_local
 from rlft.model.backbone import resolve_dtype
+from rlft.model.packing import Layout
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.system.hub import hub_answers
@@ -101,16 +102,20 @@ def parts_within(items: Sequence[Item], token_budget: int, *, packed: bool, endi
 
 
 def numbers_of_rows(
-    roles: Roles, role: str | None, batch: Batch, token_budget: int, of_rows: Callable[[Batch], Tensor]
+    roles: Roles, role: str | None, batch: Batch, token_budget: int, of_rows: Callable[[Batch, Layout], Tensor]
 ) -> Tensor:
     """float64 `[B]` on the CPU: a number for each row, computed with this role without gradient or dropout.
 
-    `of_rows` computes the numbers `[rows]` of a micro-batch on the device; role None is the bare base.
+    `of_rows` computes the numbers `[rows]` of a micro-batch on the device, from its rows and their layout; role None is
+    the bare base.
     """
     numbers_B = torch.zeros(len(batch.rewards), dtype=torch.float64)
     with torch.no_grad(), roles.using(role):
-        for part in roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
-            numbers_B[part] = of_rows(roles.to_device(select(batch, part))).double().cpu()
+        parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
+        micros = roles.forward.placed([select(batch, part) for part in parts])
+        found = [of_rows(micro.batch, micro.layout) for micro in micros]
+        if found:
+            numbers_B[torch.cat(parts)] = torch.cat(found).double().cpu()
     return numbers_B
 
 
@@ -183,10 +188,10 @@ def scoring_batch(rows: Sequence[Row]) -> Batch:
     return batch_of_rows([(group, prompt, (*completion, ENDING)) for group, prompt, completion in rows])
 
 
-def last_scores(roles: Roles, role: str, batch: Batch) -> Tensor:
+def last_scores(roles: Roles, role: str, batch: Batch, layout: Layout | None = None) -> Tensor:
     """`[B]`: the role's head at the end of each row of a `scoring_batch`; the role must be the active one."""
     endings_B1 = batch.attention_mask.sum(1, keepdim=True) - 1
-    return roles.scalars(role, batch).gather(1, endings_B1)[:, 0]
+    return roles.scalars(role, batch, layout).gather(1, endings_B1)[:, 0]
 
 
 def score_rows(roles: Roles, role: str, rows: Sequence[Row], token_budget: int) -> list[float]:

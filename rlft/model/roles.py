@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.batch import score_sequences, select, to_device
+from rlft.batch import score_sequences, select
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import (
@@ -41,7 +41,7 @@ from rlft.model.forward import Forward, choose, scale_down
 from rlft.model.kernels import selection
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.lora_config import folder_config, lora_config, named_inside
-from rlft.model.packing import PackedRows
+from rlft.model.packing import Layout
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
 from rlft.system.seeds import derive
@@ -182,7 +182,7 @@ class Roles:
             return parameters + [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
         return list(parameters)
 
-    def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None, *, top_k: bool = False) -> Outputs:
+    def outputs(self, batch: Batch, entropy: bool, layout: Layout | None = None, *, top_k: bool = False) -> Outputs:
         """The current policy on these rows, with grad (`Forward`); with values if the critic reads its features."""
         critic = self.critic
         if critic is None or critic.role != POLICY:
@@ -191,7 +191,7 @@ class Roles:
         assert outputs.values is not None, "the forward was given a head"
         return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
 
-    def values(self, batch: Batch, layout: PackedRows | None = None) -> Tensor:
+    def values(self, batch: Batch, layout: Layout | None = None) -> Tensor:
         """The critic's values `[B, T]` for these rows in units of reward, with the active adapter."""
         assert self.critic is not None, "plan/roles.py refuses algorithms that need values without a critic"
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
@@ -287,8 +287,8 @@ class Roles:
         engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
         parts: list[Part] = []
         if fields_by_role or (has_teacher and engine is None):  # packed once for the passes of all roles
-            micros = [(rows, self.to_device(select(batch, rows))) for rows in micro_batches]
-            parts = [(rows, micro, self.forward.layout(micro)) for rows, micro in micros]
+            micros = self.forward.placed([select(batch, rows) for rows in micro_batches])
+            parts = [(rows, m.batch, m.layout) for rows, m in zip(micro_batches, micros, strict=True)]
         for role, fields in fields_by_role.items():
             results |= self._without_gradient(batch, parts, role, fields)
         asked = {"top_k": teacher_top_k, "vocabulary": self.backbone.model.config.get_text_config().vocab_size}
@@ -325,17 +325,14 @@ class Roles:
         with torch.no_grad(), self.using(role):
             return self.forward.logprobs(batch, self.token_budget, self.temperature)
 
-    def scalars(self, role: str, batch: Batch) -> Tensor:
+    def scalars(self, role: str, batch: Batch, layout: Layout | None = None) -> Tensor:
         """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
-        return self.forward.values(batch, self.heads[role])
+        return self.forward.values(batch, self.heads[role], layout)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check."""
         with torch.no_grad():
             return score_sequences(self.model, sequences, self.backbone.device)
-
-    def to_device(self, batch: Batch) -> Batch:
-        return to_device(batch, self.backbone.device)
 
     # -- the sampler's slot, for an engine that shares this base -------------------------------------------------------
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlft.batch import select
 from rlft.model.forward import Forward
-from rlft.model.packing import PackedRows, paths_of, prompt_lengths
+from rlft.model.packing import Layout, PackedRows, paths_of, prompt_lengths
 from rlft.types import Batch
 
 
@@ -33,8 +33,8 @@ class TeacherEngine(Protocol):
         ...
 
 
-Part = tuple[Tensor, Batch, PackedRows | None]
-"""A micro-batch: indices of its rows in the batch, these rows, and their packed form."""
+Part = tuple[Tensor, Batch, Layout]
+"""A micro-batch: indices of its rows in the batch, these rows on the model's device, and their layout."""
 
 
 def teacher_logprobs(
@@ -52,15 +52,16 @@ def teacher_logprobs(
     """
     result = _no_logprobs(batch, top_k)
     for rows, micro, layout in parts:
-        read = _as_read(micro)
-        if read is micro and forward.packed == (layout is not None):
+        if micro.teacher_prompts is None and forward.packed == isinstance(layout, PackedRows):
             for name, values in _in_one_pass(forward, micro, layout, top_k, vocabulary).items():
                 result[name][rows] = values.to(result[name])
             continue
-        for part in forward.micro_batches(read, torch.arange(len(read.rewards)), token_budget):
-            asked = select(read, part)
-            for name, values in _in_one_pass(forward, asked, None, top_k, vocabulary).items():
-                _put(result[name], rows[part], select(micro, part).loss_mask, values[asked.loss_mask])
+        read = _as_read(select(batch, rows))
+        parts_read = forward.micro_batches(read, torch.arange(len(read.rewards)), token_budget)
+        for part, asked in zip(parts_read, forward.placed([select(read, part) for part in parts_read]), strict=True):
+            for name, values in _in_one_pass(forward, asked.batch, asked.layout, top_k, vocabulary).items():
+                sampled = values[asked.batch.loss_mask]
+                _put(result[name], rows[part], select(batch, rows[part]).loss_mask, sampled)
     return result
 
 
@@ -117,7 +118,7 @@ def _as_read(batch: Batch) -> Batch:
 
 
 def _in_one_pass(
-    forward: Forward, batch: Batch, layout: PackedRows | None, top_k: int, vocabulary: int
+    forward: Forward, batch: Batch, layout: Layout | None, top_k: int, vocabulary: int
 ) -> dict[str, Tensor]:
     if not top_k:
         return {"teacher_logprobs": forward(batch, 1.0, layout=layout).logprobs}

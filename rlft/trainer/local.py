@@ -34,7 +34,7 @@ from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import (
     Optimizer,
-    PassRecord,
+    PassMetrics,
     UpdateRecord,
     UpdateText,
     backward,
@@ -42,6 +42,7 @@ from rlft.trainer.update import (
     loss_scale,
     minibatches,
     optimizer_step,
+    records_of,
     step_metrics,
     text_passes,
 )
@@ -241,10 +242,10 @@ class LocalTrainer:
             text_division = self._divide(text, torch.arange(len(text.rewards)))
             rows_of_text = text_division.rows
             costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
-        passes: dict[int, list[PassRecord]] = {}
+        passes: dict[int, list[PassMetrics]] = {}
         with self.passes():
             for lane in (lane for lane in self.share.mine if costs[lane] > 0):
-                passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, share, at))
+                passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, at))
                 if text is not None and len(rows_of_text[lane]):
                     self._seed_pass(step, f"text dropout {number} {lane}")
                     passes[lane].append(self._text_pass(algorithm, text, rows_of_text[lane]))
@@ -253,26 +254,25 @@ class LocalTrainer:
         done, total = (steps * config.updates_per_step for steps in (step, config.steps))
         resting = () if learns else (POLICY,)
         numbers = optimizer_step(self.optimizers.values(), done + number, total, resting)
-        return UpdateRecord(passes=passes, costs=costs, optimizers=numbers)
+        return UpdateRecord(passes=records_of(passes, share), costs=costs, optimizers=numbers)
 
     def _passes(
-        self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, share: float, at: tuple[int, int]
-    ) -> Iterator[PassRecord]:
-        """Forward and backward through these rows; share: see `PassRecord`."""
-        (step, number), roles, forward = at, self.roles, self.roles.forward
-        for part in forward.micro_batches(batch, rows, roles.token_budget):
+        self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, at: tuple[int, int]
+    ) -> Iterator[PassMetrics]:
+        """Forward and backward through these rows."""
+        (step, number), roles = at, self.roles
+        parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
+        for part, micro in zip(parts, roles.forward.placed([select(batch, part) for part in parts]), strict=True):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
-            micro = roles.to_device(select(batch, part))
             metrics = backward(roles, algorithm, micro, scale, self.policy_learns(step))
-            real, network = forward.real_tokens(micro), forward.network_tokens(micro)
-            yield PassRecord.of(metrics, share, real=real, network=network)
+            yield PassMetrics(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
 
-    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> PassRecord:
+    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> PassMetrics:
         """Forward and backward through these rows of an update's text; the loss is their part of the whole text's."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.roles.backbone.device)
         for _, loss in text_passes(self.roles, text, self.roles.token_budget, algorithm.text_loss, rows):
-            total += loss.cpu()
-        return PassRecord.of({"loss/text": total, "loss/total": total})
+            total += loss
+        return PassMetrics(metrics={"loss/text": total, "loss/total": total})
 
     def publish(self, version: int) -> Adapter:
         return self.roles.publish(version)
@@ -302,8 +302,9 @@ class LocalTrainer:
             with self.passes():
                 micro = roles.annotate(micro, no_row, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.config.generation.max_tokens, roles)
+        [placed] = roles.forward.placed([micro])
         with torch.random.fork_rng(), roles.training(), self.passes():
-            backward(roles, algorithm, roles.to_device(micro), scale, policy_learns=True)
+            backward(roles, algorithm, placed, scale, policy_learns=True)
         for role in roles.learning_roles:
             for _, parameter in roles.named_parameters(role):
                 parameter.grad = None

@@ -21,7 +21,7 @@ from rlft.config.trainer import TrainerConfig
 from rlft.model.reward_model import last_scores, parts_within, rows_of, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.system.seeds import derive
-from rlft.trainer.update import Optimizer
+from rlft.trainer.update import Optimizer, total_of
 from rlft.types import Group, Scores
 
 SECTION = "reward_model"
@@ -103,16 +103,17 @@ class RewardRefresh:
 
     def _backward(self, pairs: Sequence[Pair]) -> float:
         """Adds the gradient of the mean Bradley-Terry loss over an update's pairs; returns that loss."""
-        total = 0.0
-        for part in parts_within(pairs, self.roles.token_budget, packed=self.roles.forward.packed, ending=1):
-            batch = self.roles.to_device(scoring_batch(rows_of(part)))
-            with self.roles.learning(self.role):
-                scores_2N = last_scores(self.roles, self.role, batch)
+        roles, losses = self.roles, []
+        parts = parts_within(pairs, roles.token_budget, packed=roles.forward.packed, ending=1)
+        micros = roles.forward.placed([scoring_batch(rows_of(part)) for part in parts])
+        for part, micro in zip(parts, micros, strict=True):
+            with roles.learning(self.role):
+                scores_2N = last_scores(roles, self.role, micro.batch, micro.layout)
                 loss = bradley_terry(scores_2N[0::2], scores_2N[1::2], None) * (len(part) / len(pairs))
                 loss.backward()
-            self.roles.check_gradients(self.role)
-            total += loss.item()
-        return total
+            roles.check_gradients(self.role)
+            losses.append(loss.detach())
+        return total_of(losses)
 
     def state(self) -> dict[str, Tensor]:
         """{name: tensor} of all pairs and the optimizer's moments, for checkpoints."""

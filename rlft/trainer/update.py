@@ -7,10 +7,12 @@ of the update, so that nothing about it needs saving.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from rlft.algorithm.objective import WEIGHT, WEIGHT_SQUARED, Objective
 from rlft.batch import select
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.model.critic import CRITIC
+from rlft.model.forward import MicroBatch
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.system.seeds import derive
@@ -58,23 +61,23 @@ def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Roles) -> Lo
 
 # -- passes with gradient ----------------------------------------------------------------------------------------------
 def backward(
-    roles: Roles, algorithm: Objective, micro: Batch, scale: LossScale, policy_learns: bool
+    roles: Roles, algorithm: Objective, micro: MicroBatch, scale: LossScale, policy_learns: bool
 ) -> Mapping[str, Tensor]:
     """Adds a micro-batch's gradients to the critic's and, if it learns, to the policy's; returns the loss's metrics.
 
     A critic with an adapter of its own goes first, forward and backward, so that only one network's activations are
     alive at a time; the policy's loss then sees its values as constants.
     """
-    values, layout = None, roles.forward.layout(micro)
+    values, batch, layout = None, micro.batch, micro.layout
     if algorithm.needs_values and roles.critic_adapter is not None:
         with roles.learning(roles.critic_adapter):
-            values = roles.values(micro, layout)
-            algorithm.value_loss(values, micro, scale).backward()
+            values = roles.values(batch, layout)
+            algorithm.value_loss(values, batch, scale).backward()
         roles.check_gradients(roles.critic_adapter)
     with torch.set_grad_enabled(policy_learns or values is None):
-        outputs = roles.outputs(micro, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
+        outputs = roles.outputs(batch, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
         outputs = outputs if values is None else replace(outputs, values=values.detach())
-        loss = algorithm.loss(outputs, micro, scale)
+        loss = algorithm.loss(outputs, batch, scale)
     if loss.total.requires_grad:
         loss.total.backward()
         roles.check_gradients()
@@ -89,7 +92,7 @@ def text_passes(
     token_budget: int,
     loss_of: Callable[[Tensor, Tensor, int], Tensor],
     rows: Tensor | None = None,
-) -> Iterator[tuple[Batch, Tensor]]:
+) -> Iterator[tuple[MicroBatch, Tensor]]:
     """Adds the gradient of texts, one micro-batch after the other; yields each with its part `[]` of the loss.
 
     Args:
@@ -100,15 +103,49 @@ def text_passes(
         rows: int64 `[N]`, the rows to forward; None for all.
     """
     rows, num_tokens = torch.arange(len(text.rewards)) if rows is None else rows, int(text.loss_mask.sum())
-    for part in learner.forward.micro_batches(text, rows, token_budget):
-        micro = learner.to_device(select(text, part))
-        loss = loss_of(learner.forward(micro, 1.0).logprobs, micro.loss_mask, num_tokens)
+    forward = learner.forward
+    for micro in forward.placed([select(text, part) for part in forward.micro_batches(text, rows, token_budget)]):
+        logprobs = forward(micro.batch, 1.0, layout=micro.layout).logprobs
+        loss = loss_of(logprobs, micro.batch.loss_mask, num_tokens)
         loss.backward()
         learner.check_gradients()
         yield micro, loss.detach()
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
+def numbers_of(metrics: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """The numbers `[]` of several passes, which are read together: each reading waits until a GPU has computed all."""
+    tensors = [tensor for of_pass in metrics for tensor in of_pass.values()]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [{name: next(numbers) for name in of_pass} for of_pass in metrics]
+
+
+def total_of(losses: Sequence[Tensor]) -> float:
+    """The sum of numbers `[]`, which are read together."""
+    [numbers] = numbers_of([{str(i): loss for i, loss in enumerate(losses)}])
+    return added_up(numbers.values())
+
+
+def added_up(numbers: Iterable[float]) -> float:
+    """The numbers added one after the other; sum() of Python 3.12 compensates for rounding, and gives other bits."""
+    return functools.reduce(operator.add, numbers, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassMetrics:
+    """What a forward and backward pass leaves on the device.
+
+    Attributes:
+        metrics: metrics `[]` of its loss.
+        real: as in `PassRecord`.
+        network: as in `PassRecord`.
+    """
+
+    metrics: Mapping[str, Tensor]
+    real: int = 0
+    network: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
     """What a forward and backward pass leaves.
@@ -126,10 +163,14 @@ class PassRecord:
     real: int
     network: int
 
-    @classmethod
-    def of(cls, metrics: Mapping[str, Tensor], share: float = 1.0, *, real: int = 0, network: int = 0) -> Self:
-        numbers = {name: float(value) for name, value in metrics.items()}
-        return cls(metrics=numbers, share=share, real=real, network=network)
+
+def records_of(passes: Mapping[int, Sequence[PassMetrics]], share: float) -> dict[int, list[PassRecord]]:
+    """{lane: the records of its passes}; share: as in `PassRecord`."""
+    numbers = iter(numbers_of([done.metrics for lane in passes.values() for done in lane]))
+    return {
+        lane: [PassRecord(metrics=next(numbers), share=share, real=d.real, network=d.network) for d in of_lane]
+        for lane, of_lane in passes.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

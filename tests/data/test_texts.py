@@ -255,7 +255,8 @@ class Known:
         self.temperatures: list[float] = []
         self.sizes: list[int] = []
 
-    def __call__(self, batch: Batch, temperature: float) -> Outputs:
+    def __call__(self, batch: Batch, temperature: float, layout: str) -> Outputs:
+        assert layout == "its layout"
         assert not torch.is_grad_enabled()
         self.temperatures.append(temperature)
         self.sizes.append(len(batch.rewards))
@@ -264,9 +265,15 @@ class Known:
     def micro_batches(self, batch: Batch, chosen: Tensor, token_budget: int) -> list[Tensor]:
         return micro_batches(batch, chosen, token_budget)
 
+    def placed(self, batches: list[Batch]) -> list[Any]:
+        return [SimpleNamespace(batch=self.on_device(batch), layout="its layout") for batch in batches]
+
+    def on_device(self, batch: Batch) -> Batch:
+        return batch
+
 
 def known_roles() -> Any:
-    return SimpleNamespace(forward=Known(), to_device=lambda batch: batch)
+    return SimpleNamespace(forward=Known())
 
 
 @pytest.mark.parametrize(("token_budget", "sizes"), [(100, [3]), (6, [2, 1]), (1, [1, 1, 1])])
@@ -284,7 +291,7 @@ def test_the_loss_is_the_mean_over_tokens_however_the_texts_are_split(
 
 def test_each_micro_batch_goes_to_the_device(make_batch: Callable[..., Batch]) -> None:
     roles = known_roles()
-    roles.to_device = lambda batch: replace(batch, token_ids=batch.token_ids * 2)
+    roles.forward.on_device = lambda batch: replace(batch, token_ids=batch.token_ids * 2)
     batch = make_batch([(0, [9], [1, 2]), (1, [9], [3])])
     assert text_loss(roles, batch, 3) == pytest.approx(0.4, rel=1e-7)  # 2 * (0.1 + 0.2 + 0.3) / 3
 
@@ -299,7 +306,7 @@ def test_the_loss_is_that_of_each_text_by_itself(backbone: Backbone, some_texts:
     """Each text alone in the model's own forward, without packing, padding or masks, is the reference."""
     tokenizer, model = backbone.tokenizer, backbone.model
     found = scan_texts(some_texts, tokenizer, **LIMITS | {"max_tokens": 20, "sequences_per_update": 3})
-    roles: Any = SimpleNamespace(forward=choose(model), to_device=lambda batch: batch)
+    roles: Any = SimpleNamespace(forward=choose(model))
     assert roles.forward.packed
     total = tokens = 0.0
     for text in found.train_texts:
@@ -337,7 +344,7 @@ def test_a_uniform_model_loses_the_logarithm_of_its_vocabulary(backbone: Backbon
     before = norm.data.clone()
     keys = LIMITS | {"max_tokens": 20, "held_out": 3}
     batch = scan_texts(some_texts, backbone.tokenizer, **keys).held_out()
-    roles: Any = SimpleNamespace(forward=choose(model), to_device=lambda batch: batch)
+    roles: Any = SimpleNamespace(forward=choose(model))
     try:
         norm.data.zero_()
         loss = text_loss(roles, batch, 1000)
@@ -350,7 +357,7 @@ def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(
     """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats per token."""
     texts = load_texts("embedded:arithmetic-text", "text", "given")
     found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"held_out": 128})
-    roles: Any = SimpleNamespace(forward=choose(backbone.model), to_device=lambda batch: batch)
+    roles: Any = SimpleNamespace(forward=choose(backbone.model))
     assert (found.num_dropped, found.num_cut) == (0, 0)
     assert text_loss(roles, found.held_out(), 4096) == pytest.approx(0.174, abs=0.0005)
 

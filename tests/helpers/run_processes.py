@@ -89,14 +89,15 @@ class Nursery:
 
     hash_seed: of Python's hashes, so that two nurseries order their sets differently.
     threads: of a run; 0: as many as torch takes.
+    host: the script, with its first arguments, that imports launcher.py; usually launcher.py itself.
     """
 
-    def __init__(self, hash_seed: int, threads: int = 1) -> None:
+    def __init__(self, hash_seed: int, threads: int = 1, host: Sequence[str] = (str(LAUNCHER),)) -> None:
         variables = environment({"PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": str(threads)})
         if not threads:
             del variables["OMP_NUM_THREADS"]
         self.process = subprocess.Popen(
-            [sys.executable, str(LAUNCHER), "nursery"],
+            [sys.executable, *host, "nursery"],
             env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     flash_stand_in.CALLS.clear()
     monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
-    monkeypatch.setattr(forward, "pack", partial(pack, prompts_first=True))
+    monkeypatch.setattr(forward, "pack", lambda batch, **_: pack(batch, prompts_first=True))
     calls: Counter[str] = Counter()
 
     def counted(name: str, branch: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
-from rlft.model.packing import num_packed_tokens
+from rlft.model.packing import Layout, num_packed_tokens
 from rlft.model.reward_model import (
     AdapterReward,
     ClassifierReward,
@@ -365,8 +365,8 @@ def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(
     """The sum of the log-probs of a row, by the policy and by the bare base, which is not the policy."""
     roles = make_roles(noise=0.05, backbone=make_double())
 
-    def total(batch: Batch) -> Tensor:
-        return roles.forward(batch, 1.0).logprobs.sum(1)
+    def total(batch: Batch, layout: Layout) -> Tensor:
+        return roles.forward(batch, 1.0, layout=layout).logprobs.sum(1)
 
     found = {role: numbers_of_rows(roles, role, batch_of_rows(ROWS), 10**6, total) for role in (POLICY, None)}
     assert found[POLICY].dtype == torch.float64

@@ -918,7 +918,7 @@ def test_a_broken_safetensors_file_is_never_unpickled(tmp_path, make_roles):
 
 def test_every_role_passes_over_the_same_packed_rows(make_roles, batch, nobody, monkeypatch):
     packed, plain = [], forward.pack
-    monkeypatch.setattr(forward, "pack", lambda micro: packed.append(len(micro.rewards)) or plain(micro))
+    monkeypatch.setattr(forward, "pack", lambda micro, **how: packed.append(len(micro.rewards)) or plain(micro, **how))
     roles = make_roles(noise=0.05, kind=CriticKind.adapter, old=Old.recompute, reference="base", token_budget=7)
     packed.clear()
     roles.annotate(batch, nobody, needs_old=True)

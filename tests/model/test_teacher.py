@@ -96,7 +96,7 @@ def test_the_base_is_a_teacher_without_an_adapter(make_roles, batch, nobody):
 
 def test_rows_are_packed_once_for_the_teacher_and_the_reference(adapter, make_roles, batch, nobody, monkeypatch):
     packed, roles = [], make_roles(teacher=adapter, reference="base")
-    monkeypatch.setattr(forward, "pack", lambda rows: packed.append(rows) or forward_pack(rows))
+    monkeypatch.setattr(forward, "pack", lambda rows, **how: packed.append(rows) or forward_pack(rows, **how))
     roles.annotate(batch, nobody, needs_old=True, teacher_top_k=3)
     assert len(packed) == 1
 
@@ -338,7 +338,7 @@ def test_an_engine_is_not_asked_of_rows_with_zero_gradient_and_of_none_if_all_ar
 
 def test_nothing_is_packed_for_an_engine_alone(by_engine, batch, nobody, monkeypatch):
     packed, (roles, _) = [], by_engine()
-    monkeypatch.setattr(forward, "pack", lambda rows: packed.append(rows) or forward_pack(rows))
+    monkeypatch.setattr(forward, "pack", lambda rows, **how: packed.append(rows) or forward_pack(rows, **how))
     roles.annotate(batch, nobody, needs_old=False)
     assert packed == []
 

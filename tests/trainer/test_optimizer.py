@@ -219,8 +219,8 @@ def test_no_rate_is_negative(kind):
 # -- the metrics of a step ---------------------------------------------------------------------------------------------
 def done(share=1.0, *, real=0, network=0, **values):
     """A pass with these metrics, of which `__` stands for a slash."""
-    metrics = {name.replace("__", "/"): torch.tensor(value) for name, value in values.items()}
-    return PassRecord.of(metrics, share, real=real, network=network)
+    metrics = {name.replace("__", "/"): torch.tensor(value).item() for name, value in values.items()}
+    return PassRecord(metrics=metrics, share=share, real=real, network=network)
 
 
 def update(*passes, **optimizers):

@@ -464,7 +464,7 @@ def test_a_micro_batchs_gradients_add_to_those_before(session, make_roles, batch
     scale = loss_scale(batch, 9, roles)
     once = []
     for _ in range(2):
-        backward(roles, algorithm, batch, scale, policy_learns=True)
+        backward(roles, algorithm, *roles.forward.placed([batch]), scale, policy_learns=True)
         once.append({r: {n: p.grad.clone() for n, p in roles.named_parameters(r)} for r in (POLICY, CRITIC)})
     for role in (POLICY, CRITIC):
         assert all(torch.equal(g, 2 * once[0][role][name]) for name, g in once[1][role].items())
@@ -792,7 +792,8 @@ def test_what_stands_at_an_answers_tokens_reaches_no_gradient(packed, make_roles
     def gradients(batch):
         for _, parameter in roles.named_parameters(POLICY):
             parameter.grad = None
-        metrics = backward(roles, algorithm, batch, loss_scale(batch, 9, roles), policy_learns=True)
+        micro, scale = roles.forward.placed([batch])[0], loss_scale(batch, 9, roles)
+        metrics = backward(roles, algorithm, micro, scale, policy_learns=True)
         return metrics, [parameter.grad.clone() for _, parameter in roles.named_parameters(POLICY)]
 
     expected, found = gradients(replace(clean, **values)), gradients(replace(clean, **junk))

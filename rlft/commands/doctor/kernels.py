@@ -216,9 +216,9 @@ def one_pass(roles: Roles, batch: Batch) -> Tensor:
         parameter.grad = None
     logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
     total = int(batch.loss_mask.sum())
-    for part in roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), TOKENS):
-        micro = roles.to_device(select(batch, part))
-        logprobs = roles.outputs(micro, entropy=False).logprobs
+    parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), TOKENS)
+    for part, micro in zip(parts, roles.forward.placed([select(batch, part) for part in parts]), strict=True):
+        logprobs = roles.outputs(micro.batch, entropy=False, layout=micro.layout).logprobs
         (logprobs.sum() / total).backward()
         logprobs_BT[part] = logprobs.detach().float().cpu()
     return logprobs_BT[batch.loss_mask]

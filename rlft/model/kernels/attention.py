@@ -63,9 +63,17 @@ def packed_attention(
 # -- without a mask ----------------------------------------------------------------------------------------------------
 def spans_of(packed: PackedRows, x: Tensor, head_size: int) -> Spans | None:
     """Which tokens of this row see which; None if no kernel takes heads of this size and of the dtype of x."""
-    if packed.lengths is not None and flash_attention.takes(x.dtype, head_size, x.device):
+    if flash_attention.takes(x.dtype, head_size, x.device) and packed.lengths is not None:
         return packed.lengths
     return packed.blocks if x.device.type == "cpu" else None
+
+
+def prepare(packed: PackedRows, model: PreTrainedModel) -> None:
+    """Makes what attention on the model's device reads of a packed row, so that it goes there together with the row."""
+    if model.device.type == "cpu":
+        return
+    takes = flash_attention.takes(model.dtype, flash_attention.head_size(model), model.device)
+    _ = packed.lengths if takes and packed.lengths is not None else packed.padded
 
 
 def attend(

@@ -1,0 +1,77 @@
+"""`rlft` in a process with the pretended card: `card_host.py <library> <a file> <launcher.py's arguments>`.
+
+The file gets a line of JSON from each run at its end: its arguments, and what it did on the card. Besides the commands
+of rlft there are `checks` and `updates` (card_checks.py, card_updates.py), which write what they found to a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+NOT_OF_THE_CARD = ("versions", "hub", "sandbox")
+HERE = Path(__file__).resolve().parent
+HELPERS = HERE.parent / "helpers"
+
+
+def main() -> None:
+    library, report, *arguments = sys.argv[1:]
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    sys.path[:0] = [str(HERE), str(HELPERS)]
+    import torch
+
+    torch.set_num_threads(1)
+    import card_checks
+    import card_updates
+    import composed_once
+    import pretended_card
+
+    from rlft import cli
+    from rlft.commands.doctor import command as doctor
+    from rlft.commands.doctor import trial
+
+    pretended_card.install()
+    composed_once.install()
+    of_rlft = cli.main
+    others = {"checks": card_checks.main, "updates": card_updates.main}
+
+    def reported() -> None:
+        try:
+            if sys.argv[1] in others:
+                Path(sys.argv[2]).write_text(json.dumps(others[sys.argv[1]](*sys.argv[3:])))
+            else:
+                of_rlft()
+        finally:
+            counts = pretended_card.COUNTS
+            done = {"arguments": sys.argv[1:], "launches": counts.launches, "waits": counts.waits, "peak": counts.peak}
+            line = json.dumps({**done, "uploads": counts.uploads}) + "\n"
+            with Path(report).open("a") as stream:
+                stream.write(line)
+
+    doctor.run_checks = checked_here
+    trial.SCALES = {"cuda": replace(trial.SCALES["cpu"], side=64, product_s=0.01)}
+    cli.main = reported
+    sys.argv = [str(HELPERS / "launcher.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def checked_here(checks: Any, subject: Any, tell: Any) -> Iterator[Any]:
+    """The doctor's rows from this process, for those that it asks elsewhere know of no card."""
+    from rlft.commands.doctor.supervise import function_of, row_of
+
+    opened = function_of(subject.opens)(subject.settings, subject.folder, ())
+    for check in (check for check in checks if check.name not in NOT_OF_THE_CARD):
+        try:
+            yield from function_of(check.function)(opened)
+        except Exception as error:
+            yield row_of(check, error)
+
+
+if __name__ == "__main__":
+    main()

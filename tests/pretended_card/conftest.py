@@ -1,0 +1,47 @@
+"""`rlft` on the pretended card: processes of one thread, each of which tells at its end what it did on the card."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import card_library
+import pytest
+from run_processes import Ended, Nursery
+
+HERE = Path(__file__).parent
+
+
+class OnCard:
+    """Runs commands on the card, one after the other, in processes that have imported all that they need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.report = folder / "report.jsonl"
+        self.report.touch()
+        self._nursery = Nursery(1, host=(str(HERE / "card_host.py"), str(card_library.library()), str(self.report)))
+
+    def run(self, *arguments: str, cwd: Path, events: Sequence[Any] = (), ends: int | None = 0) -> Ended:
+        done = self._nursery.run(*arguments, cwd=cwd, events=events)
+        assert ends is None or done.code == ends, f"{' '.join(arguments)}: {done.err}"
+        return done
+
+    def counts(self) -> dict[str, Any]:
+        """What the last command did on the card."""
+        return json.loads(self.report.read_text().splitlines()[-1])
+
+    def close(self) -> None:
+        self._nursery.close()
+
+
+@pytest.fixture(scope="session")
+def on_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnCard]:
+    """The card; where it cannot be built the test is skipped with the reason, except in CI."""
+    if (reason := card_library.obstacle()) is not None:
+        assert not os.environ.get("CI"), reason
+        pytest.skip(reason)
+    card = OnCard(tmp_path_factory.mktemp("card"))
+    yield card
+    card.close()

@@ -1,0 +1,445 @@
+"""A CUDA card that is not there: tensors say cuda:0, hold their numbers on the CPU, and behave as on a card.
+
+It shows without a GPU what a run does on one: operands on two devices are an error, and waits of the host, uploads,
+launches and bytes alive are counted, by line of rlft. Numbers are the CPU's, so nothing here says that a kernel is
+right or fast on a real card. `install` changes torch for the whole process: it is for a process of its own, which has
+loaded `card_library.library()` before torch.
+
+What it leans on, as in torch 2.11 to 2.13: a wrapper subclass may say another device than that of its numbers
+(`Tensor._make_wrapper_subclass`); a mode sees the operators that make tensors from nothing (`TorchDispatchMode`);
+operators that draw are tagged `nondeterministic_seeded`; `_set_only_lift_cpu_tensors` has `torch.tensor(..,
+device="cuda")` made here and then moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+import rlft
+
+CARD, HOST = torch.device("cuda:0"), torch.device("cpu")
+PACKAGE = f"{Path(rlft.__file__).parent}/"
+
+PRODUCTS = frozenset(
+    ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_flash_attention_forward", "_flash_attention_backward")
+)
+"""Operators that torch.compile leaves to a library, each with a launch of its own."""
+
+WITHOUT_LAUNCH = frozenset((
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like",
+    "empty_strided", "expand", "is_same_size", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute",
+    "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold",
+    "unsqueeze", "view",
+))  # fmt: skip
+
+WAITS = frozenset((
+    "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero", "unique",
+    "unique_consecutive", "unique_dim",
+))  # fmt: skip
+"""Operators whose result's shape, or number, the host reads from the card before it goes on (ATen/native/cuda)."""
+
+BLOCK = 512
+"""The caching allocator rounds sizes up to so many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+
+@dataclass
+class Counts:
+    """Counts of what happened by operator and line, and bytes; `by_line`: of launches and bytes as well, slowly."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
+    bytes_by_line: Counter[str] = field(default_factory=Counter)
+    live: int = 0
+    peak: int = 0
+    by_line: bool = False
+    products: bool = False  # whether operators of the host count, as those of a compiled function
+
+    def launch(self, name: str) -> None:
+        self.launches[f"{name} @ {line()}" if self.by_line else name] += 1
+
+    def wait(self, name: str) -> None:
+        self.waits[f"{name} @ {line()}"] += 1
+
+    def upload(self, name: str) -> None:
+        self.uploads[f"{name} @ {line()}"] += 1
+
+    def clear(self) -> None:
+        self.launches, self.waits, self.uploads = Counter(), Counter(), Counter()
+
+
+COUNTS = Counts()
+
+
+def line() -> str:
+    """The innermost line of rlft that is being executed."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE):
+            return f"{name[len(PACKAGE) :]}:{frame.f_lineno}"
+        frame = cast(Any, frame.f_back)
+    return "outside of rlft"
+
+
+# -- tensors on the card -----------------------------------------------------------------------------------------------
+class CardTensor(Tensor):
+    """Says cuda:0; its numbers are in `inner`."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> CardTensor:
+        _count_bytes(inner)
+        sizes = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        made = Tensor._make_wrapper_subclass(cls, inner.size(), **sizes, dtype=inner.dtype, device=CARD)
+        made.inner = inner
+        return made
+
+    def __init__(self, inner: Tensor) -> None: ...
+
+    def __repr__(self, **_: Any) -> str:
+        return f"CardTensor({self.inner!r})"
+
+    # `nn.Module.to` swaps a parameter for one of another type only if that has these two methods (`Module._apply`).
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> CardTensor:
+        return CardTensor(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy: Tensor = CardTensor(self.inner.clone())
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def untyped_storage(self) -> torch.UntypedStorage:  # a wrapper's own has no memory
+        return self.inner.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:  # torch reads memory here without an operator
+        COUNTS.wait("tolist")
+        return self.inner.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first.")
+
+
+_alive: set[int] = set()
+
+
+def _count_bytes(inner: Tensor) -> None:
+    storage = inner.untyped_storage()
+    key = storage._cdata
+    if key in _alive:
+        return
+    size, place = -(-storage.nbytes() // BLOCK) * BLOCK, line() if COUNTS.by_line else ""
+    _alive.add(key)
+    COUNTS.live += size
+    COUNTS.bytes_by_line[place] += size
+    COUNTS.peak = max(COUNTS.peak, COUNTS.live)
+
+    def freed() -> None:
+        COUNTS.live -= size
+        COUNTS.bytes_by_line[place] -= size
+        _alive.discard(key)
+
+    weakref.finalize(storage, freed)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+class Mode(TorchDispatchMode):
+    """Sees every operator, so that also what makes a tensor from nothing can make it on the card."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps each call, and imports its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What is known of an operator from its schema."""
+
+    name: str
+    draws: bool
+    aliases: bool
+
+
+@functools.cache
+def _operator(func: Any) -> Operator:
+    schema = func._schema
+    return Operator(
+        name=schema.name.split("::")[1],
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        aliases=any(returned.alias_info for returned in schema.returns),
+    )
+
+
+def _inner(x: Any, card: list[CardTensor], host: list[Tensor]) -> Any:
+    """x with the numbers of its tensors on the card; these, and tensors of the host that are no scalars, are listed."""
+    kind = type(x)
+    if kind is CardTensor:
+        card.append(x)
+        return x.inner
+    if kind is list or kind is tuple:
+        return x if x and type(x[0]) is int else kind(_inner(part, card, host) for part in x)
+    if isinstance(x, Tensor) and x.dim() > 0:
+        host.append(x)
+    return x
+
+
+def _on_card(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(_on_card, x))
+    return CardTensor(x) if isinstance(x, Tensor) and type(x) is not CardTensor else x
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    card: list[CardTensor] = []
+    host: list[Tensor] = []
+    plain, named = tuple(_inner(x, card, host) for x in args), {k: _inner(x, card, host) for k, x in kwargs.items()}
+    device = kwargs.get("device")
+    to_card = device is not None and torch.device(device).type == "cuda"
+    if not card and not to_card:
+        if COUNTS.products and (name := _operator(func).name) in PRODUCTS:
+            COUNTS.launch(name)
+        return func(*args, **kwargs)
+    operator = _operator(func)
+    if operator.name in ("_to_copy", "copy_"):
+        return _copied(func, operator.name, args, plain, named, to_card)
+    if device is not None:
+        named["device"] = HOST
+        if to_card:
+            named.pop("pin_memory", None)
+    elif host:
+        _meet(func, operator.name, host)
+    if operator.name in WAITS or _reads_a_mask(operator.name, plain):
+        COUNTS.wait(operator.name)
+    out = _drawn(func, plain, named) if operator.draws else func(*plain, **named)
+    if device is not None and not to_card:
+        return out
+    if operator.name not in WITHOUT_LAUNCH:
+        COUNTS.launch(operator.name)
+    out = _on_card(out)
+    return return_and_correct_aliasing(func, args, kwargs, out) if operator.aliases and card else out
+
+
+def _meet(func: Any, name: str, host: list[Tensor]) -> None:
+    """Operands of the host are an error, but for indices, which torch moves (ATen/native/TensorAdvancedIndexing)."""
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+        shapes = [tuple(x.shape) for x in host]
+        found = f"cuda:0 and cpu, of the shapes {shapes}, in {func} at {line()}"
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {found}")
+    COUNTS.upload("indices")
+
+
+def _reads_a_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether indexing first counts a mask's True. A single number is put without that, as by masked_fill, and so is
+    nothing read of a mask of the host."""
+    if name == "repeat_interleave":
+        return len(args) < 2 or isinstance(args[-1], Tensor)  # no output_size
+    if not name.lstrip("_").startswith(("index.", "index_put", "unsafe_index")) and name != "index":
+        return False
+    masks = [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    return bool(masks) and not ("put" in name and len(args[1]) == 1 and args[2].numel() == 1)
+
+
+def _copied(
+    func: Any, name: str, args: Any, plain: tuple[Any, ...], named: dict[str, Any], device_is_card: bool
+) -> Any:
+    """A copy on one device, or from one to the other; one to the host is waited for."""
+    if name == "copy_":
+        target, source = (type(x) is CardTensor for x in args[:2])
+        result = func(*plain, **named)
+    else:
+        source = type(args[0]) is CardTensor
+        target = device_is_card if named.get("device") is not None else source
+        named = {key: value for key, value in named.items() if key != "device" and not (target and key == "pin_memory")}
+        result = func(*plain, **named)
+    if source and not target:
+        COUNTS.wait("copy to host")
+    elif target and not source:
+        COUNTS.upload("copy to card")
+    else:
+        COUNTS.launch(name)
+    if name == "copy_":
+        return args[0]
+    return CardTensor(result) if target else result
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator's result, drawn by the card's generator or the one that it is given, and not by the host's."""
+    own = kwargs.get("generator") or torch.cuda.default_generators[0]
+    if own.device.type != "cuda":
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{own.device.type}' at {line()}")
+    of_host = torch.get_rng_state()
+    torch.set_rng_state(own.get_state())
+    try:
+        return func(*args, **(kwargs | ({"generator": None} if "generator" in kwargs else {})))
+    finally:
+        own.set_state(torch.get_rng_state())
+        torch.set_rng_state(of_host)
+
+
+# -- what is compiled --------------------------------------------------------------------------------------------------
+HALF = (torch.bfloat16, torch.float16)
+
+
+def compiled(function: Any = None, **_: Any) -> Any:
+    """In place of torch.compile: a launch for each product and one for all else, and no rounding between the steps.
+
+    Inductor computes what it fuses in float32 and rounds what it writes (`emulate_precision_casts` of its config is
+    False). What the function overwrites is copied, since it runs twice: once for the dtypes of its results.
+    """
+    if function is None:
+        return compiled
+
+    @functools.wraps(function)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        tree = (args, kwargs)
+        given = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+        inner = {id(x): x.inner if isinstance(x, CardTensor) else x for x in given}
+        COUNTS.launch(f"compiled {function.__name__}")
+        COUNTS.products = True
+        if not any(x.dtype in HALF for x in given):
+            out = _called(function, tree, inner)
+            COUNTS.products = False
+            return _on_card(out)
+        rounded = _called(function, tree, {key: x.clone() for key, x in inner.items()})
+        COUNTS.products = False
+        wide = {key: x.float() if x.dtype in HALF else x.clone() for key, x in inner.items()}
+        versions = {key: x._version for key, x in wide.items()}
+        exact = _called(function, tree, wide)
+        for key, version in versions.items():
+            if wide[key]._version != version:
+                inner[key].copy_(wide[key])
+        return tree_map(lambda r, e: CardTensor(e.to(r.dtype)) if isinstance(r, Tensor) else r, rounded, exact)
+
+    return fused
+
+
+def _called(function: Callable[..., Any], tree: Any, tensors: dict[int, Tensor]) -> Any:
+    args, kwargs = tree_map_only(Tensor, lambda x: tensors[id(x)], tree)
+    return function(*args, **kwargs)
+
+
+# -- torch.cuda --------------------------------------------------------------------------------------------------------
+class Queue:
+    """A stream or an event: whatever was asked of the card is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        COUNTS.wait("synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def nothing(self, *_: Any) -> None: ...
+
+    record = wait = wait_stream = wait_event = nothing
+
+
+@dataclass
+class Properties:
+    total_memory: int
+    major: int
+    minor: int
+    name: str = "Pretended card"
+    multi_processor_count: int = 132
+
+
+def install(total_memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> None:
+    """Puts one card into this process, for good. Flash attention is computed by `flash_stand_in`."""
+    import flash_stand_in
+
+    generator, first = torch.Generator(device="cuda"), Queue()
+    properties = Properties(total_memory, *capability)
+
+    def get_state(*_: Any) -> Tensor:
+        return generator.get_state()
+
+    def set_state(state: Tensor, *_: Any) -> None:
+        generator.set_state(state)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "get_rng_state": get_state,
+        "set_rng_state": set_state,
+        "get_rng_state_all": lambda: [get_state()],
+        "set_rng_state_all": lambda states: set_state(*states),
+        "mem_get_info": lambda *_: (total_memory - COUNTS.live, total_memory),
+        "reset_peak_memory_stats": lambda *_: setattr(COUNTS, "peak", COUNTS.live),
+        "synchronize": lambda *_: COUNTS.wait("synchronize"),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), generator.manual_seed),
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: COUNTS.live),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: COUNTS.peak),
+        **dict.fromkeys(("stream", "current_stream", "default_stream"), lambda *_: first),
+        **dict.fromkeys(("empty_cache", "set_device", "_lazy_init"), lambda *_: None),
+    }
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_capability": capability,
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
+        "get_arch_list": ["sm_{}{}".format(*capability)],
+    }
+    for name, answer in answers.items():
+        functions[name] = lambda *_, answer=answer, **__: answer
+    for name, function in functions.items():
+        assert hasattr(torch.cuda, name), name
+        setattr(torch.cuda, name, functools.partial(function))  # torch's compiler wants one name for an object
+    for name in ("Stream", "Event"):  # they are classes, which stand in annotations
+        setattr(torch.cuda, name, type(name, (Queue,), {}))
+    torch.cuda.default_generators = (generator,)
+    torch.version.cuda = "13.0"
+    cast(Any, torch).compile = compiled
+    torch._C._set_only_lift_cpu_tensors(True)
+    kept.append(flash_stand_in.install())
+    mode = Mode()
+    mode.__enter__()
+    kept.append(mode)
+
+
+kept: list[Any] = []
+"""What must live as long as the process."""

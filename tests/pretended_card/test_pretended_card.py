@@ -1,0 +1,13 @@
+"""The pretended card itself: what it shares with a real one (card_checks.py), in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def test_the_card_does_what_a_card_does(on_card, tmp_path: Path) -> None:
+    on_card.run("checks", "found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 12
+    assert not any(found.values()), "\n".join(filter(None, found.values()))

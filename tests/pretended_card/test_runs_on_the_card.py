@@ -1,0 +1,152 @@
+"""Whole runs of the commands on the pretended card, with the numbers that they have on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from in_one_test import each
+from run_folders import KILLED, checkpoints, metrics
+
+from rlft.config import catalog
+
+SMALL = "lora.rank=4 lora.dropout=0 model.dtype=float32 logger=[jsonl] eval.every=0 trainer.eps=1e-2"
+OF_SUMS = "data.size=16 data.held_out_size=4"
+DATA = f"{OF_SUMS} scoring.workers=0"
+TRAIN = f"{SMALL} {DATA} generation=pinned prompts_per_step=2 group_size=4"
+RUNS = {
+    "dynamic sampling": f"train +recipe=dapo_arithmetic {TRAIN} steps=1",
+    "a learned reward": f"train +recipe=iterative_grpo_arithmetic {TRAIN} reward=[exact_match,format,learned] steps=1 "
+    "reward_model.refresh_every=1 snapshot.refresh_every=1",
+    "tools": f"train +recipe=grpo_calculator {TRAIN} steps=1",
+    "sft": f"sft +recipe=sft_arithmetic {SMALL} steps=1 examples_per_step=4",
+    "rm": f"rm +recipe=rm_arithmetic {SMALL} steps=1 rankings_per_step=4 margin=0.1",
+    "dpo": f"dpo +recipe=dpo_arithmetic {SMALL} steps=1 rankings_per_step=4",
+}
+ANSWERS = """\
+defaults: [scripted]
+scripted:
+  answers:
+    "*":
+    - <think></think><answer>{answer}</answer>
+    - <think>6+6=12</think><answer>12</answer>
+    - [CALL, "<answer>{answer}</answer>"]
+    - [CALL, "<answer>4</answer>"]
+"""
+CALL = '<call tool="calculate"><expression>2+3</expression></call>'
+ROUNDINGS = 2**9 * 2.0**-23
+"""As in test_updates_on_the_card.py."""
+
+SAMPLED = (
+    "train +recipe=grpo_arithmetic model.device=cuda generation=transformers generation.max_tokens=6 prompts_per_step=2"
+    f" group_size=3 steps=2 checkpoint.every=1 model.dtype=bfloat16 lora.dropout=0.1 {DATA} lora.rank=4 logger=[jsonl]"
+    " eval.every=0 hydra.run.dir=run"
+)
+
+
+@each("name", RUNS)
+def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, tmp_path: Path, name: str) -> None:
+    write_answers(tmp_path)
+    found = {}
+    for device in ("cpu", "cuda"):
+        folder = f"{name.replace(' ', '_')}_{device}"
+        places = ("--config-dir", "configs", f"hydra.run.dir={folder}", f"model.device={device}")
+        on_card.run(*RUNS[name].split(), *places, cwd=tmp_path)
+        [found[device]] = metrics(tmp_path / folder)
+    host, card = found["cpu"], found["cuda"]
+    assert host.keys() == card.keys()
+    far = {key: (host[key], card[key]) for key in host if not near(host[key], card[key])}
+    assert not far
+    assert sum(on_card.counts()["launches"].values()) > 1000
+
+
+def write_answers(folder: Path) -> None:
+    (folder / "configs" / "generation").mkdir(parents=True, exist_ok=True)
+    (folder / "configs" / "generation" / "pinned.yaml").write_text(ANSWERS.replace("CALL", json.dumps(CALL)))
+
+
+def near(one: float, other: float) -> bool:
+    return abs(one - other) <= ROUNDINGS * max(1.0, abs(one))
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, tmp_path: Path) -> None:
+    """With dropout and flash attention, in bfloat16, and sampled by the transformers engine."""
+    for folder in ("whole", "killed"):
+        (tmp_path / folder).mkdir()
+    on_card.run(*SAMPLED.split(), cwd=tmp_path / "whole")
+    kill = {"at": "rlft.generation.transformers:TransformersGenerator.sample", "call": 3, "do": "kill", "when": "after"}
+    on_card.run(*SAMPLED.split(), cwd=tmp_path / "killed", events=[kill], ends=KILLED)
+    assert [line["step"] for line in metrics(tmp_path / "killed" / "run")] == [1]
+    on_card.run("resume", "run", cwd=tmp_path / "killed")
+    whole, killed = (tmp_path / folder / "run" for folder in ("whole", "killed"))
+    assert metrics(whole) == metrics(killed)
+    assert weights(whole) == weights(killed)
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """The tensors of the last checkpoint."""
+    last = checkpoints(run)[-1]
+    return {str(file.relative_to(last)): file.read_bytes() for file in sorted(last.rglob("*.safetensors"))}
+
+
+DOCTOR = (
+    "doctor --json model.device=cuda generation=transformers model.path=embedded:tiny-arithmetic prompts_per_step=2"
+    " group_size=2 generation.max_tokens=4 prompts.max_tokens=32"
+)
+MEASURED = ("memory", "disk", "sampling", "update", "publish", "memory plan")
+"""Rows about this machine, and of a model so small that its plan is one of small change."""
+
+
+def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, tmp_path: Path) -> None:
+    done = on_card.run(*DOCTOR.split(), cwd=tmp_path, ends=None)
+    rows = {row["name"]: (row["status"], row["value"]) for row in json.loads(done.out)["rows"]}
+    assert rows.keys() - set(MEASURED) == {
+        "driver", "card", "model", "engine", "log-prob gap", "adapter swap", "kernels",
+    }  # fmt: skip
+    assert {name: row for name, row in rows.items() if row[0] != "ok" and name not in MEASURED} == {}
+
+
+RANKINGS = f"{SMALL} rankings_per_step=4"
+SIZES = {"train": f"{TRAIN} prompts_per_step=4", "sft": f"{SMALL} examples_per_step=4", "rm": RANKINGS, "dpo": RANKINGS}
+SUMS = {"train": range(2, 8), "test": range(12, 16)}
+GSM8K = "data.path=questions model.path=embedded:tiny-arithmetic prompts.max_tokens=192 generation.max_tokens=64"
+OF_WHOLE_MODELS = ("r1_cold_start_arithmetic", "r1_keepers_arithmetic", "distill_arithmetic")
+WHOLE = "logger=[jsonl] eval.every=0 examples_per_step=4 demonstrations.path=embedded:arithmetic-cold-start"
+WITHOUT_REWARD_MODEL = "~reward.learned critic.init=base reward.exact_match.weight=1.0"
+TOLD = {
+    "grpo_gsm8k": GSM8K,
+    "gspo_gsm8k": GSM8K,
+    "ppo_gsm8k": GSM8K,
+    "opd_arithmetic": "snapshot.teacher=embedded:tiny-arithmetic",
+    "r1_final_arithmetic": WITHOUT_REWARD_MODEL,
+    "rlhf_ppo_arithmetic": WITHOUT_REWARD_MODEL,
+    "rlhf_rm_arithmetic": "preferences.path=embedded:arithmetic-preferences",
+}
+"""What a stage of a pipeline is told on the command line: what an earlier stage has made."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", catalog.choices("recipe"))
+def test_every_recipe_makes_a_step_on_the_card(on_card, tmp_path: Path, recipe: str) -> None:
+    """In the dtype that an adapter's base has on a card by default, bfloat16, and with its kernels."""
+    write_answers(tmp_path)
+    (tmp_path / "questions").mkdir()
+    for split, numbers in SUMS.items():
+        questions = [{"question": f"{a}+{a}?", "answer": f"{a}+{a}={2 * a}\n#### {2 * a}"} for a in numbers]
+        lines = "".join(json.dumps(question) + "\n" for question in questions)
+        (tmp_path / "questions" / f"{split}.jsonl").write_text(lines)
+    command = catalog.verb_of(recipe)
+    sizes, dtype = (WHOLE, "float32") if recipe in OF_WHOLE_MODELS else (SIZES[command], "auto")
+    sizes = sizes.replace(OF_SUMS, "") if recipe.endswith("gsm8k") else sizes
+    words = f"{command} +recipe={recipe} {sizes} {TOLD.get(recipe, '')} steps=1 model.dtype={dtype}"
+    places = ("--config-dir", "configs", "hydra.run.dir=run", "model.device=cuda")
+    on_card.run(*once(words.split()), *places, cwd=tmp_path)
+    [line] = metrics(tmp_path / "run")
+    assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+
+
+def once(words: list[str]) -> list[str]:
+    """The words, of which the last one of each key counts."""
+    return list({word.partition("=")[0]: word for word in words}.values())
