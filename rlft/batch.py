@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlft.types import Batch, Completion, Group, Rollout, Scores, StepScores
+from rlft.types import MAX_SCORE, Batch, Completion, Group, Rollout, Scores, StepScores
 
 T = TypeVar("T")
 
@@ -64,7 +63,7 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         attention_mask=attention_mask_BT,
         loss_mask=loss_mask_BT,
         sampled_logprobs=logprobs_BT,
-        rewards=(scores.total if scores.outcome is None else scores.outcome).flatten().float(),
+        rewards=(scores.total if scores.outcome is None else scores.outcome).flatten().double(),
         group_ids=torch.arange(len(groups)).repeat_interleave(sizes),
         each_reward=rewards_BK,
         each_weight=weights_BK,
@@ -77,16 +76,17 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
 
 
 def single_rewards(scores: Scores) -> tuple[Tensor | None, Tensor | None]:
-    """(each reward by itself, without its weight; the weights), both `[B, K]` float32; None where there is no reward.
+    """(each reward by itself, without its weight; the weights), both `[B, K]` float64; None where there is no reward.
 
     Rewards of weight 0 are only looked at and are left out.
     """
     weights = {name: scores.weights.get(name, 1.0) for name in scores.by_reward}
-    columns = [scores.by_reward[name].flatten().float() for name, weight in weights.items() if weight]
+    columns = [scores.by_reward[name].flatten().double() for name, weight in weights.items() if weight]
     if not columns:
         return None, None
     rewards_BK = torch.stack(columns, -1)
-    return rewards_BK, torch.tensor([weight for weight in weights.values() if weight]).expand_as(rewards_BK)
+    weights_K = torch.tensor([weight for weight in weights.values() if weight], dtype=torch.float64)
+    return rewards_BK, weights_K.expand_as(rewards_BK)
 
 
 def ends_of_turns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
@@ -140,18 +140,18 @@ def fault(completion: Completion) -> str | None:
     if any(branch.after > branch.start - 2 for branch in completion.branches):  # one before would be no branch
         return f"a branch that goes on from no earlier place, among {list(completion.branches)}"
     rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
-    if not all(map(math.isfinite, rewards)):
-        return f"a turn whose reward is no finite number, among {rewards}"
+    if not all(abs(reward) <= MAX_SCORE for reward in rewards):
+        return f"a turn whose reward is no finite number up to {MAX_SCORE:g}, among {rewards}"
     return None
 
 
 def step_rewards(
     groups: Sequence[Group], steps: Sequence[Sequence[StepScores]] | None, shape: tuple[int, int], decode: Decode
 ) -> tuple[Tensor, Tensor]:
-    """(scores of single steps at their last tokens, `[B, T]` float32; whether a step ends there, `[B, T]` bool).
+    """(scores of single steps at their last tokens, `[B, T]` float64; whether a step ends there, `[B, T]` bool).
 
-    A turn that has a reward is a step, too. Scores of steps that end with the same token are added, in float64. A step
-    that ends where an environment speaks counts for the sampled token before, and one before all of them for the first.
+    A turn that has a reward is a step, too. Scores of steps that end with the same token are added. A step that ends
+    where an environment speaks counts for the sampled token before, and one before all of them for the first.
     """
     rewards_BT = torch.zeros(shape, dtype=torch.float64)
     ends_BT = torch.zeros(shape, dtype=torch.bool)
@@ -169,7 +169,7 @@ def step_rewards(
         for k, value in (*of_steps, *of_turns):
             rewards_BT[b, start + k] += value
             ends_BT[b, start + k] = True
-    return rewards_BT.float(), ends_BT
+    return rewards_BT, ends_BT
 
 
 def sampled_at_or_before(completion: Completion, places: Sequence[int]) -> Sequence[int]:
@@ -210,10 +210,12 @@ def to_device(things: T, device: torch.device) -> T:
     """The same with all its tensors on this device, where they get in one transfer, for which nobody waits.
 
     `things` are batches or other dataclasses, lists or tuples of them, or tensors; what their cached properties have
-    computed goes along.
+    computed goes along. Apple's devices have no float64, which becomes float32 there.
     """
     if device.type == "cpu":
         return things
+    if device.type == "mps":
+        things = _with_tensors(things, lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor)
     found: list[Tensor] = []
     _with_tensors(things, lambda tensor: found.append(tensor) or tensor)
     moved = iter(_in_one_transfer(found, device))

@@ -274,9 +274,14 @@ class StepScores:
     ends: tuple[int, ...]
 
 
+MAX_SCORE = 1e12
+"""The largest size of a score times its weight: squares of it, and their sums, are finite in float32, and a difference
+of 1 between two scores still counts in float64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Rewards of a step, `[P, G]`.
+    """Rewards of a step, `[P, G]` float64.
 
     Attributes:
         total: the weighted sum of all rewards, plus what environments gave for turns.
@@ -308,6 +313,8 @@ class Rollouts:
 class Batch:
     """The algorithm's view of a step, `[B, T]` float32 unless said; later fields are None until a stage adds them.
 
+    Rewards are float64 until they are advantages: a small difference between large ones counts.
+
     `rewards` are of whole completions. What process rewards give for single steps, and environments for turns, is in
     `token_rewards`, at the last token of each step or turn, and not in `rewards`; None if there is nothing of the kind.
 
@@ -318,7 +325,7 @@ class Batch:
     attention_mask: Tensor  # bool: prompt and completion tokens
     loss_mask: Tensor  # bool: completion tokens that the policy sampled
     sampled_logprobs: Tensor
-    rewards: Tensor  # [B]
+    rewards: Tensor  # float64 [B]
     group_ids: Tensor  # int64 [B]
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
@@ -327,9 +334,9 @@ class Batch:
     teacher_top_k_ids: Tensor | None = None  # int64 [B, T, K]: the teacher's most likely tokens in the place of each
     teacher_top_k_logprobs: Tensor | None = None  # [B, T, K]: of these, by the teacher
     old_values: Tensor | None = None
-    each_reward: Tensor | None = None  # [B, K]: single rewards, of steps and turns their sum; weight 0 left out
-    each_weight: Tensor | None = None  # [B, K]: their weights, the same in all rows
-    token_rewards: Tensor | None = None
+    each_reward: Tensor | None = None  # float64 [B, K]: single rewards, of steps and turns their sum; weight 0 left out
+    each_weight: Tensor | None = None  # float64 [B, K]: their weights, the same in all rows
+    token_rewards: Tensor | None = None  # float64
     step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
     turn_ends: Tensor | None = None  # bool: a turn ends with this token; None: each completion is one turn
     previous: Tensor | None = None  # int64: the column of the token read before; None: it is the column before

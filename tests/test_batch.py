@@ -63,7 +63,7 @@ def test_dtypes_are_those_the_types_promise(batch):
         "attention_mask": torch.bool,
         "loss_mask": torch.bool,
         "sampled_logprobs": torch.float32,
-        "rewards": torch.float32,
+        "rewards": torch.float64,
         "group_ids": torch.int64,
         "truncated": torch.bool,
     }
@@ -123,7 +123,7 @@ def test_a_step_is_scored_at_its_last_token():
     batch = stepped([(1, 2, 3, 4, 5, 0)], [((0.5, -1.0), (6, 9))])
     assert batch.token_rewards.tolist() == [[0, 0, 0, 0.5, 0, 0, -1, 0]]
     assert batch.step_ends.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 0]]
-    assert (batch.token_rewards.dtype, batch.step_ends.dtype) == (torch.float32, torch.bool)
+    assert (batch.token_rewards.dtype, batch.step_ends.dtype) == (torch.float64, torch.bool)
 
 
 def test_a_step_that_ends_inside_a_token_belongs_to_that_token():

@@ -42,6 +42,7 @@ from rlft.algorithm.ops.advantage import (
     group_is_equal,
     group_zscore,
     process_advantages,
+    rounded,
     steps_are_equal,
 )
 from rlft.algorithm.ops.aggregate import keep
@@ -115,7 +116,7 @@ class GRPO(RatioObjective):
             return super().zero_gradient_rows(batch)
         if self._normalizes_each_reward:
             rewards_BK, _ = _each_reward(batch)
-            columns_K = [group_is_equal(column, batch.group_ids) for column in rewards_BK.unbind(-1)]
+            columns_K = [group_is_equal(column, batch.group_ids) for column in rounded(rewards_BK).unbind(-1)]
             return torch.stack([torch.ones_like(batch.group_ids, dtype=torch.bool), *columns_K]).all(0)
         match self.supervision:
             case Supervision.outcome:
@@ -123,7 +124,7 @@ class GRPO(RatioObjective):
             case Supervision.process:
                 token_rewards, step_ends = _steps(batch)
                 steps_equal_B = steps_are_equal(token_rewards, step_ends & batch.loss_mask, batch.group_ids)
-                return steps_equal_B & group_is_equal(batch.rewards, batch.group_ids)
+                return steps_equal_B & group_is_equal(rounded(batch.rewards), batch.group_ids)
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
@@ -140,22 +141,22 @@ class GRPO(RatioObjective):
         """
         mask, group_ids = batch.loss_mask, batch.group_ids
         if self._normalizes_each_reward:
-            rewards_BK, weights_BK = (x.to(batch.sampled_logprobs) for x in _each_reward(batch))
+            rewards_BK, weights_BK = map(rounded, _each_reward(batch))
             advantages_B = decoupled_zscore(rewards_BK, weights_BK, group_ids, self.std, self.eps)
-            return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
+            advantages_BT = keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask)
+            return replace(batch, advantages=advantages_BT.to(batch.sampled_logprobs))
         match self.supervision:
             case Supervision.outcome:
                 scores_B = self.completion_scores(batch)
                 steps_BT = scores_B.new_zeros(mask.shape)
             case Supervision.process:
                 token_rewards, step_ends = _steps(batch)
-                scores_B = batch.rewards.to(batch.sampled_logprobs.dtype)
+                scores_B = rounded(batch.rewards)
                 ends = self.credit_span.ends(batch)
-                steps_BT = process_advantages(
-                    token_rewards.to(scores_B), step_ends, mask, group_ids, self.std, self.eps, ends
-                )
+                steps_BT = process_advantages(token_rewards, step_ends, mask, group_ids, self.std, self.eps, ends)
         outcome_B = group_zscore(scores_B, group_ids, self.std, self.eps)
-        return replace(batch, advantages=keep(outcome_B.unsqueeze(-1) + steps_BT, mask))
+        advantages_BT = keep(outcome_B.unsqueeze(-1) + steps_BT, mask)
+        return replace(batch, advantages=advantages_BT.to(batch.sampled_logprobs))
 
 
 def _each_reward(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -165,4 +166,5 @@ def _each_reward(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _steps(batch: Batch) -> tuple[Tensor, Tensor]:
     needed_by = "supervision=process (a reward that scores steps)"
-    return required(batch.token_rewards, "token_rewards", needed_by), required(batch.step_ends, "step_ends", needed_by)
+    token_rewards = rounded(required(batch.token_rewards, "token_rewards", needed_by))
+    return token_rewards, required(batch.step_ends, "step_ends", needed_by)

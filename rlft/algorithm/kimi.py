@@ -98,7 +98,8 @@ class Kimi(Objective):
                 advantages_B = group_zscore(scores_B, group_ids, Std.none, eps=0.0)
             case Baseline.soft:
                 advantages_B = scores_B - soft_mean(scores_B, group_ids, self.tau)
-        return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
+        advantages_BT = keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask)
+        return replace(batch, advantages=advantages_BT.to(batch.sampled_logprobs))
 
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         """A row's -(R_i - b) log pi(o_i) + tau/2 (log pi/pi_old (o_i))^2, spread over its tokens, without a clip."""

@@ -61,7 +61,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from rlft.algorithm.ops.advantage import last_of_turns, place_at_last_token
+from rlft.algorithm.ops.advantage import last_of_turns, place_at_last_token, rounded
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
 from rlft.algorithm.ops.kl import KLAnchor, KLController, KLEstimator, KLPlace, agreement, k3, kl, next_coefficient
 from rlft.algorithm.ops.ratio import (
@@ -248,29 +248,28 @@ class Objective(ABC):
         """A batch of whole groups, with advantages `[B, T]` (and returns) that are 0 outside the completions."""
 
     def completion_scores(self, batch: Batch) -> Tensor:
-        """The total score of each completion, `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
+        """The total score of each completion, float64 `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
 
         The KL is subtracted only if it is part of the reward; it is computed from the log-probs at sampling time.
         """
-        dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
-        scores_B = batch.rewards.to(dtype)
+        mask, scores_B = batch.loss_mask, batch.rewards.double()
         if batch.token_rewards is not None:
-            # In float64, where sums of a few float32 are exact, so that the order of the steps makes no difference.
-            scores_B = (batch.rewards.double() + row_sum(batch.token_rewards.double(), mask)).to(dtype)
+            scores_B = scores_B + row_sum(batch.token_rewards.double(), mask)
+        scores_B = rounded(scores_B)
         if self._kl_in_reward:
             scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), mask)
         return scores_B
 
     def token_scores(self, batch: Batch, ends: Tensor | None = None) -> Tensor:
-        """The reward r_t of each token, `[B, T]`: R_i on the last one, the steps' scores, and -beta KL_t on each.
+        """The reward r_t of each token, float64 `[B, T]`: R_i on the last one, steps' scores, and -beta KL_t on each.
 
         They add up to `completion_scores`, except in an empty completion, which has no token for its reward. With
         `ends` (`ops.advantage.last_of_turns`), R_i is on the last token of each turn.
         """
-        dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
-        scores_BT = place_at_last_token(batch.rewards.to(dtype), mask, ends)
+        mask = batch.loss_mask
+        scores_BT = place_at_last_token(batch.rewards.double(), mask, ends)
         if batch.token_rewards is not None:
-            scores_BT = scores_BT + keep(batch.token_rewards.to(dtype), mask)
+            scores_BT = scores_BT + keep(batch.token_rewards.double(), mask)
         if self._kl_in_reward:
             scores_BT = scores_BT - self.kl_coef * keep(self._kl_at_sampling(batch), mask)
         return scores_BT

@@ -122,7 +122,8 @@ class PPO(RatioObjective):
             case AdvantageEstimator.n_step:
                 advantages_BT, returns_BT = n_step(rewards_BT, values_BT, mask, n=self.n_steps, **common)
         advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
-        return replace(batch, advantages=advantages_BT, returns=returns_BT)
+        like = batch.sampled_logprobs
+        return replace(batch, advantages=advantages_BT.to(like), returns=returns_BT.to(like))
 
     @property
     def warnings(self) -> tuple[str, ...]:

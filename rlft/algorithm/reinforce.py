@@ -97,7 +97,8 @@ class Reinforce(RatioObjective):
         # total - b, exactly 0 in a group of equal scores, is computed first: G_t - b = (G_t - total) + (total - b).
         centred_B = self._minus_baseline(total_B, batch.group_ids)
         advantages_BT = keep((returns_BT - total_B.unsqueeze(-1)) + centred_B.unsqueeze(-1), mask)
-        return replace(batch, advantages=whiten(advantages_BT, mask) if self.whiten else advantages_BT)
+        advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
+        return replace(batch, advantages=advantages_BT.to(batch.sampled_logprobs))
 
     def _first_returns(self, returns: Tensor, batch: Batch) -> Tensor:
         """G_0 of each completion, `[B]`; for an empty completion its reward."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlft.environment.protocol import Call
 from rlft.tokens.ends import num_common
+from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import render
 from rlft.types import Schema, UserError
 
@@ -35,10 +36,14 @@ You can call tools. A call is written as
 End your turn after it; the answer is the next message. Tools:
 """
 NOT_JSON = "this call is not valid JSON ({}); write it as {}"
+KEYS_OF_CALLS = {"type", "id"}
+_FENCED = re.compile(r"\A```[a-z_]*\s*(.*?)\s*```\Z", re.DOTALL)
+_OPENED_FENCE = re.compile(r"\s*(?:```[a-z_]*\s*)?")
+_SEPARATORS = re.compile(r"[\s,;]*")
 
 
 class CallReader(ABC):
-    """Reads the calls in a turn of the policy, which begin where `START` matches."""
+    """Reads the calls in a turn of the policy, which begin where `START` matches, but not in its reasoning."""
 
     START: ClassVar[re.Pattern[str]]
 
@@ -52,7 +57,7 @@ class CallReader(ABC):
 
     def before(self, text: str) -> str:
         """The text of such a turn before its first call."""
-        return text[: match.start()] if (match := self.START.search(text)) else text
+        return text[: match.start()] if (match := search_outside(self.START, text)) else text
 
 
 def preamble(syntax: Syntax, schemas: Sequence[Schema]) -> str:
@@ -73,7 +78,7 @@ def reader_of(
         UserError: the template's calls cannot be read.
     """
     if syntax == "json":
-        return JsonCalls()
+        return JsonCalls(schemas)
     if syntax == "xml":
         return XmlCalls(schemas)
     if getattr(tokenizer, "response_template", None) is not None:
@@ -101,52 +106,79 @@ class TemplateCalls(CallReader):
             else.
         name: key of the tool's name.
         arguments: key of the tool's arguments.
+        tools: the tools' names.
     """
 
     marker: str
     name: str
     arguments: str
+    tools: frozenset[str] = field(default=frozenset(), compare=False)
 
     def calls(self, text: str) -> list[Call]:
         if not self.marker:
-            stripped = text.strip()
-            starts = [0] if re.match(rf'\{{\s*"(?:{self.name}|type)"\s*:', stripped) else []
-            text = stripped
-        else:
-            starts = [match.end() for match in re.finditer(re.escape(self.marker), text)]
-        return [call for start in starts for call in self._at(text, start)]
+            bare = _FENCED.sub(r"\1", without_reasoning(text).strip())
+            value, _, error = decoded(bare)
+            is_call = is_call_of(value, self.name, self.arguments, self.tools)
+            is_broken = error and re.match(rf'\{{\s*"(?:{self.name}|type)"\s*:', bare)
+            return self._at(bare, 0)[0] if is_call or is_broken else []
+        calls: list[Call] = []
+        position = 0
+        while match := search_outside(re.compile(re.escape(self.marker)), text, position):
+            found, position = self._at(text, match.end())
+            calls += found
+        return calls
 
     def before(self, text: str) -> str:
-        return text.partition(self.marker)[0] if self.marker else "" if self.calls(text) else text
+        if not self.marker:
+            return "" if self.calls(text) else text
+        match = search_outside(re.compile(re.escape(self.marker)), text)
+        return text if match is None else text[: match.start()]
 
-    def _at(self, text: str, start: int) -> Iterator[Call]:
-        values, _, error = decoded(text[start:])
+    def _at(self, text: str, start: int) -> tuple[list[Call], int]:
+        """(the calls of the objects or lists that stand here one after the other, where they end)."""
         example = f'{self.marker}{{"{self.name}": "<tool>", "{self.arguments}": {{..}}}}'
-        if error:
-            end = text.find(self.marker, start) if self.marker else -1
-            yield unreadable(text[start : end if end >= 0 else None], NOT_JSON.format(error, example))
-            return
-        for value in values if isinstance(values, list) else [values]:
-            yield call_of(value, self.name, self.arguments, example)
+        calls: list[Call] = []
+        position = _OPENED_FENCE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+        while not calls or text.startswith("{", position):
+            value, length, error = decoded(text[position:])
+            if error:
+                end = text.find(self.marker, position) if self.marker else -1
+                written = text[position : end if end >= 0 else None]
+                return [*calls, unreadable(written, NOT_JSON.format(error, example))], position
+            values = value if isinstance(value, list) else [value]
+            calls += [call_of(each, self.name, self.arguments, example) for each in values]
+            position = _SEPARATORS.match(text, position + length).end()  # type: ignore[union-attr]  # as above
+        return calls, position
 
 
 class JsonCalls(CallReader):
-    """Calls as JSON objects with a name and arguments, anywhere in the text."""
+    """Calls as JSON objects with a name and arguments, anywhere in the text; `schemas` are those of the tools."""
 
-    START = re.compile(r'\{\s*"name"\s*:')
+    START = re.compile(r'\{\s*"name"\s*:\s*(?:"([^"]*)")?')
     EXAMPLE = '{"name": "<tool>", "arguments": {..}}'
 
+    def __init__(self, schemas: Sequence[Schema] = ()) -> None:
+        self.tools = names_of(schemas)
+
     def calls(self, text: str) -> list[Call]:
-        calls: list[Call] = []
-        position = 0
-        while match := self.START.search(text, position):
-            value, length, error = decoded(text[match.start() :])
-            if error:
-                calls.append(unreadable(text[match.start() :], NOT_JSON.format(error, self.EXAMPLE)))
-                return calls
-            calls.append(call_of(value, "name", "arguments", self.EXAMPLE))
-            position = match.start() + length
-        return calls
+        return [call for _, call in self._found(text)]
+
+    def before(self, text: str) -> str:
+        return text[: next((start for start, _ in self._found(text)), len(text))]
+
+    def _found(self, text: str) -> Iterator[tuple[int, Call]]:
+        """(where it stands, the call) for each call; an object that is none, with all that is in it, is skipped."""
+        position, outside = 0, without_reasoning(text)
+        while (start := outside.find("{", position)) >= 0:
+            value, length, error = decoded(text[start:])
+            broken = self.START.match(text, start) if error else None
+            if broken is not None and (not self.tools or broken[1] in self.tools):
+                yield start, unreadable(text[start:], NOT_JSON.format(error, self.EXAMPLE))
+                return
+            position = start + max(length, 1)
+            if is_call_of(value, "name", "arguments", self.tools):
+                yield start, call_of(value, "name", "arguments", self.EXAMPLE)
+                outside = text[:position] + without_reasoning(text[position:])
 
 
 class XmlCalls(CallReader):
@@ -161,7 +193,12 @@ class XmlCalls(CallReader):
         }
 
     def calls(self, text: str) -> list[Call]:
-        return [self._call(match) for match in self.START.finditer(text)]
+        calls: list[Call] = []
+        position = 0
+        while match := search_outside(self.START, text, position):
+            calls.append(self._call(match))
+            position = match.end()
+        return calls
 
     def _call(self, match: re.Match[str]) -> Call:
         name, body = match["name"], match["body"]
@@ -282,6 +319,22 @@ def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call
     return Call(name=well_formed(name), arguments={str(k): each for k, each in arguments.items()}, written=written)
 
 
+def is_call_of(value: Any, name_key: str, arguments_key: str, tools: Collection[str]) -> bool:
+    """Whether a JSON value without a marker is a call: an object that names a tool, or that is nothing but a call.
+
+    >>> is_call_of({"name": "Bob", "age": 3}, "name", "arguments", ["add"])
+    False
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get(name_key), str):
+        return False
+    is_bare = arguments_key in value and set(value) <= {name_key, arguments_key} | KEYS_OF_CALLS
+    return value[name_key] in tools or is_bare
+
+
+def names_of(schemas: Sequence[Schema]) -> frozenset[str]:
+    return frozenset(schema["function"]["name"] for schema in schemas)
+
+
 def unreadable(written: str, problem: str, name: str = "") -> Call:
     """A call that cannot be made, as the policy wrote it; `problem` says why, as a sentence for the policy."""
     return Call(name=well_formed(name), arguments={}, written=well_formed(written), problem=well_formed(problem))
@@ -302,7 +355,9 @@ def _written_by(
             value, _, error = decoded(turn_text[match.start() :])
             if not error and (keys := _keys(value, tool)) is not None:
                 marker = turn_text[: match.start()].rpartition(SAID)[2].strip()
-                return TemplateCalls(marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1])
+                return TemplateCalls(
+                    marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1], tools=names_of(schemas)
+                )
     return None
 
 

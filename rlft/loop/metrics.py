@@ -73,7 +73,7 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor) -
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     lengths = [completion.num_sampled for completion in completions]
     metrics = {"reward/mean": scores.total.mean().item(), "reward/std": scores.total.std(correction=0).item()}
-    metrics |= {f"reward/{name}": values.float().mean().item() for name, values in scores.by_reward.items()}
+    metrics |= {f"reward/{name}": values.double().mean().item() for name, values in scores.by_reward.items()}
     metrics["length/mean"] = sum(lengths) / len(lengths)
     metrics["length/truncated_fraction"] = sum(c.finish_reason == "length" for c in completions) / len(completions)
     metrics["tokens/prompt"] = sum(len(group.prompt.token_ids) for group in groups)

@@ -28,6 +28,7 @@ from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
 from rlft.tokens.ends import turn_ends
+from rlft.tokens.reasoning import end_of
 from rlft.tokens.text import without_tail
 from rlft.types import (
     Completion,
@@ -370,7 +371,7 @@ class _Judge:
 
     def problem(self, prompt: Prompt, completion: Completion) -> str | None:
         """Why a completion is not right; None if it is. TimeoutError: the reward did not say so in time."""
-        read = replace(completion, text=prompt.tail + completion.text)
+        read = replace(completion, text=prompt.tail + end_of(prompt.tail) + completion.text)
         rollout = Rollout(prompt=prompt, completion=read, policy_version=None)
         outcome = score(self._right, Group(prompt=prompt, rollouts=(rollout,)), self.each_s, [0, NOWHERE])
         if isinstance(outcome, Failure):

@@ -18,7 +18,8 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
-from rlft.types import Group, Prompt, Unscorable, UserError, require
+from rlft.tokens.reasoning import without_reasoning
+from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, require
 
 MAX_ANSWER_CHARS = 2000
 MAX_NUMBER_CHARS = 100
@@ -29,7 +30,7 @@ SAMPLES = ("a", " ", "0", "A", "-", "é")
 """Characters for the parts of a pattern that allow many."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_HEADING = re.compile(r"[#*_ ]*(?:[A-Za-z]|[0-9]+[.):] *[A-Za-z])")
+_HEADING = re.compile(r"[#*_ ]*(?:[^\W\d_]|\([^\W_]{1,4}\) *[^\W\d_]|[0-9]+[.):] *[^\W\d_])")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
@@ -62,6 +63,7 @@ class AnswerKeys:
     tag: str
     pattern: str | None
     which: Which
+    in_reasoning: bool = False
 
     def __post_init__(self) -> None:
         if self.answer_in == AnswerIn.pattern:
@@ -72,9 +74,10 @@ class AnswerKeys:
     def extract(self, text: str) -> str | None:
         """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one).
 
-        The same answer given again, in the reasoning and at the end, is one answer. Tags, however, are a template, in
-        which each stands once.
+        Reasoning gives none, unless `in_reasoning`. The same answer given again is one answer. Tags, however, are a
+        template, in which each stands once.
         """
+        text = text if self.in_reasoning else without_reasoning(text)
         if self.which == Which.only and self.answer_in == AnswerIn.tag and not _each_once(text, self.tag):
             return None
         answers = [answer.strip() for answer in self._answers(text)]
@@ -106,22 +109,26 @@ class AnswerKeys:
 
     def __call__(self, group: Group) -> list[Any]:
         """1.0 for each completion that gives the reference answer, else 0.0; a reward may score otherwise."""
-        return [float(right) for right in self._compared(group)]
+        verdicts = self._compared(group)
+        if None in verdicts:
+            scores = tuple(None if right is None else float(right) for right in verdicts)
+            raise Unscored("took too much processor time to compare an answer,", scores)
+        return [float(bool(right)) for right in verdicts]
 
     def right(self, group: Group) -> list[bool]:
         """Whether each completion gives the reference answer. Unscorable if there is none."""
-        return self._compared(group)
+        return [bool(right) for right in self._compared(group)]
 
-    def _compared(self, group: Group) -> list[bool]:
-        """As `right`, whatever a subclass makes of it: one completion after the other, for a worker watches them."""
+    def _compared(self, group: Group) -> list[bool | None]:
+        """Whether each is right, whatever a subclass makes of it; one after the other, for a worker watches them."""
         reference = reference_answer(group.prompt)
         return [
             (answer := self.extract(rollout.completion.text)) is not None and self.is_right(answer, reference)
             for rollout in group.rollouts
         ]
 
-    def is_right(self, answer: str, reference: str) -> bool:
-        """Whether an answer is the reference answer, by this reward's own comparison."""
+    def is_right(self, answer: str, reference: str) -> bool | None:
+        """Whether an answer is the reference answer, by this reward's own comparison; None if that took too long."""
         raise NotImplementedError(f"{type(self).__name__} compares no answers: it has no is_right()")
 
     def _answers(self, text: str) -> Iterator[str]:

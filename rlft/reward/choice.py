@@ -1,9 +1,9 @@
 r"""1 if the answer names the right choice of a multiple-choice question, else 0.
 
-A choice is named by its letter as people and models write it (B, (B), B), B., **B**, \text{B}, \boxed{B}, Option B) or,
-if the prompt's metadata hold the choices, by its text, alone or after its letter (B. Paris, \textbf{(B)}\ Paris). The
-whole answer has to name it: other prose around a letter, or a second letter, is no answer, so that nothing is gained by
-naming several.
+A choice is named by its letter as people and models write it (B, (B), B), B., **B**, \text{B}, \boxed{B}, Option B, The
+answer is B), alone or with its text (B. Paris, \textbf{(B)}\ Paris), or by its text alone if the prompt's metadata hold
+the choices. The whole answer has to name it: other prose around a letter, or a second letter, is no answer, so that
+nothing is gained by naming several.
 """
 
 from __future__ import annotations
@@ -22,22 +22,34 @@ from rlft.reward.notation import unwrapped
 from rlft.types import Group, Prompt, Unscorable, UserError
 
 _LABEL = re.compile(r"\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:]?")
-_LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:])\s*(\S.*)", re.DOTALL)
+_LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])(?:[).:]|\s[-–—]\s))\s*(\S.*)", re.DOTALL)
 # A letter that markup sets apart from what follows it: \\textbf{(C)}\\ 12, **C.** Paris
 _SET_APART = re.compile(
     r"(?:\\(?:text|mathrm|textbf|mathbf)\{|\*\*)\s*\(?([A-Za-z0-9])[).:]*\s*(?:\}|\*\*)[.:]?(?:\\[ ,;:]|~|\s)*(\S.*)",
     re.DOTALL,
 )
-_OPTION = re.compile(r"(?:option|choice)\s+", re.IGNORECASE)
-_SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
+_LEAD = re.compile(
+    r"[*_]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my)\s+)?(?:(?:final|correct|right|best)\s+){0,2}"
+    r"(?:answer|option|choice|letter)[*_]*(?:\s+(?:is|would be|should be|must be))?(?:\s*[:=][*_]*\s*|\s+)",
+    re.IGNORECASE,
+)
+_AROUND = (
+    *(("_", "_"), ('"', '"'), ("'", "'"), ("“", "”")),
+    *(("(", ")"), ("[", "]"), ("<b>", "</b>")),
+)
+_SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b[A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
 
 
 class ReferenceIs(StrEnum):
-    """How a reference answer names its choice: by letter or text, or by its index in the choices, from 0 (MMLU)."""
+    """How a reference answer names its choice: by letter or text, or by its place in the choices.
+
+    The place is an index from 0 (MMLU, HellaSwag) or a number from 1 (WinoGrande, SocialIQA).
+    """
 
     auto = "auto"
     choice = "choice"
     index = "index"
+    number = "number"
 
 
 def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
@@ -52,17 +64,18 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
     ['B', 'B', None, None]
     """
     answer = unwrapped(answer)
-    if match := _OPTION.match(answer):
-        answer = unwrapped(answer[match.end() :])
-    if (match := _LABEL.fullmatch(answer)) and (label := _known(match[1] or match[2], choices, ignore_case)):
+    for _ in range(2):  # the answer is: option B
+        match = _LEAD.match(answer)
+        answer = answer if match is None else unwrapped(answer[match.end() :])
+    if (match := _LABEL.fullmatch(_bare(answer))) and (label := _known(match[1] or match[2], choices, ignore_case)):
         return label
-    if (match := _SET_APART.fullmatch(answer)) and (label := _known(match[1], choices, ignore_case)):
-        is_alone = not choices and not _SECOND_LABEL.search(match[2])
-        return label if is_alone or _is_text_of(label, match[2], choices, ignore_case) else None
-    match = _LABEL_AND_TEXT.fullmatch(answer)
-    label = None if match is None else _known(match[1] or match[2], choices, ignore_case)
-    if match is not None and label is not None and _is_text_of(label, match[3], choices, ignore_case):
-        return label
+    for form in (_SET_APART, _LABEL_AND_TEXT):
+        if match := form.fullmatch(answer):
+            *letters, text = match.groups()
+            label = _known(next(filter(None, letters)), choices, ignore_case)
+            is_alone = not choices and not _SECOND_LABEL.search(text)
+            if label is not None and (is_alone or _is_text_of(label, text, choices, ignore_case)):
+                return label
     matching = [label for label in choices if _is_text_of(label, answer, choices, ignore_case)]
     return matching[0] if len(matching) == 1 else None
 
@@ -102,7 +115,7 @@ class Choice(AnswerKeys):
     choices_field: str | None
     reference_is: ReferenceIs = ReferenceIs.auto
 
-    def _compared(self, group: Group) -> list[bool]:
+    def _compared(self, group: Group) -> list[bool | None]:
         choices = self._choices(group.prompt)
         letter = self._right(group.prompt, choices)
         return [
@@ -119,7 +132,8 @@ class Choice(AnswerKeys):
         for prompt in prompts:
             with contextlib.suppress(ValueError):  # rows that are unscorable are found elsewhere
                 choices, reference = self._choices(prompt), prompt.answer.strip()
-                if (index := _at_index(reference, choices)) is None:
+                index = None if reference in choices else _at_index(reference, choices)  # choices may be numbered
+                if index is None:
                     continue
                 num_indices += 1
                 letter = named(reference, choices, ignore_case=self.ignore_case)
@@ -140,17 +154,17 @@ class Choice(AnswerKeys):
         return f"all {num_indices} reference answers are read as indices of choices, counted from 0" if only else None
 
     def _unclear(self, problem: str, first: str) -> UserError:
-        remedy = "set it to index (counted from 0, as in MMLU) or to choice (letters and texts)"
+        remedy = "set it to index (counted from 0, as in MMLU), number (from 1) or choice (letters and texts)"
         return UserError("reference_is", f"{problem} (the first: {first})", got=self.reference_is, remedy=remedy)
 
     def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> str:
         """The letter that the prompt's reference answer names. Unscorable if it names none."""
         reference = reference_answer(prompt)
         right = None
-        if self.reference_is is not ReferenceIs.index:
+        if self.reference_is in (ReferenceIs.auto, ReferenceIs.choice):
             right = named(reference, choices, ignore_case=self.ignore_case)
         if right is None and self.reference_is is not ReferenceIs.choice:
-            right = _at_index(reference, choices)
+            right = _at_index(reference, choices, first=int(self.reference_is is ReferenceIs.number))
         if right is None:
             among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
             raise Unscorable(f"the reference answer {reference!r:.80} of prompt {prompt.id!r} is not {among}")
@@ -168,6 +182,22 @@ class Choice(AnswerKeys):
         return choices_of(prompt.metadata[self.choices_field])
 
 
+def _bare(answer: str) -> str:
+    r"""The answer without emphasis, quotes or brackets around all of it.
+
+    >>> [_bare(text) for text in ("_B_", "[(B)]", r"(\text{B})", "'A' or 'B'")]
+    ['B', 'B', 'B', "'A' or 'B'"]
+    """
+    before = None
+    while answer != before:
+        before = answer
+        for opening, closing in _AROUND:
+            inner = answer[len(opening) : -len(closing)]
+            if answer.startswith(opening) and answer.endswith(closing) and opening not in inner:
+                answer = unwrapped(inner)
+    return answer
+
+
 def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: bool) -> bool:
     """Whether a text is the one of the choice with that letter."""
     if label not in choices:
@@ -175,15 +205,14 @@ def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: 
     return matches(unwrapped(text), unwrapped(choices[label]), numeric=True, ignore_case=ignore_case)
 
 
-def _at_index(reference: str, choices: Mapping[str, str]) -> str | None:
-    """The letter of the choice with this index, from 0; None if the reference is no index of theirs.
+def _at_index(reference: str, choices: Mapping[str, str], first: int = 0) -> str | None:
+    """The letter of the choice with this index, counted from `first`; None if the reference is no index of theirs.
 
     >>> _at_index("1", {"A": "Rome", "B": "Paris"}), _at_index("2", {"A": "Rome", "B": "Paris"})
     ('B', None)
     """
-    letters = list(choices)
-    is_index = reference.isdecimal() and len(reference) < 3 and int(reference) < len(letters)
-    return letters[int(reference)] if is_index else None
+    is_index = reference.isdecimal() and len(reference) < 3 and 0 <= int(reference) - first < len(choices)
+    return list(choices)[int(reference) - first] if is_index else None
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:

@@ -1,48 +1,47 @@
 """The share of tests that the program in a completion passes, or whether it passes all; the program is untrusted.
 
-There are two kinds of tests, which are in a field of the prompt's metadata or in its answer:
+Tests compare what the program prints, or call it; they are in a field of the prompt's metadata or in its answer, in the
+forms of the data sets that publish them (code_forms.py).
 
-    [{"input": "2 3", "output": "5"}, ...]        the program reads stdin and prints; its lines are compared out here
-    ["assert add(2, 3) == 5", ...] or one text    Python code that calls the program (as in MBPP and HumanEval)
-
-Neither kind shares a process with the program, and expected results never enter its sandbox: there is nothing that
-it could end, patch, print, overload or read to pass (system/sandbox/protocol.py). HumanEval's `test` only defines a
-function: append `check(<entry point>)` to it.
+No test shares a process with the program, and expected results never enter its sandbox: there is nothing that it could
+end, patch, print, overload or read to pass (system/sandbox/protocol.py).
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import json
 import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.config.bounds import PositiveFloat, PositiveInt
+from rlft.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.reward.answer import tagged
-from rlft.reward.code_tests import REFUSED, Doubt, doubts
-from rlft.system.process.running_time import RunningTime
+from rlft.reward.code_forms import Call, Pair, Tests, doubts_of, function_in, lines_of, names_called, parse_tests
+from rlft.reward.code_tests import Doubt
+from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.sandbox import bubblewrap, protocol, trials
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
 from rlft.system.sandbox.trials import Required, check_isolation
+from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, Prompt, UserError, require
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves
 
-_FENCE = re.compile(r"(?m)^```[ \t]*([A-Za-z0-9]*)[^\n]*$")
+_FENCE = re.compile(r"(?m)^```[ \t]*\{?\.?([A-Za-z0-9]*)[^\n]*$")
 _PYTHON = ("python", "python3", "py")
-MAX_CHECKED = 65536  # tests whose doubts are cached
-
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
+_READS_INPUT = re.compile(r"\b(?:input|stdin|fileinput)\b|\bopen\(\s*0")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 
 Judge = Callable[[str], int]
 """Returns the number of tests that a program passes."""
@@ -64,30 +63,19 @@ class Score(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A test that compares a program's stdout for a given stdin."""
-
-    input: str
-    output: str
-
-
-Tests = list[Pair] | list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
     """1.0 (or the share of tests passed) for each completion whose program passes its tests, else 0.0.
 
     configs/reward/code.yaml explains the keys. The limits `cpu_seconds` to `file_bytes` are for each test by stdin, or
-    for all other tests together. If a group is so large that not all of its programs could take `seconds` within
-    `group_timeout`, each gets an equal share instead. isolation=strict has priority over allow_unsafe.
+    for all other tests together. If the programs of a group that are still to run could not all take `seconds` within
+    `group_timeout`, they share the time that is left. isolation=strict has priority over allow_unsafe.
 
     Raises:
         UserError: no isolation works here and `allow_unsafe` is false, or the isolation is less than `isolation`.
         ValueError: when called, for tests that no program could pass.
     """
 
-    metadata_keys: ClassVar[tuple[str, ...]] = ("tests_field",)
+    metadata_keys: ClassVar[tuple[str, ...]] = ("tests_field", "entry_field", "setup_field", "prefix_field")
 
     program_in: ProgramIn
     tag: str
@@ -103,6 +91,10 @@ class Code:
     file_bytes: PositiveInt
     isolation: Required
     allow_unsafe: bool
+    entry_field: str | None = None
+    setup_field: str | None = None
+    prefix_field: str | None = None
+    tolerance: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
@@ -118,12 +110,23 @@ class Code:
         return f"programs are {isolation.sentence}; {trials.memory_bound().sentence}"
 
     def __call__(self, group: Group) -> list[float]:
-        tests = prompt_tests(group.prompt, self.tests_field)
-        programs = [self.extract(rollout.completion.text) for rollout in group.rollouts]
-        judge = partial(num_passed, tests=tests, limits=self.limits(len(programs)), isolation=trials.available()[0])
-        scores = partial(self._score, judge=judge, num_tests=len(tests))
+        tests, isolation = self._tests(group.prompt), trials.available()[0]
+        programs = [self.program(rollout.completion.text, group.prompt, tests) for rollout in group.rollouts]
+        clock, lock, to_run = RunningTime(), threading.Lock(), len(programs)
+
+        def scored(program: str | None) -> float:
+            nonlocal to_run
+            with lock:
+                limits, to_run = self.limits(to_run, passed_s=clock()), to_run - 1
+            passed = 0 if program is None else num_passed(program, tests, limits, isolation, self.tolerance)
+            return passed / len(tests) if self.score is Score.fraction else float(passed == len(tests))
+
         with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(scores, programs))
+            futures = [threads.submit(scored, program) for program in programs]
+            while wait(futures, timeout=TICK_S).not_done:
+                with lock:
+                    clock.since_last()
+            return [future.result() for future in futures]
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
         """What may be wrong with the tests of these prompts, with counts; None if nothing is.
@@ -135,11 +138,11 @@ class Code:
         doubtful: dict[Doubt, list[str]] = {}
         for prompt in prompts:
             try:
-                tests = prompt_tests(prompt, self.tests_field)
+                tests = self._tests(prompt)
             except ValueError as error:
                 refused.append(str(error))
                 continue
-            for doubt in {doubt for test in tests if isinstance(test, str) for doubt in _doubts(test)}:
+            for doubt in {doubt for test in tests if isinstance(test, str) for doubt in doubts_of(test)}:
                 doubtful.setdefault(doubt, []).append(prompt.id)
         if refused:
             problem = f"{len(refused)} of {len(prompts)} prompts have tests that cannot be used; {refused[0]}"
@@ -148,22 +151,29 @@ class Code:
         notes = [f"{len(ids)} {doubt.value} (the first: {ids[0]!r})" for doubt, ids in sorted(doubtful.items())]
         return f"of {len(prompts)} prompts with tests, {'; '.join(notes)}" if notes else None
 
-    def extract(self, text: str) -> str | None:
-        """The program in a completion, or None if there is none."""
+    def program(self, text: str, prompt: Prompt, tests: Tests) -> str | None:
+        """The program in a completion for this prompt, behind the code that it continues; None if there is none."""
+        program = self.extract(text, wanted_by(tests))
+        prefix = "" if self.prefix_field is None else lines_of(prompt.metadata.get(self.prefix_field) or "")
+        return program if program is None or not prefix.strip() else continued(prefix, program)
+
+    def extract(self, text: str, wanted: re.Pattern[str] | None = None) -> str | None:
+        """The program in a completion, or None if there is none. Among blocks, the last that is `wanted` counts."""
         match self.program_in:
             case ProgramIn.fence:
-                program = fenced(text)
+                program = fenced(without_reasoning(text), wanted)
             case ProgramIn.tag:
-                program = next(reversed(list(tagged(text, self.tag))), None)
+                program = next(reversed(list(tagged(without_reasoning(text), self.tag))), None)
+                program = program and (fenced(program, wanted) or program)
             case _:
                 program = text
         return program if program and program.strip() else None
 
-    def limits(self, num_programs: int) -> Limits:
-        """The limits of each program of a group with `num_programs` programs."""
-        share = (self.group_timeout - SPARE_S) / math.ceil(num_programs / self.workers)
+    def limits(self, num_programs: int, passed_s: float = 0.0) -> Limits:
+        """The limits of the next of `num_programs` programs that are still to run, so long after the group's first."""
+        left = self.group_timeout - SPARE_S - passed_s
         return Limits(
-            seconds=min(self.seconds, share),
+            seconds=max(0.0, min(self.seconds, left / math.ceil(num_programs / self.workers))),
             cpu_seconds=self.cpu_seconds,
             memory_bytes=self.memory_bytes,
             output_bytes=self.output_bytes,
@@ -171,95 +181,131 @@ class Code:
             file_bytes=self.file_bytes,
         )
 
-    def _score(self, program: str | None, judge: Judge, num_tests: int) -> float:
-        passed = judge(program) if program is not None else 0
-        return passed / num_tests if self.score is Score.fraction else float(passed == num_tests)
+    def _tests(self, prompt: Prompt) -> Tests:
+        entry, setup = (field and prompt.metadata.get(field) for field in (self.entry_field, self.setup_field))
+        return prompt_tests(prompt, self.tests_field, entry=function_in(entry), setup=lines_of(setup or ""))
 
 
-def fenced(text: str) -> str | None:
-    """The content of the last closed block of Python, fenced by three backticks at the start of a line; else None.
+def fenced(text: str, wanted: re.Pattern[str] | None = None) -> str | None:
+    """The program in the closed blocks that three backticks fence, at the start of a line; None if there is none.
 
-    A fence that names a language always opens a block, even inside another one.
+    Blocks of Python have priority over those that name no language. The last one counts in which `wanted` is found, or
+    else the last one: programs are followed by examples of their use. A fence that names a language always opens a
+    block, even inside another one.
 
     >>> fenced("So:\\n```python\\nprint(17)\\n```\\nNo:\\n```python\\nprint(18)\\n```\\nIt prints\\n```\\n18\\n```")
     'print(18)\\n'
     """
-    program, opened = None, None
+    named, bare, opened = [], [], None
     for fence in _FENCE.finditer(text):
         if opened is None or fence[1]:
             opened = fence
             continue
-        if opened[1].lower() in _PYTHON:
-            program = text[opened.end() + 1 : fence.start()]
+        if not opened[1] or opened[1].lower() in _PYTHON:
+            (named if opened[1] else bare).append(text[opened.end() + 1 : fence.start()])
         opened = None
-    return program
+    blocks = named or bare
+    useful = [block for block in blocks if wanted is not None and wanted.search(block)]
+    return next(reversed(useful or blocks), None)
 
 
-def same_output(printed: str, expected: str) -> bool:
+def wanted_by(tests: Tests) -> re.Pattern[str]:
+    """What is found in programs for such tests, and not in examples of their use: that they read stdin, or define."""
+    if isinstance(tests[0], Pair):
+        return _READS_INPUT
+    names = {name for test in tests if not isinstance(test, Pair) for name in names_called(test)}
+    either = "|".join(map(re.escape, sorted(names))) or "(?!)"
+    return re.compile(rf"(?m)^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(?:{either})\b|^(?:{either})[ \t]*=")
+
+
+def continued(prefix: str, program: str) -> str:
+    """The program with the code before it that it continues: in the middle of a line, as a body, or as a whole again.
+
+    >>> continued("def f(x):\\n", "return x\\n")
+    'def f(x):\\n    return x\\n'
+    """
+    body = prefix if prefix.endswith("\n") else f"{prefix}\n"
+    indented = f"{body}    {program.lstrip()}", body + textwrap.indent(program, "    ")
+    forms = (prefix + program, body + program, program, *indented)
+    return next(filter(_compiles, forms), prefix + program)
+
+
+def _compiles(program: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(program, "program.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def same_output(printed: str, expected: str, tolerance: float = 0.0) -> bool:
     r"""Whether two outputs have the same lines, except for white space at the end of lines and empty lines at the end.
 
-    >>> same_output("1 2 \n3\n\n", "1 2\n3"), same_output("1  2", "1 2")
-    (True, False)
+    Lines of numbers are the same if these have the same values, those with a point up to the tolerance.
+
+    >>> same_output("1 2 \n3\n\n", "1 2\n3"), same_output("a  b", "a b"), same_output("0.50  2", "0.5 2.0")
+    (True, False, True)
+    >>> same_output("0.3333", "0.333333"), same_output("0.3333", "0.333333", 1e-3), same_output("3", "4", 1.0)
+    (False, True, False)
     """
-    return _lines(printed) == _lines(expected)
+    lines, due = _lines(printed), _lines(expected)
+    return len(lines) == len(due) and all(
+        line == other or _same_numbers(line.split(), other.split(), tolerance)
+        for line, other in zip(lines, due, strict=True)
+    )
 
 
-def prompt_tests(prompt: Prompt, field: str | None) -> Tests:
-    """The prompt's tests. ValueError, with the prompt's id, if there are none or no program could pass them."""
+def _same_numbers(printed: list[str], expected: list[str], tolerance: float) -> bool:
+    if len(printed) != len(expected) or not all(map(_NUMBER.fullmatch, (*printed, *expected))):
+        return False
+    for one, other in zip(printed, expected, strict=True):
+        value, due = Decimal(one), Decimal(other)
+        is_whole = not set(other) & set(".eE")
+        if value != due and (is_whole or abs(value - due) > Decimal(tolerance) * max(1, abs(due))):
+            return False
+    return True
+
+
+def prompt_tests(prompt: Prompt, field: str | None, *, entry: str = "", setup: str = "") -> Tests:
+    """The prompt's tests, as `parse_tests`. ValueError, with the prompt's id, if no program could be judged by them."""
     where = "answer" if field is None else f"metadata field {field!r}"
     tests = prompt.answer if field is None else prompt.metadata.get(field)
     try:
-        return parse_tests(tests)
+        return parse_tests(tests, entry=entry, setup=setup)
     except ValueError as error:
         raise ValueError(f"the {where} of prompt {prompt.id!r} {error}") from None
 
 
-def parse_tests(value: Any) -> Tests:
-    """Tests from a list, or from text: JSON of such a list, or else a test in Python.
-
-    >>> parse_tests('[{"input": "1", "output": 2}]'), parse_tests("assert f(1) == 2")
-    ([Pair(input='1', output='2')], ['assert f(1) == 2'])
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = [value]
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError("holds no tests")
-    if all(isinstance(test, str) for test in value):
-        for test in value:
-            _check_python(test)
-        return list(value)
-    if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in value):
-        return [Pair(input=str(test["input"]), output=str(test["output"])) for test in value]
-    raise ValueError('holds neither texts of Python nor {"input": ..., "output": ...} alone')
-
-
-def num_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation) -> int:
+def num_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation, tolerance: float = 0.0) -> int:
     """The number of tests that the program passes within its limits."""
-    clock = RunningTime()
-    texts = [test for test in tests if isinstance(test, str)]
-    if texts:
-        return _num_calls_passed(program, texts, limits, isolation)
-    passed = 0
+    clock, passed = RunningTime(), 0
+    if not isinstance(tests[0], Pair):
+        return _num_calls_passed(program, tests, limits, isolation, tolerance)
     for test in tests:
         left = limits.seconds - clock()
         if isinstance(test, Pair) and left > 0:
-            passed += _prints(program, test, replace(limits, seconds=left), isolation, clock)
+            passed += _prints(program, test, replace(limits, seconds=left), isolation, clock, tolerance)
     return passed
 
 
-def _prints(program: str, pair: Pair, limits: Limits, isolation: Isolation, clock: RunningTime) -> bool:
+def _prints(
+    program: str, pair: Pair, limits: Limits, isolation: Isolation, clock: RunningTime, tolerance: float
+) -> bool:
     result = bubblewrap.run({"program.py": program}, ["program.py"], limits, isolation, stdin=pair.input, clock=clock)
-    return result.reason is Reason.exited and result.exit_code == 0 and same_output(result.stdout, pair.output)
+    has_ended = result.reason is Reason.exited and result.exit_code == 0
+    return has_ended and same_output(result.stdout, pair.output, tolerance)
 
 
-def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolation: Isolation) -> int:
+def _num_calls_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation, tolerance: float) -> int:
     """Runs program and tests in a sandbox each, connected by two pipes; the verdicts are in the tests' stdout."""
     source = Path(protocol.__file__).read_text(encoding="utf-8")
     program_files = {"protocol.py": source, "program.py": program}
-    test_files = {"protocol.py": source, "tests.json": json.dumps(tests)}
+    role = "solution" if isinstance(tests[0], Call) else "program"
+    written = [
+        protocol.call_test(**asdict(test), tolerance=tolerance) if isinstance(test, Call) else test for test in tests
+    ]
+    test_files = {"protocol.py": source, "tests.json": json.dumps(written)}
     request_reader, request_writer = os.pipe()
     answer_reader, answer_writer = os.pipe()
     open_here = [request_reader, request_writer, answer_reader, answer_writer]
@@ -271,7 +317,7 @@ def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolat
             os.close(descriptor)
 
     try:
-        arguments = ["protocol.py", "program", "program.py"]
+        arguments = ["protocol.py", role, "program.py"]
         with bubblewrap.running(
             program_files, arguments, limits, isolation, stdin=request_reader, stdout=answer_writer
         ):
@@ -288,21 +334,3 @@ def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolat
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _check_python(test: str) -> None:
-    """ValueError for a test that is not Python, that only defines things, or that any program passes."""
-    try:
-        statements = ast.parse(test).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"holds a test that is not Python ({error}): {test!r:.80}") from None
-    if all(isinstance(statement, _DEFINITIONS) for statement in statements):
-        problem = "holds a test that only defines things, and would be passed by every program; call them, as in "
-        raise ValueError(f"{problem}check(add): {test!r:.80}")
-    for doubt in _doubts(test) & set(REFUSED):
-        raise ValueError(f"holds tests that {doubt.value}; {REFUSED[doubt]}: {test!r:.80}")
-
-
-@functools.lru_cache(MAX_CHECKED)
-def _doubts(test: str) -> frozenset[Doubt]:
-    return frozenset(doubts(test))

@@ -11,9 +11,10 @@ id: no position belongs to a completion's index, so that the bias is noise and n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 
 from rlft.reward.http import Request, ServerKeys, scores_in
 from rlft.system.seeds import derive
+from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, UserError, require
 
 INSTRUCTIONS = """\
@@ -120,7 +122,7 @@ class Judge(ServerKeys):
         return settings
 
     def _ratings(self, answer: Any, num_completions: int) -> list[float]:
-        """The reply's ratings, mapped to 0 .. 1. ValueError if it is not exactly what was requested."""
+        """The reply's ratings, mapped to 0 .. 1. ValueError if they are not what was requested."""
         ratings = scores_in(reply(answer), num_completions)
         if outside := [rating for rating in ratings if not self.lowest <= rating <= self.highest]:
             raise ValueError(f"the judge rated {outside[0]:g}, outside {self.lowest:g} .. {self.highest:g}")
@@ -128,16 +130,40 @@ class Judge(ServerKeys):
 
 
 def reply(answer: Any) -> Any:
-    """The JSON that is the whole text of a chat completion's first choice. ValueError if there is none.
+    """The judge's verdict: the last JSON object with scores in the text of a chat completion's first choice.
 
-    >>> reply({"choices": [{"message": {"content": '{"scores": [7]}'}}]})
+    Judges reason, fence what they say, and say more than was asked for; they have not decided in their reasoning. A
+    reply that is JSON as a whole is returned whatever it holds. ValueError if there is no such object.
+
+    >>> reply({"choices": [{"message": {"content": 'Fair. ```json\\n{"scores": [7]}\\n```'}}]})
     {'scores': [7]}
     """
     try:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         raise ValueError("its answer is not a chat completion") from None
-    try:
+    if isinstance(content, list):  # parts, as some servers have it
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    if not isinstance(content, str):
+        raise ValueError("the judge's reply is not JSON")
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(content)
-    except (ValueError, TypeError):
-        raise ValueError("the judge's reply is not JSON") from None
+    verdicts = [value for value in objects(without_reasoning(content)) if "scores" in value]
+    if not verdicts:
+        raise ValueError("the judge's reply is not JSON")
+    return verdicts[-1]
+
+
+def objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text, without those in others.
+
+    >>> list(objects('{"a": {"b": 1}} {no} {"c": 2}'))
+    [{'a': {'b': 1}}, {'c': 2}]
+    """
+    start = text.find("{")
+    while start >= 0:
+        end = start + 1
+        with contextlib.suppress(ValueError, RecursionError):
+            value, end = json.JSONDecoder(strict=False).raw_decode(text, start)
+            yield value
+        start = text.find("{", end)

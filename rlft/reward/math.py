@@ -4,8 +4,8 @@ This differs from calling the library on the whole completion: the answer is tak
 scattering guesses over a completion earns nothing; an answer with the reference's own text is right without parsing; if
 the reference is a number, the answer must be one, so that copying the question's own sum is no answer; what the library
 does not see (bases, units, kinds of brackets, relative size) counts (`notation.py`); and an answer that would take for
-ever to compare is wrong, by its size or after MAX_SECONDS of processor time. The library's own time-outs are off, since
-it sets them by the same alarm as the scorer.
+ever to compare is wrong by its size, or has no score but `on_error` after MAX_SECONDS of processor time. The library's
+own time-outs are off, since it sets them by the same alarm as the scorer.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def equal(answer: str, reference: str, *, unevaluated: bool, max_chars: int) -> 
     >>> equal("8 + 10", "18", unevaluated=False, max_chars=300), equal("8 + 10", "18", unevaluated=True, max_chars=300)
     (False, True)
     """
+    return compared(answer, reference, unevaluated=unevaluated, max_chars=max_chars) is True
+
+
+def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) -> bool | None:
+    """As `equal`, but None where the time did not suffice to find out."""
     if answer.strip() == reference.strip():
         return True
     if len(answer) > max_chars:
@@ -136,20 +141,20 @@ class Math(AnswerKeys):
         """Loads the library, one second, before any time limit runs."""
         _library()
 
-    def is_right(self, answer: str, reference: str) -> bool:
-        return equal(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
+    def is_right(self, answer: str, reference: str) -> bool | None:
+        return compared(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
 
 
-def _equal_expressions(answer: str, reference: str, *, needs_value: bool) -> bool:
-    """Whether the library finds two plain answers equal in time, and they are not apart in a way that it overlooks.
+def _equal_expressions(answer: str, reference: str, *, needs_value: bool) -> bool | None:
+    """Whether the library finds two plain answers equal, and they are not apart in a way that it overlooks.
 
-    With `needs_value` the answer must be a value without variables.
+    None where this takes more than MAX_SECONDS. With `needs_value` the answer must be a value without variables.
     """
     _library()  # loading it is not the answer's time
     try:
         return within_processor_time(MAX_SECONDS, _compare, answer, reference, needs_value)
     except OutOfProcessorTime:
-        return False
+        return None
 
 
 def _compare(answer: str, reference: str, needs_value: bool) -> bool:

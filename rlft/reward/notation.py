@@ -17,21 +17,27 @@ from rlft.reward.answer import closing_brace, plain_number
 MAX_EXPONENT = 300
 """The largest exponent of 10 in scientific notation."""
 
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
-_COMMAND = re.compile(
-    r"\\(?:boxed|fbox|text|textbf|textit|textrm|textnormal|emph|mbox|mathbf|mathrm|mathit|underline)?\s*\{|\{"
+_DELIMITERS = (
+    *(("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")),
+    *(("**", "**"), ("*", "*"), ("__", "__"), ("`", "`")),
 )
+_WRAPPER = (
+    r"(?:text(?:bf|it|rm|tt|sf|sc|up|normal)?|math(?:bf|rm|it|tt|sf|normal)|emph|mbox|underline|boldsymbol|bm|pmb)"
+)
+_COMMAND = re.compile(rf"\\(?:boxed|fbox|{_WRAPPER})?\s*\{{|\{{")
 # Same value, other notation; in this order.
 _REWRITTEN = (
     (re.compile(r"\\(?:displaystyle|textstyle|limits)|\\!\s*|\\(?:left|right)(?![A-Za-z])"), ""),
-    (re.compile(r"\\(?:mathbf|textbf|mathrm|mathit|text|underline|mbox)\s*\{\s*([0-9][0-9.,]*)\s*\}"), r"\1"),
-    (re.compile(r"\\(?:bf|rm|it|sf|tt)(?![A-Za-z])\s*"), ""),
+    (re.compile(r"\\(?:text)?color\s*\{\w+\}|^\s*(?:=|≈|\\(?:approx|therefore)(?![A-Za-z]))"), ""),
+    (re.compile(rf"\\{_WRAPPER}\s*\{{\s*([0-9][0-9.,]*)\s*\}}"), r"\1"),
+    (re.compile(r"\\(?:bf|rm|it|sf|tt|tiny|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])|(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))"), ","),
     (re.compile(r"(?<!\\)\\(?:[,:; ]|q?quad(?![A-Za-z]))|~"), " "),
     (re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|mathit)\s*\{\s*(and|or)\s*\}"), r" \1 "),
     (re.compile("[−–]"), "-"),
+    (re.compile(r"(?<![0-9./^_{])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"°|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])"), r"^\\circ "),
 )
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\{([0-9]+)\}")
@@ -84,7 +90,9 @@ _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 _ASSIGNED = re.compile(r"([A-Za-z]\w*)\s*(?:=|\\approx(?![A-Za-z]))(?!.*=)\s*")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent(?:age)?|pct)\s*\}|\b(?:percent(?:age)?|pct))$")
 _CURRENCY = re.compile(r"^([+-]?)\s*\\?[$£€]\s*|\\?[$£€]$")
-_SCIENTIFIC = re.compile(r"(.*?[0-9.])\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([0-9]))")
+_SCIENTIFIC = re.compile(
+    r"(.*?[0-9.])(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([0-9]))|(?i:e)([+-][0-9]+|[0-9]{2,}))"
+)  # not 1e3, where e may be the number
 
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _NO_TEXT = re.compile(r"[\\+*/=^<>_{}|]")
@@ -115,7 +123,7 @@ def unwrapped(text: str) -> str:
     """
     before = None
     while text != before:
-        before, text = text, text.strip()
+        before, text = text, text.strip().removesuffix("\\")  # of a command for space, whose space is gone
         if text.endswith(".") and not text.endswith(("..", "\\.")):
             text = text[:-1].rstrip()
         for opening, closing in _DELIMITERS:
@@ -173,7 +181,7 @@ def number(text: str) -> Fraction | None:
         text = text[0] + text[1:].lstrip()
     exponent = 0
     if match := _SCIENTIFIC.fullmatch(text):
-        text, exponent = match[1], int(match[2] or match[3])
+        text, exponent = match[1], int(match[2] or match[3] or match[4])
     value: Decimal | None = plain_number(text.strip().removesuffix("."))
     return None if value is None or abs(exponent) > MAX_EXPONENT else Fraction(value) * Fraction(10) ** exponent
 

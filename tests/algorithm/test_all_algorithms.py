@@ -315,6 +315,21 @@ def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(
         assert not any(value.isnan() for value in loss.metrics.values())
 
 
+@each("name", [*GROUP_RELATIVE, "rloo", "kimi"])
+def test_a_small_difference_of_large_rewards_is_an_advantage(make, hand_batch, name):
+    # In float32 1e8 + 1 = 1e8. The sums 0.1 + 0.2 and 0.3 differ in the last bit of float64 only, and are equal.
+    for rewards, differ in (([1e8, 1e8 + 1], True), ([1e12, 1e12 + 1], True), ([0.1 + 0.2, 0.3], False)):
+        batch = hand_batch([1, 1], rewards, [0, 0])
+        batch = replace(batch, **{field: getattr(batch, field).float() for field in INPUTS[:-1]})
+        steps = {"token_rewards": torch.zeros_like(batch.rewards[:, None] * batch.loss_mask)}
+        batch = replace(batch, **steps, step_ends=batch.loss_mask)
+        low, high = make(name).credit(batch).advantages[batch.loss_mask].tolist()
+        assert (low == -high < 0) if differ else (low == high == 0)
+        assert make(name).credit(batch).advantages.dtype == torch.float32
+        if not make(name)._acts_without_advantage and name != "kimi":
+            assert make(name).zero_gradient_rows(batch).tolist() == [not differ] * 2
+
+
 @each("variant", VARIANTS)
 def test_batches_that_teach_grpo_nothing_give_exactly_0_with_gradient_0(made, hand_batch, loss_of, variant):
     algorithm = made("grpo", variant)

@@ -108,6 +108,82 @@ def test_json_calls_may_break_lines_in_strings() -> None:
     assert [(c.name, c.arguments, c.problem) for c in calls] == [("python", {"code": "a\nb"}, ""), ("add", {}, "")]
 
 
+ONE = '{"name": "add", "arguments": {"a": 1}}'
+TWO = '{"arguments": {"a": 2}, "name": "add"}'
+MARKED = '{"name": "add", "arguments": {"say": "<tool_call>{\\"name\\": \\"add\\"}</tool_call>[TOOL_CALLS]<think>"}}'
+
+
+@each(
+    ("text", "called"),
+    [
+        (f"<think>maybe «{ONE}»</think>", []),
+        (f"<think>maybe «{ONE}», rather</think>\n«{TWO}»", [2]),
+        (f"maybe «{ONE}», rather</think>\n«{TWO}»", [2]),
+        (f"<think>maybe «{ONE}»", []),
+        (f"[THINK]«{ONE}»[/THINK]It is «{TWO}»", [2]),
+        (f"«{ONE}»\n<think>and «{TWO}»?</think>", [1]),
+        (f"«{ONE}»\n<think>and?</think>\n«{TWO}»", [1, 2]),
+        (f"«{ONE}»«{TWO}»", [1, 2]),
+        (f"«{ONE}\n{TWO}»", [1, 2]),
+        (f"«{ONE}; {TWO}»", [1, 2]),
+        (f"«{ONE}, {TWO}»", [1, 2]),
+        (f"«[{ONE}, {TWO}]»", [1, 2]),
+        (f"«{TWO}»", [2]),
+        (f"«\n```json\n{ONE}\n```\n»", [1]),
+        (f"«```\n{TWO}```»", [2]),
+        (f"«{MARKED}»", [None]),
+        (f"«{MARKED}»\n«{TWO}»", [None, 2]),
+    ],
+)
+def test_calls_are_read_as_json_outside_of_reasoning(text: str, called: list[int | None]) -> None:
+    readers = {
+        ("<tool_call>", "</tool_call>"): FORMS["qwen2.5"],
+        ("[TOOL_CALLS]", ""): FORMS["mistral"],
+        ("", ""): JsonCalls([ADD]),
+        ("\n```json\n", "\n```\n"): JsonCalls([ADD]),
+    }
+    for (opening, closing), reader in readers.items():
+        if isinstance(reader, TemplateCalls) or "[{" not in text:
+            written = text.replace("«", opening).replace("»", closing)
+            calls = reader.calls(written)
+            assert [(c.name, c.arguments.get("a"), c.problem) for c in calls] == [("add", n, "") for n in called]
+            first = written.find(opening or "{", written.rfind("</think>") if called[:1] == [2] else 0)
+            if called[:1] == [1]:
+                assert reader.before(written).rstrip("`json\n") == written[:first].rstrip("`json\n")
+            elif not called:
+                assert reader.before(written) == written
+
+
+@each(
+    ("text", "called"),
+    [
+        ('{"name": "Bob", "age": 3}', []),
+        ('{"name": "add"}', ["add"]),
+        ('{"name": "sub", "arguments": {"a": 1}}', ["sub"]),
+        ('{"name": "sub", "arguments": {"a": 1}, "year": 1990}', []),
+        ('{"answer": {"name": "add", "arguments": {}}}', []),
+        ('{"people": [{"name": "Bob"}]}', []),
+        ('{"id": "1", "arguments": {}, "type": "function", "name": "add"}', ["add"]),
+        ('```json\n{"name": "add", "arguments": {}}\n```', ["add"]),
+        ('{"name": "Bob", "age": ', []),
+        ('{"name": 5}', []),
+    ],
+)
+def test_an_object_without_a_marker_is_a_call_only_if_it_names_a_tool_or_is_nothing_else(text, called) -> None:
+    unmarked = TemplateCalls(marker="", name="name", arguments="arguments", tools=frozenset({"add"}))
+    for reader in (JsonCalls([ADD]), unmarked):
+        if reader is not unmarked or not text.endswith(": "):  # what begins as a call and is broken is told of there
+            assert [call.name for call in reader.calls(text)] == called, reader
+
+
+def test_calls_in_xml_are_read_outside_of_reasoning_and_keep_their_arguments() -> None:
+    reader = XmlCalls([ADD])
+    call = '<call tool="add"><say>{}</say></call>'
+    text = f"<think>{call.format(1)}</think>{call.format('<think>2')} and {call.format('3')}"
+    assert [c.arguments for c in reader.calls(text)] == [{"say": "<think>2"}, {"say": "3"}]
+    assert reader.before(text) == f"<think>{call.format(1)}</think>"
+
+
 FRAGMENTS = [
     '{"name": ', '{"name": "add", "arguments": ', '"add"', ', "arguments": ', '{"a": ', "{", "}", "[", "]", '"', "\n",
     ",", "\\ud800", "1e999", "NaN", "9" * 5000, "[" * 900, "]" * 900, '{"a":' * 300, "<tool_call>", "</tool_call>",

@@ -310,7 +310,8 @@ def test_numbers_that_may_be_indices_or_choices_are_refused_unless_a_key_says_wh
 def test_references_are_read_as_the_policy_would_write_them():
     boxed = ["reward=exact_match", "reward.exact_match.answer_in=text"]
     with pytest.raises(UserError, match="2 of 2"):  # what follows an opened <think> is never the answer alone
-        notes(rows("18", "7", tail="<think>\n"), *boxed)
+        notes(rows("18", "7", tail="<think>\n"), *boxed, "reward.exact_match.in_reasoning=true")
+    assert notes(rows("18", "7", tail="<think>\n"), *boxed) == [], "it is after the reasoning"
     assert notes(rows("18", "7", tail="<think>\n"), "reward=exact_match") == []
     tags = copy.deepcopy(family_tokenizer("qwen2.5"))
     special = [AddedToken(token, special=True, normalized=False) for token in ("<answer>", "</answer>")]

@@ -78,12 +78,38 @@ def test_a_box_gives_one_answer_or_none(text, only, last):
         ("#### 17 apples\nor rather\n#### 18", None, "18"),
         ("#### Paris\n#### Rome", None, "Rome"),
         ("#### Paris\nis the capital", "Paris", "Paris"),
+        ("#### Étape 1\n9 + 9 = 18\n#### (b) Somme\n18\n#### 第三步\n18\n#### 18", "18", "18"),
+        ("#### (17)\nor rather\n#### 18", None, "18"),
         ("####", None, None),
     ],
 )
 def test_hashes_give_the_rest_of_their_line(text, only, last):
     assert keys(AnswerIn.hashes, which=Which.only).extract(text) == only
     assert keys(AnswerIn.hashes, which=Which.last).extract(text) == last
+
+
+@each(
+    ("place", "text", "spoken", "anywhere"),
+    [
+        ("tag", "<think><answer>17</answer>?</think><answer>18</answer>", "18", "18"),
+        ("tag", "<think>so <answer>18</answer></think>", None, "18"),
+        ("tag", "<think>so <answer>18</answer>", None, "18"),
+        ("tag", "so <answer>18</answer></think>", None, "18"),
+        ("boxed", r"<think>\boxed{17}, no, \boxed{18}</think>It is \boxed{18}.", "18", "18"),
+        ("boxed", r"<think>\boxed{18}</think>It is 18.", None, "18"),
+        ("boxed", r"[THINK]\boxed{18}[/THINK]It is 18.", None, "18"),
+        ("hashes", "<reasoning>\n#### 17\n</reasoning>\n#### 18", "18", "18"),
+        ("hashes", "<thinking>\n#### 18\n</thinking>", None, "18"),
+        ("pattern", "◁think▷Answer: 17◁/think▷Answer: 18", "18", "18"),
+        ("pattern", "<seed:think>Answer: 18</seed:think>", None, "18"),
+        ("text", "<think>9 + 9</think> 18", "18", "<think>9 + 9</think> 18"),
+        ("text", "<think>18", None, "<think>18"),
+    ],
+)
+def test_an_answer_in_the_reasoning_counts_only_where_that_is_wanted(place, text, spoken, anywhere):
+    made = {"answer_in": AnswerIn(place), "tag": "answer", "pattern": "Answer: ([0-9]+)"}
+    assert AnswerKeys(**made, which=Which.only, in_reasoning=False).extract(text) == spoken
+    assert AnswerKeys(**made, which=Which.last, in_reasoning=True).extract(text) == anywhere
 
 
 def test_text_and_pattern_are_the_other_places():
@@ -102,7 +128,22 @@ def test_a_pattern_without_a_group_is_refused(pattern):
 @each("answer_in", [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
 @each(
     "piece",
-    ["<answer>", "</answer>", "<answer></answer>", r"\boxed{", r"\boxed  ", "#### ", "####\n", "{", "9", "\n", " "],
+    [
+        "<answer>",
+        "</answer>",
+        "<answer></answer>",
+        "<think>",
+        "</think>",
+        "<think></think>",
+        r"\boxed{",
+        r"\boxed  ",
+        "#### ",
+        "####\n",
+        "{",
+        "9",
+        "\n",
+        " ",
+    ],
 )
 def test_a_million_characters_take_no_time(answer_in, piece):
     # A quadratic search would need about 1e10 steps, minutes; a linear one stays far under a second.

@@ -4,7 +4,7 @@ import pytest
 from in_one_test import each
 from reward_groups import TAGGED
 
-from rlft.reward.choice import Choice, choices_of
+from rlft.reward.choice import Choice, ReferenceIs, choices_of
 
 CITIES = ["Rome", "Paris", "New York", "18"]
 
@@ -35,9 +35,16 @@ VERDICTS = [
     ("E", False, False, "a letter that may be no choice"),
     ("Paris", False, True, "the choice's text"),
     ("paris", False, True, "the choice's text without case"),
-    ("B. Paris", False, True, "its letter and its text"),
-    ("(B) Paris", False, True, "its letter and its text"),
-    ("B) Rome", False, False, "its letter and another's text"),
+    ("B. Paris", True, True, "its letter and its text"),
+    ("(B) Paris", True, True, "its letter and its text"),
+    ("B: Paris", True, True, "its letter and its text"),
+    ("B - Paris", True, True, "its letter and its text, with a dash"),
+    ("B — Paris", True, True, "its letter and its text, with a dash"),
+    ("B) Rome", True, False, "its letter and another's text, if the texts are known"),
+    ("B. Paris or Rome", False, False, "its letter and two texts"),
+    ("B) Paris, A) Rome", False, False, "two letters with their texts"),
+    ("B) Paris, a) Rome", False, False, "two letters with their texts"),
+    ("B) not Paris", False, False, "prose that says the contrary"),
     ("A. Paris", False, False, "another letter and its text"),
     ("B Paris", False, False, "nothing between letter and text"),
     ("Paris, Rome", False, False, "two texts"),
@@ -62,7 +69,31 @@ VERDICTS = [
     (r"\textbf{(B)} or \textbf{(A)}", False, False, "two letters"),
     (r"\textbf{(B)}\textbf{(A)}", False, False, "two letters"),
     ("**B** A", False, False, "two letters"),
-    ("The answer is B", False, False, "prose"),
+    ("*B*", True, True, "italic"),
+    ("__(B)__", True, True, "bold, in brackets"),
+    ("`B`", True, True, "as code"),
+    ('"B"', True, True, "in quotes"),
+    ("[B]", True, True, "in other brackets"),
+    (r"(\text{B})", True, True, "brackets around a text command"),
+    (r"\mathbf{B}", True, True, "bold in a formula"),
+    (r"\boxed{\textbf{(B)}\ Paris}", True, True, "all of it boxed"),
+    ("Answer: B", True, True, "what it is, then the letter"),
+    ("answer = (b)", True, True, "what it is, then the letter"),
+    ("**Answer: B**", True, True, "what it is, then the letter, all bold"),
+    ("**Answer:** B.", True, True, "what it is in bold, then the letter"),
+    ("Final answer: **B**", True, True, "what it is, then the letter in bold"),
+    ("The answer is B", True, True, "a sentence that names it"),
+    ("So the correct answer is: option (B).", True, True, "a sentence that names it"),
+    ("The correct option is (B) Paris", True, True, "a sentence that names its letter and text"),
+    ("My best choice is Paris.", False, True, "a sentence that names its text"),
+    ("The answer is A", False, False, "a sentence that names another"),
+    ("The answer is not B", False, False, "a sentence that says the contrary"),
+    ("Answer: A or B", False, False, "two letters"),
+    ("Answer: B, answer: A", False, False, "two letters"),
+    ("'B' or 'A'", False, False, "two letters in quotes"),
+    ("[B][A]", False, False, "two letters in brackets"),
+    ("I think B", False, False, "prose"),
+    ("Answer:", False, False, "no letter"),
     ("not B", False, False, "prose that says the contrary"),
     ("Ｂ", False, False, "a full-width letter"),
     ("В", False, False, "the Cyrillic letter that looks the same"),
@@ -155,6 +186,39 @@ def test_the_shapes_in_which_data_sets_hold_choices(value):
 def test_choices_may_have_numbers(group):
     made = with_choices(group(["<answer>2</answer>", "<answer>B</answer>"], answer="2"), {"1": "Rome", "2": "Paris"})
     assert choice(choices_field="choices")(made) == [1.0, 0.0]
+
+
+@each(
+    ("kind", "reference", "letter"),
+    [
+        ("index", "0", "A"),
+        ("index", "3", "D"),
+        ("number", "1", "A"),
+        ("number", "4", "D"),
+        ("auto", "1", "B"),
+        ("auto", "18", "D"),
+    ],
+)
+def test_a_reference_may_be_a_place_in_the_choices(group, kind, reference, letter):
+    made = with_choices(group([f"<answer>{each}</answer>" for each in "ABCD"], answer=reference), CITIES)
+    scores = choice(choices_field="choices", reference_is=ReferenceIs(kind))(made)
+    assert scores == [float(each == letter) for each in "ABCD"]
+
+
+@each(("kind", "reference"), [("index", "4"), ("number", "0"), ("number", "5"), ("index", "B"), ("number", "B")])
+def test_a_place_that_the_choices_do_not_have_is_an_error_not_a_zero(group, kind, reference):
+    made = with_choices(group(["<answer>A</answer>"], answer=reference), CITIES)
+    with pytest.raises(ValueError, match="is not one of its choices A, B, C, D"):
+        choice(choices_field="choices", reference_is=ReferenceIs(kind))(made)
+
+
+def test_numbered_choices_are_named_by_their_numbers(group):
+    # As ARC has some: read as an index, 2 would be the third choice.
+    numbered = {"label": ["1", "2", "3"], "text": ["Rome", "Paris", "Oslo"]}
+    made = with_choices(group(["<answer>2</answer>", "<answer>3</answer>"], answer="2"), numbered)
+    reward = choice(choices_field="choices")
+    assert reward.examine([made.prompt]) is None
+    assert reward(made) == [1.0, 0.0]
 
 
 @each(

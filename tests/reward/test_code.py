@@ -10,9 +10,11 @@ from types import MappingProxyType
 import pytest
 import yaml
 from in_one_test import each
+from reward_groups import make_group
 
 from rlft.reward import code
-from rlft.reward.code import Code, Pair, ProgramIn, Required, Score, parse_tests
+from rlft.reward.code import Code, ProgramIn, Required, Score, continued, same_output, wanted_by
+from rlft.reward.code_forms import Call, Pair, parse_tests
 from rlft.reward.workers.reward_spec import check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.system.sandbox import bubblewrap, cgroups, trials
@@ -20,7 +22,8 @@ from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import UserError
 
 KEYS = yaml.safe_load((Path(__file__).parents[2] / "configs" / "reward" / "code.yaml").read_text())["code"]
-KEYS["group_timeout"] = 30.0
+SHIPPED_SECONDS = KEYS["seconds"]
+KEYS |= {"group_timeout": 30.0, "seconds": 2.0}
 ADD_TESTS = '["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]'
 DOUBLE_TESTS = '[{"input": "2", "output": "4"}, {"input": "-3", "output": "-6"}]'
 
@@ -58,7 +61,15 @@ def scores(group, programs, tests, **keys):
         ("```python\na\n```\n```python\nb", "a\n"),
         (fence("x = '''\n ```\n'''"), "x = '''\n ```\n'''\n"),
         ("```python\na", None),
-        (fence("a", ""), None),
+        (fence("a", "{.python}"), "a\n"),
+        (fence("a", "{.python .numberLines}"), "a\n"),
+        (fence("a", "python title=add.py"), "a\n"),
+        (fence("a", "{python}"), "a\n"),
+        (fence("a", ""), "a\n"),
+        (fence("a", "") + fence("b", ""), "b\n"),
+        (fence("a", "") + fence("b", "bash"), "a\n"),
+        ("<think>\n" + fence("a") + "</think>\n" + fence("b", ""), "b\n"),
+        ("<think>\n" + fence("a") + "</think>\nDone.", None),
         (fence(" \n"), None),
         ("print(1)", None),
         ("", None),
@@ -71,7 +82,56 @@ def test_the_last_closed_block_of_python_is_the_program(text, program):
 def test_the_program_may_stand_in_a_tag_or_be_all_of_the_text():
     assert reward(program_in="tag").extract("<answer>a</answer> or <answer>b</answer>") == "b"
     assert reward(program_in="tag").extract("```python\na\n```") is None
+    assert reward(program_in="tag").extract("<answer>\n```python\na\n```\n</answer>") == "a\n"
     assert reward(program_in="text").extract("print(1)") == "print(1)"
+
+
+@each(
+    ("tests", "blocks", "chosen"),
+    [
+        (["assert add(2, 3) == 5"], ["def add(a, b): return a + b", "print(add(1, 2))"], 0),
+        (["assert add(2, 3) == 5"], ["def add(a, b): return 1", "def add(a, b): return 2", "add(1, 2)"], 1),
+        (["assert add(2, 3) == 5"], ["add = lambda a, b: a + b", "x = add(1, 2)"], 0),
+        (["assert Stack().pop() == 5"], ["class Stack: pass", "s = Stack()\ns.push(3)"], 0),
+        (["assert add(2, 3) == 5"], ["def adder(a): pass", "print(2)"], 1),
+        ([Call(function="add", arguments=[1], results=[1])], ["class Solution:\n    def add(self, a): 1", "add(1)"], 0),
+        ([Call(function="add", arguments=[1], results=[1])], ["def add(a): return a", "assert add(1) == 1"], 0),
+        ([Pair(input="1", output="2")], ["print(int(input()) + 1)", "print(solve(1))"], 0),
+        ([Pair(input="1", output="2")], ["import sys\nfor line in sys.stdin: pass", "# 1\n# 2"], 0),
+        ([Pair(input="", output="2")], ["x = 1", "print(2)"], 1),
+    ],
+)
+def test_of_several_blocks_the_last_counts_that_is_a_program_and_no_example_of_its_use(tests, blocks, chosen):
+    for language in ("python", ""):
+        text = "".join(fence(block, language) for block in blocks)
+        assert reward().extract(text, wanted_by(tests)) == blocks[chosen] + "\n"
+
+
+PROMPT = 'from typing import List\n\ndef add(a: int, b: int) -> int:\n    """Adds."""\n'
+
+
+@each(
+    ("prefix", "program"),
+    [
+        (PROMPT, "    return a + b\n"),
+        (PROMPT, "    c = a + b\n    return c\n"),
+        (PROMPT, "\n    return a + b"),
+        (PROMPT, "return a + b"),
+        (PROMPT, "c = a + b\nreturn c"),
+        (PROMPT, "c = a + b\n    return c"),
+        (PROMPT, "def add(a, b):\n    return a + b"),
+        (PROMPT + "    ", "return a + b"),
+        (PROMPT.rstrip(), "    return a + b"),
+        (PROMPT + "    return", " a + b"),
+        ("def add(a, b):\n", "def add(a, b):\n    return a + b"),
+        ("def add(a, b):", "return a + b"),
+        ("class Solution:\n    def add(self, a, b):\n        ", "return a + b\n"),
+    ],
+)
+def test_a_program_may_continue_the_code_of_its_prompt(prefix, program):
+    names = {}
+    exec(continued(prefix, program), names)
+    assert (names["add"](2, 3) if "add" in names else names["Solution"]().add(2, 3)) == 5
 
 
 def test_a_hostile_text_is_read_in_linear_time():
@@ -90,10 +150,53 @@ def test_a_hostile_text_is_read_in_linear_time():
         ("assert f() == [1]", ["assert f() == [1]"]),
         (["assert f() == 1"], ["assert f() == 1"]),
         ([{"input": "1", "output": 1, "note": "one"}], [Pair(input="1", output="1")]),
+        # lists of lines; columns; the kinds of APPS, TACO, LiveCodeBench and others
+        ([{"input": ["1", "2"], "output": ["3"]}], [Pair(input="1\n2", output="3")]),
+        ({"input": "1", "output": "2"}, [Pair(input="1", output="2")]),
+        (
+            {"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["2"]]},
+            [Pair(input="1\n", output="1\n"), Pair(input="2\n3", output="2")],
+        ),
+        ('{"input": ["1"], "output": ["2"], "testtype": ["stdin"]}', [Pair(input="1", output="2")]),
+        ([{"fn_name": None, "input": "1", "output": "2", "type": "stdin_stdout"}], [Pair(input="1", output="2")]),
+        (
+            '{"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[3]]}',
+            [Call(function="f", arguments=[1, "a"], results=[[3], 3])],
+        ),
+        (
+            {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [{"3": 4}]},
+            [Call(function="f", arguments=[{1: 2}], results=[{3: 4}])],
+        ),
+        (
+            [{"fn_name": "f", "type": "function_call", "input": [[1, 2]], "output": 3}],
+            [Call(function="f", arguments=[[1, 2]], results=[3])],
+        ),
+        (
+            [{"input": '[1, 2]\n"a"', "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
+            [Call(function="f", arguments=[[1, 2], "a"], results=[[3]])],
+        ),
     ],
 )
-def test_tests_may_be_json_python_or_a_list(given, tests):
+def test_tests_may_be_json_python_a_list_or_columns(given, tests):
     assert parse_tests(given) == tests
+
+
+def test_another_field_may_name_the_function_and_hold_the_setup():
+    called = [Call(function="add", arguments=[1], results=[2])]
+    for entry in ("add", '{"func_name": "add"}', {"fn_name": "add"}):
+        test = [{"input": "1", "output": "2", "testtype": "functional"}]
+        assert reward(entry_field="e")._tests(prompt_of(test, e=entry)) == called
+    check = "def check(candidate):\n    assert candidate(1) == 2"
+    assert reward(entry_field="e")._tests(prompt_of(check, e="add")) == [check + "\n\ncheck(add)\n"]
+    for setup in ("import math\n", ["import math"], "import math"):
+        [test] = reward(setup_field="s")._tests(prompt_of(["assert f() == math.pi"], s=setup))
+        assert test == "import math\nassert f() == math.pi"
+    assert reward(setup_field="s")._tests(prompt_of(["assert f() == 1"], s="")) == ["assert f() == 1"]
+
+
+def prompt_of(tests, **metadata):
+    prompt = make_group([""], answer=tests if isinstance(tests, str) else json.dumps(tests)).prompt
+    return replace(prompt, metadata=metadata)
 
 
 @each(
@@ -107,6 +210,17 @@ def test_tests_may_be_json_python_or_a_list(given, tests):
         ("def check(candidate):\n    assert candidate(1) == 2", r"only defines things, .* as in check\(add\)"),
         ('["assert f()", {"input": "", "output": ""}]', "holds neither"),
         ('[{"input": ""}]', "holds neither"),
+        ('[{"input": "", "output": "", "stdin": ""}]', "holds tests with 'stdin', whose meaning is not known"),
+        ('[{"input": "", "output": "", "language": "cpp"}]', "holds tests with 'language', whose meaning is not known"),
+        ('[{"input": "", "output": "", "checker": "lines"}]', "holds tests with 'checker', whose meaning is not known"),
+        ('[{"input": "", "output": "", "testtype": "interactive"}]', "of the kind 'interactive', which is none of"),
+        ('[{"input": "1", "output": "2", "testtype": "functional"}]', "holds calls of a function, and names none"),
+        ('[{"input": "a b", "output": "2", "fn_name": "f"}]', "whose arguments are no lines of JSON"),
+        ('[{"input": "1", "output": "a b", "fn_name": "f"}]', "or whose result is none"),
+        ('[{"input": {"a": 1}, "output": 1, "fn_name": "f"}]', "whose arguments are no list"),
+        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "holds 1 inputs and 2 outputs"),
+        ('{"inputs": ["1"]}', "holds neither"),
+        ('[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]', "a program is only one of"),
     ],
 )
 def test_tests_that_no_program_could_fail_or_pass_are_refused(group, given, problem):
@@ -346,6 +460,108 @@ def test_verdicts_by_output(group, program, score, why):
     assert scores(group, [program], DOUBLE_TESTS, score="fraction") == [float(score)]
 
 
+TWO_SUM = """class Solution:
+    def two_sum(self, nums: List[int], target: int) -> List[int]:
+        at = defaultdict(lambda: -1)
+        for i, n in enumerate(nums):
+            if at[target - n] >= 0:
+                return [at[target - n], i]
+            at[n] = i
+"""
+DEEP = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
+
+
+@each(
+    ("tests", "programs", "expected"),
+    [
+        (
+            [{"input": "[2, 7, 11]\n9", "output": "[0, 1]", "testtype": "functional", "fn_name": "two_sum"}],
+            [TWO_SUM, TWO_SUM.replace("List", "list"), "def two_sum(a, b): return (0, 1)", TWO_SUM.replace("i]", "0]")],
+            [1, 1, 1, 0],
+        ),
+        (
+            {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]},
+            ["def f(a, b): return a + b", "def f(a, b): return str(a + b)", "def g(a, b): return a + b", "f = 3"],
+            [1, 0, 0, 0],
+        ),
+        ({"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [5]}, ["def f(d): return d[1]"], [1]),
+        ({"fn_name": "f", "inputs": [[5000]], "outputs": [5000]}, [DEEP], [1]),
+        (
+            {"fn_name": "f", "inputs": [[1]], "outputs": [True]},
+            ["def f(x): return x == 1", "def f(x): return [x]"],
+            [1, 0],
+        ),
+        (
+            {"fn_name": "f", "inputs": [[1]], "outputs": [[1, 2]]},
+            [
+                "def f(x): return [1, 2]",
+                "class A(list):\n    def __eq__(self, other): return True\ndef f(x): return A()",
+                "def f(x):\n    yield 1\n    yield 2",
+                "def f(x): return 1",
+                "import os\ndef f(x): os._exit(0)",
+            ],
+            [1, 0, 0, 0, 0],
+        ),
+        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, ["print(int(input()) + int(input()))", "print(12)"], [1, 0]),
+        (
+            ["assert only([1, 'a'], int) == [1]", "assert kind(2) == int", "assert kind('a') is str"],
+            [
+                "def kind(x): return type(x)\ndef only(xs, t): return [x for x in xs if isinstance(x, t)]",
+                "kind = only = lambda *x: eval",
+            ],
+            [1, 0],
+        ),
+    ],
+)
+def test_verdicts_by_the_forms_of_data_sets(group, tests, programs, expected):
+    assert scores(group, programs, json.dumps(tests)) == [float(right) for right in expected]
+
+
+def test_setup_code_may_build_objects_of_the_program(group):
+    program = (
+        "class Node:\n    def __init__(self, value): self.left = None\n"
+        "def depth(node): return 0 if node is None else 1 + depth(node.left)"
+    )
+    made = group([fence(program), fence(program.replace("1 +", "2 +"))], answer='["assert depth(root) == 2"]')
+    prompt = replace(made.prompt, metadata={"setup": "root = Node(1)\nroot.left = Node(2)"})
+    assert reward(setup_field="setup")(replace(made, prompt=prompt)) == [1.0, 0.0]
+
+
+@each(
+    ("printed", "expected", "tolerance", "same"),
+    [
+        ("0.50", "0.5", 0.0, True),
+        ("5.0", "5", 0.0, True),
+        ("1e3", "1000", 0.0, True),
+        ("1 2.0", "1  2", 0.0, True),
+        (" 1", "1", 0.0, True),
+        ("0.51", "0.5", 0.0, False),
+        ("0.5000001", "0.5", 0.0, False),
+        ("0.5000001", "0.5", 1e-6, True),
+        ("0.50001", "0.5", 1e-6, False),
+        ("1000000.5", "1000000.0", 1e-6, True),
+        ("1000001", "1000000", 1e-3, False),
+        ("4", "3", 1.0, False),
+        ("a 0.50", "a 0.5", 0.0, False),
+        ("nan", "nan", 0.0, True),
+        ("inf", "1.0", 1.0, False),
+        ("0.5 0.5", "0.5", 0.0, False),
+        ("1_0", "10", 0.0, False),
+        ("1e9999", "2.0", 1e-6, False),
+        ("9" * 401, "1.0", 1e-6, False),
+    ],
+)
+def test_numbers_that_are_printed_are_compared_by_value(printed, expected, tolerance, same):
+    assert same_output(printed, expected, tolerance) is same
+
+
+def test_a_tolerance_is_for_results_of_calls_too(group):
+    tests = json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [0.3333333, [0.6666667]]})
+    programs = ["def f(x): return x / 3", "def f(x): return x / 3 + 0.01"]
+    assert scores(group, programs, tests) == [0.0, 0.0]
+    assert scores(group, programs, tests, tolerance=1e-6) == [1.0, 0.0]
+
+
 def test_all_wants_every_test_and_fraction_pays_for_each(group):
     programs = ["def add(a, b): return a + b", "def add(a, b): return 5", "def add(a, b): return 7"]
     assert scores(group, programs, ADD_TESTS) == [1.0, 0.0, 0.0]
@@ -367,6 +583,16 @@ def test_programs_of_a_large_group_share_the_scorers_time(group):
     made = reward(group_timeout=5.0, workers=2, seconds=2.0)
     # Two at a time: 4 programs have (5 - 1) / 2 = 2 s each, 8 have (5 - 1) / 4 = 1 s.
     assert [made.limits(n).seconds for n in (1, 4, 8)] == [2.0, 2.0, 1.0]
+    # What others have not used is left: the last 2 of 8 after 1 s have (5 - 1 - 1) / 1 s, but no more than `seconds`.
+    assert [made.limits(n, passed_s=1.0).seconds for n in (2, 6, 8)] == [2.0, 1.0, 0.75]
+    assert made.limits(1, passed_s=9.0).seconds == 0.0
+
+
+def test_processor_time_is_limited_and_waiting_is_not(group):
+    waits = "import time\ntime.sleep(1.3)\ndef add(a, b): return a + b"
+    works = "while True: pass"
+    assert scores(group, [waits, works], ADD_TESTS, seconds=20.0, cpu_seconds=1) == [1.0, 0.0]
+    assert 5 * KEYS["cpu_seconds"] <= SHIPPED_SECONDS, "a machine that is five times too busy ends no program"
 
 
 def test_a_group_of_programs_that_never_end_stays_within_the_scorers_time(group):

@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from in_one_test import each
 from reward_groups import make_group
 from scripted_server import Reply, ScriptedServer, chat, rated
 
+from rlft.reward.judge import reply
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import Unscored, UserError
 
@@ -143,8 +145,13 @@ def test_a_hostile_completion_stays_one_string_in_its_place(server, make, group,
     ("reply", "message"),
     [
         (chat("I would say 7."), "the judge's reply is not JSON, got "),
-        (chat('```json\n{"scores": [7]}\n```'), "the judge's reply is not JSON, got "),
-        (chat('{"scores": [7]} as it is flawless'), "the judge's reply is not JSON, got "),
+        (chat('I would say {"score": 7}.'), "the judge's reply is not JSON, got "),
+        (chat('<think>{"scores": [7]}</think>I am not sure.'), "the judge's reply is not JSON, got "),
+        (chat('<think>{"scores": [7]} or'), "the judge's reply is not JSON, got "),
+        (chat('{"scores": [7'), "the judge's reply is not JSON, got "),
+        (chat('{"scores": "7"}'), 'its answer is not {"scores": [...]}, got '),
+        (chat("[7]"), 'its answer is not {"scores": [...]}, got '),
+        (chat('```\n{"scores": [7, 7]}\n```'), "it answered 2 scores for 1 completions, got "),
         (chat('{"scores": [7, 7]}'), "it answered 2 scores for 1 completions, got "),
         (rated(11), "the judge rated 11, outside 1 .. 10, got "),
         (rated(0.5), "the judge rated 0.5, outside 1 .. 10, got "),
@@ -163,6 +170,34 @@ def test_a_reply_that_is_not_what_was_asked_for_is_asked_for_again_and_then_told
         make()(group(["aaa"]))
     assert message in str(failed.value)
     assert "(attempt 2 of 2)" in str(failed.value)
+
+
+@each(
+    "content",
+    [
+        '```json\n{"scores": [7]}\n```',
+        'Here it is:\n```\n{"scores": [7]}\n```\nIt is complete.',
+        '{"scores": [7]} as it is flawless',
+        'It is {good}. Rating: {"scores": [7]}',
+        '<think>Perhaps {"scores": [2]}?</think>{"scores": [7]}',
+        'Perhaps {"scores": [2]}?</think>\n\n{"scores": [7]}',
+        '[THINK]{"scores": [2]}[/THINK]```json\n{"scores": [7.0]}\n```',
+        '{"reason": "clear"}\n{"scores": [7]}',
+        '{"scores": [2]}, no, on reflection {"scores": [7]}',
+        '{"scores": [7]}\n{"number": 1}',
+        '{"reason": "it says \\"{}\\"", "scores": [7]}',
+        '{"reason": "a\nb", "scores": [7]}',
+        [{"type": "text", "text": '{"scores"'}, {"type": "text", "text": ": [7]}"}],
+    ],
+)
+def test_a_verdict_may_stand_in_a_fence_after_reasoning_and_in_prose(content):
+    assert reply({"choices": [{"message": {"content": content}}]})["scores"] == [7]
+
+
+def test_a_hostile_reply_is_read_in_time():
+    for piece in ("{", '{"a":', '{"a":{}} ', "}", '{"scores"'):
+        with pytest.raises(ValueError, match="not JSON"):
+            reply({"choices": [{"message": {"content": "so " + piece * 2000}}]})
 
 
 def test_only_the_completion_that_the_judge_cannot_rate_has_no_score(server, make, group):

@@ -6,8 +6,10 @@ import pytest
 from in_one_test import each
 from reward_groups import TAGGED
 
+from rlft.reward import math
 from rlft.reward.answer import AnswerIn
 from rlft.reward.math import MAX_SECONDS, Math, equal
+from rlft.reward.workers.scorer import Scorer, specs
 
 
 def math_reward(**keys) -> Math:
@@ -23,6 +25,47 @@ VERDICTS = [
     ("18 cm", "18", True, "a unit the library knows"),
     ("18 dollars", "18", False, "a word it doesn't know is a product of symbols"),
     ("18 thousand", "18", False, "nor may a word change the number"),
+    *(
+        (form, "18", True, "a font, a size or a colour")
+        for form in (
+            r"\texttt{18}",
+            r"\mathsf{18}",
+            r"\boldsymbol{18}",
+            r"\bm{18}",
+            r"\pmb{18}",
+            r"\mathnormal{18}",
+            r"\textup{18}",
+            r"\large 18",
+            r"{\Large 18}",
+            r"{\small\bf 18}",
+            r"\color{red}18",
+            r"\color{red}{18}",
+            r"\textcolor{blue}{18}",
+        )
+    ),
+    *(
+        (form, "18", True, "emphasis, space, or what leads to it")
+        for form in (
+            "*18*",
+            "__18__",
+            "`18`",
+            "**`18`**",
+            "18\\ ",
+            "= 18",
+            r"\therefore 18",
+            "≈18",
+            r"\approx 18",
+        )
+    ),
+    ("1e-05", "0.00001", True, "scientific notation"),
+    ("1.5e+3", "1500", True, "scientific notation"),
+    ("1e-05", "0.0001", False, "another number in scientific notation"),
+    ("2e", "200", False, "no exponent"),
+    ("1 1/2", "1.5", True, "a mixed number"),
+    ("17 2/2", "18", False, "a sum still to be done"),
+    (r"\textcolor{red}{17}", "18", False, "another number in colour"),
+    ("*17* 18", "18", False, "two numbers"),
+    ("= 17 = 18", "18", False, "two numbers"),
     ("−5", "-5", True, "a typographic minus"),
     (r"\frac{1}{2}", "0.5", True, "a fraction for a decimal"),
     ("1/2", "0.5", True, "a fraction for a decimal"),
@@ -348,6 +391,23 @@ COSTLY = [
     r"\begin{vmatrix} a&b&c&d\\e&f&g&h\\i&j&k&l\\m&n&o&p\end{vmatrix}",
     "|x-1|+|x-2|+|x-3|+|x-4|>5",
 ]
+
+
+def test_an_answer_that_took_too_long_is_counted_by_the_scorer(monkeypatch, group):
+    # on_error is 0 in math.yaml.
+    monkeypatch.setattr(math, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(math, "_compare", lambda answer, *_: endless() if "x" in answer else True)
+    config = {"_target_": "rlft.reward.math.Math", "weight": 1.0, "on_error": 0.0}
+    scorer = Scorer(specs({"math": {**config, **TAGGED, "unevaluated": False, "max_chars": 200}}), 0, 10.0, "stop")
+    made = group([f"<answer>{answer}</answer>" for answer in ("x+1", "y+1", r"\frac{1}{x}")], answer="y+2")
+    assert scorer([made]).total.tolist() == [[0.0, 1.0, 0.0]]
+    assert scorer.num_failures == 2
+    assert "took too much processor time to compare an answer" in scorer.last_failure
+
+
+def endless():
+    while True:
+        pass
 
 
 def test_what_would_take_long_to_compare_is_wrong_within_a_second_in_any_thread():

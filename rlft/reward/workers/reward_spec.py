@@ -231,13 +231,14 @@ class TrlReward:
     keys: Mapping[str, Any]
     form: Form
 
-    def __call__(self, group: Group) -> list[Any]:
+    def __call__(self, group: Group) -> Any:
         """The function's result for each completion; a coroutine is run to its end.
 
         None means that the reward does not apply: it becomes 0, which adds nothing to the total.
         """
         returned = awaited(self.function(**self.arguments(group)))
-        return [0.0 if value is None else value for value in returned]
+        is_list = isinstance(returned, list | tuple | Iterator)  # anything else is checked as it is
+        return [0.0 if value is None else value for value in returned] if is_list else returned
 
     def arguments(self, group: Group) -> dict[str, Any]:
         """The arguments that TRL would pass and the function takes, and the YAML's keys."""

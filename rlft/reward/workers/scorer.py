@@ -323,6 +323,8 @@ def describe(name: str, group: Group, failure: Failure, completion: int | None) 
     """Which reward failed, how, on which prompt and completion, and what to do."""
     where = f"prompt {group.prompt.id!r}" if failure.cause is Cause.not_built else whereabouts(group, completion)
     remedy = "fix the reward, or give such completions a fixed score with scoring.on_error=0"
+    if failure.remedy:
+        remedy = failure.remedy
     if failure.cause is Cause.time_limit:
         remedy = f"raise scoring.timeout, {remedy}"
     if failure.cause is Cause.not_built:
@@ -368,7 +370,7 @@ def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Gro
 
 
 def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: Sequence[str]) -> Scores:
-    """The scores of all rewards, `[P, G]` float32, summed in float64; the rewards in `process` give steps.
+    """The scores of all rewards, `[P, G]` float64; the rewards in `process` give steps.
 
     total[p, g] = sum over rewards of weight x score; the score of a process reward is the sum of its steps.
     """
@@ -378,25 +380,25 @@ def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: 
         return torch.tensor(rows, dtype=torch.float64)
 
     def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0).float()
+        return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0)
 
     sums = {name: exact([[_total(score) for score in row] for row in rows]) for name, rows in by_reward.items()}
-    total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
+    total = weighted_sum(sums)
     if not process:
-        return Scores(total=total, by_reward=single, weights=weights)
+        return Scores(total=total, by_reward=sums, weights=weights)
     # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
     whole = sums | {name: exact([[_fixed(score) for score in row] for row in by_reward[name]]) for name in process}
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
-    return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps, weights=weights)
+    return Scores(total=total, by_reward=sums, outcome=weighted_sum(whole), steps=steps, weights=weights)
 
 
 def unscored_rows(groups: Sequence[Group]) -> Scores:
     """Scores of a run without rewards: 0, to which the environment's rewards are added."""
     import torch
 
-    zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0)
+    zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0, dtype=torch.float64)
     return Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros)
 
 
@@ -417,8 +419,8 @@ def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
     earned = torch.tensor([[sum(rewards) for rewards in row] for row in turn_rewards], dtype=torch.float64)
     return replace(
         scores,
-        total=(scores.total.double() + earned).float(),
-        by_reward={**scores.by_reward, TURNS: earned.float()},
+        total=scores.total + earned,
+        by_reward={**scores.by_reward, TURNS: earned},
         outcome=scores.total if scores.outcome is None else scores.outcome,
     )
 

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
@@ -27,7 +27,7 @@ from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process import signals
 from rlft.system.process.child import READY
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored
+from rlft.types import MAX_SCORE, Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored
 
 NOWHERE = -1
 MAX_PROBLEM, MAX_TRACEBACK = 1000, 20_000
@@ -58,6 +58,7 @@ class Failure:
         completion: index of the completion that it looked at last, which need not be the one at fault, or None.
         scores: the scores of a reward that returned, with None for unusable ones; None if it did not return.
         traceback: the traceback, if it raised.
+        remedy: what to do about it; "": the usual.
     """
 
     cause: Cause
@@ -65,6 +66,7 @@ class Failure:
     completion: int | None = None
     scores: tuple[float | StepScores | None, ...] | None = None
     traceback: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +80,17 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A reward that is ready to be called; `scores_steps` says whether it must give `StepScores` or numbers."""
+    """A reward that is ready to be called.
+
+    Attributes:
+        reward: the callable.
+        scores_steps: whether it must give `StepScores` or numbers.
+        largest: the largest size of a score.
+    """
 
     reward: Reward
     scores_steps: bool
+    largest: float = MAX_SCORE
 
 
 Outcome = list[float] | list[StepScores] | Failure
@@ -177,12 +186,12 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
     if alarm.rang:
         return out_of_time(timeout_s, _at(progress))
     if loaded.scores_steps:
-        return checked_steps(values, [rollout.completion.text for rollout in group.rollouts])
-    return checked(values, len(group.rollouts))
+        return checked_steps(values, [rollout.completion.text for rollout in group.rollouts], loaded.largest)
+    return checked(values, len(group.rollouts), loaded.largest)
 
 
-def checked(values: Any, num_completions: int) -> list[float] | Failure:
-    """What a reward returned, as floats, or a Failure if that is not possible.
+def checked(values: Any, num_completions: int, largest: float = MAX_SCORE) -> list[float] | Failure:
+    """What a reward returned, as floats up to this size, or a Failure if that is not possible.
 
     >>> checked([1, 0.5], 2)
     [1.0, 0.5]
@@ -192,15 +201,25 @@ def checked(values: Any, num_completions: int) -> list[float] | Failure:
     returned = _listed(values, num_completions, "numbers")
     if isinstance(returned, Failure):
         return returned
-    scores = tuple(_finite(value) for value in returned)
+    scores = tuple(_finite(value, largest) for value in returned)
     if None in scores:
         first_bad = scores.index(None)
-        problem = f"returned {returned[first_bad]!r:.80}, not a finite number,"
-        return Failure(cause=Cause.invalid, problem=problem, completion=first_bad, scores=scores)
+        problem, remedy = what_is_wrong(returned[first_bad], largest)
+        return Failure(cause=Cause.invalid, problem=problem, completion=first_bad, scores=scores, remedy=remedy)
     return [value for value in scores if value is not None]
 
 
-def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failure:
+def what_is_wrong(value: Any, largest: float, where: str = "") -> tuple[str, str]:
+    """(what is wrong with a returned score, what to do; "" for the usual); `where` it stands, such as " for step 2"."""
+    returned = f"returned {value!r:.80}{where}"
+    if value is None:
+        return f"{returned}, not a finite number,", "return 0.0 where the reward does not apply"
+    if _finite(value, math.inf) is None:
+        return f"{returned}, not a finite number,", ""
+    return f"{returned}, larger than a score may be ({largest:g} with its weight),", "divide the reward by a constant"
+
+
+def checked_steps(values: Any, texts: Sequence[str], largest: float = MAX_SCORE) -> list[StepScores] | Failure:
     """What a process reward returned for completions of these texts, as StepScores of floats and ints, or a Failure.
 
     Each step has a finite value and an end; ends rise strictly, within 1 .. len(text). Having no steps is valid.
@@ -213,7 +232,7 @@ def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failu
     returned = _listed(values, len(texts), "StepScores")
     if isinstance(returned, Failure):
         return returned
-    steps = [_steps(value, len(text)) for value, text in zip(returned, texts, strict=True)]
+    steps = [_steps(value, len(text), largest) for value, text in zip(returned, texts, strict=True)]
     for index, problem in enumerate(steps):
         if isinstance(problem, str):
             valid = tuple(None if isinstance(each, str) else each for each in steps)
@@ -299,7 +318,8 @@ def _load(spec: RewardSpec) -> Loaded | Failure:
         start = getattr(reward, "start", None)
         if callable(start):
             start()
-        return Loaded(reward=reward, scores_steps=spec.scores_steps)
+        largest = MAX_SCORE / (abs(spec.weight) or 1.0)
+        return Loaded(reward=reward, scores_steps=spec.scores_steps, largest=largest)
     except Exception as error:  # it is reported with the first group, so the worker must not die of it
         problem = f"could not be started in its worker: {type(error).__name__}: {error}"[:MAX_PROBLEM]
         return Failure(cause=Cause.not_built, problem=problem, traceback=traceback_text())
@@ -317,18 +337,21 @@ def _at(progress: Progress) -> int | None:
 
 
 def _listed(values: Any, num_completions: int, kind: str) -> list[Any] | Failure:
+    remedy = f"return a list of {kind}, one for each completion, in their order"
     try:
+        if isinstance(values, str | bytes | Mapping | Set):
+            raise TypeError
         returned = list(values)
     except TypeError:
         problem = f"returned {type(values).__name__}, not a list of {num_completions} {kind}"
-        return Failure(cause=Cause.invalid, problem=problem)
+        return Failure(cause=Cause.invalid, problem=problem, remedy=remedy)
     if len(returned) != num_completions:
         problem = f"returned {len(returned)} scores for {num_completions} completions"
-        return Failure(cause=Cause.invalid, problem=problem)
+        return Failure(cause=Cause.invalid, problem=problem, remedy=remedy)
     return returned
 
 
-def _steps(value: Any, num_chars: int) -> StepScores | str:
+def _steps(value: Any, num_chars: int, largest: float) -> StepScores | str:
     """The value as StepScores of floats and ints, or what is wrong with it."""
     if not isinstance(value, StepScores):
         return f"returned {value!r:.80}, not StepScores (it says scores_steps = True),"
@@ -341,9 +364,9 @@ def _steps(value: Any, num_chars: int) -> StepScores | str:
     values: list[float] = []
     ends = [0]
     for number, (score_of_step, given_end) in enumerate(zip(given_values, given_ends, strict=True), start=1):
-        score, end = _finite(score_of_step), _whole(given_end)
+        score, end = _finite(score_of_step, largest), _whole(given_end)
         if score is None:
-            return f"returned {score_of_step!r:.80} for step {number}, not a finite number,"
+            return what_is_wrong(score_of_step, largest, f" for step {number}")[0]
         if end is None:
             return f"returned an end of {given_end!r:.80} for step {number}, not a whole number,"
         if not 1 <= end <= num_chars:
@@ -363,11 +386,15 @@ def _whole(value: Any) -> int | None:
         return None
 
 
-def _finite(value: Any) -> float | None:
-    """The value as a float, else None. numpy's and torch's scalars have `item`; text is not a number."""
+def _finite(value: Any, largest: float) -> float | None:
+    """The value as a finite float up to this size, else None.
+
+    numpy's and torch's scalars have `item`; text is not a number.
+    """
     try:
         value = value if isinstance(value, numbers.Real) or not hasattr(value, "item") else value.item()
-        return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+        return number if math.isfinite(number) and abs(number) <= largest else None
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 

@@ -1,6 +1,7 @@
 """Calls from tests to the program under test, which run in two sandboxes; both run this file, standard library only.
 
     python protocol.py program PROGRAM      requests on stdin, replies on stdout
+    python protocol.py solution PROGRAM     the same, for programs that are judged with the usual names imported
     python protocol.py tests TESTS FD       replies on stdin, requests on descriptor FD, verdicts on stdout
 
 Tests that share a process with an untrusted program prove nothing: it can end the process with success, replace what
@@ -24,6 +25,7 @@ import builtins
 import contextlib
 import importlib
 import json
+import math
 import os
 import symtable
 import sys
@@ -76,8 +78,8 @@ COLLECTIONS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
 def pack(value: Any, keep: Keep) -> Any:
     """The value in a form for JSON: scalars as they are, everything else as [kind, content].
 
-    Subclasses are sent as their base (Counter as a dict). But containers of a class that the program defines are kept,
-    because tests may need their methods; named tuples are sent as tuples.
+    Python's own types are sent by name. Subclasses are sent as their base (Counter as a dict). But containers of a
+    class that the program defines are kept, because tests may need their methods; named tuples are sent as tuples.
 
     >>> pack([1, (2.5, "x")], id)
     ['list', [1, ['tuple', [2.5, 'x']]]]
@@ -89,6 +91,8 @@ def pack(value: Any, keep: Keep) -> Any:
     for kind, (type_, written, _) in WORDS.items():
         if isinstance(value, type_):
             return [kind, written(value)]
+    if name := name_of_type(value):
+        return ["type", name]
     if EXACT.get(type(value).__name__) == type(value).__module__:
         return [type(value).__name__, str(value)]
     if isinstance(value, dict):
@@ -110,6 +114,8 @@ def unpack(packed: Any, fetch: Callable[[str, int], Any]) -> Any:
     kind, content = packed
     if kind in ("object", "iterator"):
         return fetch(kind, content)
+    if kind == "type":
+        return own_type(content)
     if kind in WORDS:
         return WORDS[kind][2](content)
     if kind in EXACT:
@@ -117,6 +123,19 @@ def unpack(packed: Any, fetch: Callable[[str, int], Any]) -> Any:
     if kind == "dict":
         return {unpack(k, fetch): unpack(v, fetch) for k, v in content}
     return COLLECTIONS[kind][1]([unpack(item, fetch) for item in content])
+
+
+def name_of_type(value: Any) -> str:
+    """The name of a type that is Python's own; "" for everything else."""
+    return value.__name__ if isinstance(value, type) and getattr(builtins, value.__name__, None) is value else ""
+
+
+def own_type(name: str) -> type:
+    """Python's own type of this name. TypeError for another builtin: nothing but types is sent by name."""
+    found = getattr(builtins, name, None)
+    if not isinstance(found, type):
+        raise TypeError(f"{name} is no type of Python's")
+    return found
 
 
 # -- the program's side ----------------------------------------------------------------------------------------------
@@ -140,16 +159,21 @@ class Kept:
         return unpack(packed, lambda _, place: self.fetch(place))
 
 
-def serve(program: str) -> None:
+def serve(program: str, *, with_names: bool = False) -> None:
     """Runs the program as a module, not as the main program, then answers requests until there are no more.
 
-    A process that the program has forked answers nothing: its answers would compete with the program's.
+    With `with_names` it finds the names of COMMON_MODULES, and may recurse deeply, as with the judges of APPS and
+    LiveCodeBench, whose starter code writes `List[int]` without an import. A process that the program has forked
+    answers nothing: its answers would compete with the program's.
     """
     requests, replies = take_stdio()
     getpid, leave = os.getpid, os._exit
     own_pid = getpid()
     module = types.ModuleType(PROGRAM)
     sys.modules[PROGRAM] = module
+    if with_names:
+        sys.setrecursionlimit(MAX_RECURSION)
+        module.__dict__.update(common_names(program))
     exec(compile(program, "program.py", "exec"), module.__dict__)
     kept = Kept()
     if getpid() != own_pid:
@@ -160,6 +184,32 @@ def serve(program: str) -> None:
             leave(0)
         replies.write(reply + "\n")
         replies.flush()
+
+
+COMMON_MODULES = (
+    *("typing", "collections", "math", "heapq", "bisect", "itertools", "functools", "string", "re", "random", "copy"),
+    *("datetime", "operator", "statistics"),
+)
+"""Modules whose names programs use as if they had imported them."""
+MAX_RECURSION = 50_000
+
+
+def common_names(program: str) -> dict[str, Any]:
+    """{name: what it is} for names that a program uses and defines nowhere: modules, and names of COMMON_MODULES."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # running it will show that
+        missing = _free_names(symtable.symtable(program, "program.py", "exec")) - set(dir(builtins))
+        found: dict[str, Any] = {}
+        for name in missing:
+            if name in sys.stdlib_module_names:
+                with contextlib.suppress(ImportError):
+                    found[name] = importlib.import_module(name)
+                continue
+            modules = map(importlib.import_module, COMMON_MODULES)
+            home = next((module for module in modules if name in getattr(module, "__all__", dir(module))), None)
+            if home is not None:
+                found[name] = getattr(home, name)
+        return found
+    return {}
 
 
 def answer(request: Any, module: types.ModuleType, kept: Kept) -> Any:
@@ -181,6 +231,8 @@ def perform(request: Any, module: types.ModuleType, kept: Kept) -> Any:
             return getattr(module, name)
         case ["attribute", place, name]:
             return getattr(kept.fetch(place), name)
+        case ["set", place, name, value]:
+            return setattr(kept.fetch(place), name, kept.unpack(value))
         case ["next", place]:
             try:
                 return next(kept.fetch(place))
@@ -210,7 +262,7 @@ class Channel:
             raise ProgramError("the program has ended")
         match json.loads(line):
             case ["value", packed]:
-                return unpack(packed, lambda kind, place: KEPT[kind](self, place))
+                return unpack(packed, self.reach)
             case ["end"] if request[0] == "next":
                 raise StopIteration
             case ["error", str(name), str(text)]:
@@ -219,6 +271,10 @@ class Channel:
                     raise ProgramError(text)
                 raise kind(text)
         raise ProgramError("the program's reply is malformed")
+
+    def reach(self, kind: str, number: int) -> Any:
+        """An object or iterator of the program, by its number there."""
+        return KEPT[kind](self, number)
 
     def call(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.ask("call", number, pack(arguments, place_of), pack(keywords, place_of))
@@ -262,6 +318,12 @@ class Object(Distant):
     def __getattr__(self, name: str) -> Any:
         return self._channel.ask("attribute", self._place, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_channel", "_place"):
+            object.__setattr__(self, name, value)
+        else:
+            self._channel.ask("set", self._place, name, pack(value, place_of))
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._channel.call(self._place, arguments, keywords)
 
@@ -286,15 +348,56 @@ def place_of(value: Any) -> int:
     return value._place
 
 
-def judge(tests: list[str], channel: Channel) -> Iterator[str]:
-    """The verdict on each test in turn; a test that never calls the program proves nothing, and counts as failed."""
-    for source in tests:
+def judge(tests: list[Any], channel: Channel) -> Iterator[str]:
+    """The verdict on each test in turn; a test that never calls the program proves nothing, and counts as failed.
+
+    A test is Python, or what `call_test` makes of a call.
+    """
+    for test in tests:
         calls_before = channel.num_calls
         try:
-            run(source, channel)
+            run(test, channel) if isinstance(test, str) else check_call(test, channel)
             yield PASSED if channel.num_calls > calls_before else FAILED
         except BaseException:
             yield FAILED
+
+
+def call_test(function: str, arguments: list[Any], results: list[Any], tolerance: float) -> dict[str, Any]:
+    """A test that calls a function with these arguments; each of these results is right. Plain data, for JSON."""
+    data = {"arguments": pack(arguments, place_of), "results": pack(results, place_of)}
+    return {"function": function, **data, "tolerance": tolerance}
+
+
+def check_call(test: dict[str, Any], channel: Channel) -> None:
+    """Raises an error unless the program's function returns one of the right results for these arguments."""
+    arguments, results = (unpack(test[part], channel.reach) for part in ("arguments", "results"))
+    returned = function_named(test["function"], channel)(*arguments)
+    if not any(same_value(returned, expected, test["tolerance"]) for expected in results):
+        raise AssertionError(test["function"])
+
+
+def function_named(name: str, channel: Channel) -> Any:
+    """The method of the program's class Solution (LeetCode), or else its function, of this name."""
+    with contextlib.suppress(AttributeError):
+        return getattr(channel.ask("name", "Solution")(), name)
+    return channel.ask("name", name)
+
+
+def same_value(value: Any, expected: Any, tolerance: float) -> bool:
+    """Whether plain data are what JSON expects: tuples are lists, and floats may differ by the tolerance.
+
+    >>> same_value((1, [0.1 + 0.2]), [1, [0.3]], 1e-9), same_value(1, 2, 1e-9)
+    (True, False)
+    """
+    if isinstance(expected, list):
+        is_list = isinstance(value, list | tuple) and len(value) == len(expected)
+        return is_list and all(same_value(v, e, tolerance) for v, e in zip(value, expected, strict=True))
+    if isinstance(expected, dict):
+        is_dict = isinstance(value, dict) and set(value) == set(expected)
+        return is_dict and all(same_value(value[key], each, tolerance) for key, each in expected.items())
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(value == expected)
 
 
 def run(source: str, channel: Channel) -> None:
@@ -355,8 +458,8 @@ def take_stdio() -> tuple[IO[str], IO[str]]:
 def main(role: str, file: str, *descriptor: str) -> None:
     sys.set_int_max_str_digits(0)  # a long whole number is plain data
     source = (Path(__file__).parent / file).read_text(encoding="utf-8")
-    if role == "program":
-        serve(source)
+    if role != "tests":
+        serve(source, with_names=role == "solution")
         return
     replies, verdicts = take_stdio()
     channel = Channel(os.fdopen(int(descriptor[0]), "w", encoding="utf-8"), replies)

@@ -55,7 +55,7 @@ def test_rewards_of_whole_completions_are_the_outcome(scorer, group):
     assert scores.total.tolist() == [[5.25, 0.25]]  # and the steps, -2 - 1
     assert list(scores.by_reward) == ["length", "stepwise", "Bonus"]
     assert scores.steps == [[StepScores(values=(-2.0, -1.0), ends=(2, 4)), NONE]]
-    assert {t.dtype for t in (scores.total, scores.outcome, *scores.by_reward.values())} == {torch.float32}
+    assert {t.dtype for t in (scores.total, scores.outcome, *scores.by_reward.values())} == {torch.float64}
 
 
 def test_without_a_process_reward_there_is_neither_outcome_nor_steps(scorer, group):

@@ -210,7 +210,7 @@ def test_a_coroutine_has_the_time_limit_of_any_reward() -> None:
 
 
 def test_what_is_no_list_is_told_by_the_rewards_name() -> None:
-    with pytest.raises(RewardError, match=r"reward.mine: raised TypeError: 'float' object is not iterable"):
+    with pytest.raises(RewardError, match=r"reward.mine: returned float, not a list of \d numbers .*; return a list"):
         scores(spec("not_a_list"))
 
 

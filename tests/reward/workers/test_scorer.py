@@ -2,13 +2,16 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from in_one_test import each
 from reward_groups import make_group
 from run_processes import happens
 
-from rlft.reward.workers.scorer import AheadScorer, RewardError, Scorer, shortened, specs
-from rlft.reward.workers.worker import Task, pack, unpack
+from rlft.reward.workers.reward_spec import RewardSpec, TrlReward
+from rlft.reward.workers.scorer import AheadScorer, RewardError, Scorer, describe, mixed, shortened, specs
+from rlft.reward.workers.worker import Loaded, Task, load, pack, score, unpack
 from rlft.types import Group, StepScores, Turn, UserError
 
 TIMEOUT_S = 0.4
@@ -28,8 +31,8 @@ def scorer():
         return made[arguments]
 
     yield make
-    for each in made.values():
-        each.close()
+    for opened in made.values():
+        opened.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -39,12 +42,12 @@ def test_the_total_is_the_weighted_sum(scorer, group, workers):
     assert scores.by_reward["length"].tolist() == [[1.0, 3.0], [0.0, 2.0]]
     # 0.5 * length - 2 * 3
     assert scores.total.tolist() == [[-5.5, -4.5], [-6.0, -5.0]]
-    assert scores.total.dtype == scores.by_reward["Bonus"].dtype == torch.float32
+    assert scores.total.dtype == scores.by_reward["Bonus"].dtype == torch.float64
 
 
 def test_scores_stay_in_order_whichever_worker_is_done_first(scorer, group):
     scores = scorer("slow_first", workers=2)([group(["a", "b"], id=f"p{i}") for i in range(20)])
-    expected = torch.tensor([[i, i + 0.1] for i in range(20)], dtype=torch.float64).float()
+    expected = torch.tensor([[i, i + 0.1] for i in range(20)], dtype=torch.float64)
     assert torch.equal(scores.total, expected)
 
 
@@ -164,6 +167,83 @@ def test_scores_that_do_not_fit_the_group_are_refused(scorer, group, reward, mes
     with pytest.raises(RewardError) as stopped:
         scorer(reward)([group(["a", "b"])])
     assert message in str(stopped.value)
+    assert str(stopped.value).endswith("return a list of numbers, one for each completion, in their order")
+
+
+def returning(values):
+    return lambda group: values
+
+
+@each(
+    ("values", "scores"),
+    [
+        ([1, True], [1.0, 1.0]),
+        ((0.5, False), [0.5, 0.0]),
+        (np.ones(2, dtype=np.float32), [1.0, 1.0]),
+        ([np.float16(0.5), np.int64(2)], [0.5, 2.0]),
+        ([np.array(0.5), np.array([2.0])], [0.5, 2.0]),
+        (torch.tensor([1.0, 2.0]), [1.0, 2.0]),
+        ([torch.tensor(1), torch.tensor([2.0])], [1.0, 2.0]),
+        ((float(n) for n in range(2)), [0.0, 1.0]),
+        ([1e12, -1e12], [1e12, -1e12]),
+    ],
+)
+def test_numbers_of_every_kind_are_scores(group, values, scores):
+    assert score(Loaded(reward=returning(values), scores_steps=False), group(["a", "b"]), 10.0, [0, 0]) == scores
+
+
+LISTED = "return a list of numbers, one for each completion, in their order"
+
+
+@each(
+    ("values", "problem", "remedy"),
+    [
+        (1.0, "returned float, not a list of 2 numbers", LISTED),
+        (np.float64(1), "returned float64, not a list of 2 numbers", LISTED),
+        (np.array(1.0), "returned ndarray, not a list of 2 numbers", LISTED),
+        (torch.tensor(1.0), "returned Tensor, not a list of 2 numbers", LISTED),
+        (True, "returned bool, not a list of 2 numbers", LISTED),
+        ("11", "returned str, not a list of 2 numbers", LISTED),
+        (b"11", "returned bytes, not a list of 2 numbers", LISTED),
+        ({0: 1.0, 1: 0.0}, "returned dict, not a list of 2 numbers", LISTED),
+        ({0.0, 1.0}, "returned set, not a list of 2 numbers", LISTED),
+        ([1.0], "returned 1 scores for 2 completions", LISTED),
+        ([1.0] * 3, "returned 3 scores for 2 completions", LISTED),
+        ([], "returned 0 scores for 2 completions", LISTED),
+        ([1.0, None], "returned None, not a finite number,", "return 0.0 where the reward does not apply"),
+        ([1.0, float("nan")], "returned nan, not a finite number,", ""),
+        ([1.0, float("inf")], "returned inf, not a finite number,", ""),
+        ([1.0, "1"], "returned '1', not a finite number,", ""),
+        ([1.0, 1j], "returned 1j, not a finite number,", ""),
+        ([1.0, [1.0, 2.0]], "returned [1.0, 2.0], not a finite number,", ""),
+        ([1.0, torch.ones(2)], "returned tensor([1., 1.]), not a finite number,", ""),
+        ([1.0, 1e39], "returned 1e+39, larger than a score may be", "divide the reward by a constant"),
+        ([1.0, -1e20], "returned -1e+20, larger than a score may be", "divide the reward by a constant"),
+        ([1.0, 10**20], "returned 100000000000000000000, larger than", "divide the reward by a constant"),
+    ],
+)
+def test_what_is_no_score_is_told_with_what_to_do(group, values, problem, remedy):
+    for reward in (returning(values), TrlReward(function=lambda **_: values, keys={}, form="texts")):
+        if isinstance(reward, TrlReward) and isinstance(values, list) and None in values:
+            continue  # there None means that the reward does not apply
+        failure = score(Loaded(reward=reward, scores_steps=False), group(["a", "b"]), 10.0, [0, 0])
+        assert failure.problem.startswith(problem)
+        assert failure.remedy == remedy
+        message = describe("mine", group(["a", "b"]), failure, None)
+        assert message.startswith(f"reward.mine: {problem}")
+        assert message.endswith(remedy or "scoring.on_error=0")
+
+
+def test_a_score_may_be_as_large_as_its_weight_allows(group):
+    for weight, largest in ((1.0, 1e12), (1e-3, 1e15), (1e6, 1e6), (0.0, 1e12)):
+        spec = RewardSpec(name="length", target="naughty.length", kwargs={}, weight=weight)
+        assert load([spec])["length"].largest == pytest.approx(largest)
+
+
+def test_a_small_difference_of_large_scores_counts():
+    # In float32 1e8 + 1 = 1e8.
+    scores = mixed({"length": [[1e8, 1e8 + 1]]}, {"length": 1.0}, [])
+    assert scores.total.tolist() == scores.by_reward["length"].tolist() == [[1e8, 1e8 + 1]]
 
 
 def test_a_rewards_own_on_error_goes_before_the_runs(scorer, group):
