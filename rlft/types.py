@@ -62,6 +62,7 @@ class Prompt:
     """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
 
     Attributes:
+        other_answers: further reference answers: a completion that gives any of them is right.
         tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with
             token_ids. It belongs to the turn: rewards read tail and completion as one text.
         next_turn: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
@@ -74,6 +75,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     next_turn: NextTurn | None = None
     tail: str = ""
+    other_answers: tuple[str, ...] = ()
 
 
 Schema = Mapping[str, Any]

@@ -65,7 +65,7 @@ LIGHT_COMMANDS = (
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"own", "recipes"},
+    "commands": {"recipes"},
     "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip

@@ -71,21 +71,21 @@ def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
 
     Refuses what the config alone shows to be wrong; `raw` leaves out the data's system prompt and template.
     """
-    from rlft.data.records import check_template
+    from rlft.data.templates import check_template
     from rlft.plan.scoring_rules import read_environment
 
     # A command of another package may have no more than `generation` of what `rlft train` has.
     environment = read_environment(getattr(config, "environment", None))
     if not raw:
-        check_template(template_of(getattr(config, "data", None) or {}))
+        check_template(template_of(getattr(config, "data", None) or {}), "data.prompt_template", rows=False)
     return None if environment is None or environment.plays_itself else environment
 
 
 def template_of(data: Mapping[str, Any]) -> str:
     """The text with the placeholder {question} in which questions are asked."""
-    from rlft.data.records import PLACEHOLDER
+    from rlft.data.templates import PLACEHOLDER, for_typed
 
-    return data.get("prompt_template") or PLACEHOLDER
+    return for_typed(data.get("prompt_template") or PLACEHOLDER)
 
 
 def read(plain: Mapping[str, Any], raw: bool) -> Resolved:
@@ -187,8 +187,9 @@ class Talk:
 
     def ask(self, question: str) -> Rollout:
         """Adds this question to the conversation and returns the policy's answer."""
-        content = self.template.replace("{question}", question)
-        turns = (*self.turns, {"role": "user", "content": content})
+        from rlft.data.templates import filled
+
+        turns = (*self.turns, {"role": "user", "content": filled(self.template, question)[0]})
         rollout = self._answer(self._policy, self._prompt(turns), self._num_questions)
         self.turns = (*turns, *self._answer_messages(rollout.completion))
         self.last, self._num_questions = rollout, self._num_questions + 1

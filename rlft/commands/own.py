@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlft.config import catalog
 from rlft.config.command import Headline, Verb, late
+from rlft.config.model import EMBEDDED
 from rlft.config.schema import DpoConfig, RmConfig, RunConfig, SampleConfig, SftConfig
 from rlft.system.terminal import Say, command_line, override, overrides, program, resuming
 
@@ -56,13 +57,18 @@ def print_policy_summary(plan: Plan, folder: Path) -> None:
     if lora is not None:
         policy_overrides = [override("model.path", config.model.path), override("lora.path", folder)]
         policy_overrides += overrides(lora.keys_of_shape)
-    # A run without a task is evaluated on the embedded one.
+    learned = plan.plain.get("demonstrations") or plan.plain["preferences"]
+    teaches_task = str(learned["path"]).startswith(EMBEDDED)  # and nothing else is known to have one
     task = ["data=arithmetic"] if plan.scored_prompts is None else []
-    commands = [
-        ("evaluate with more samples", ["eval", run, *task, "eval.num_samples=8"]),
-        ("talk to it", ["chat", run]),
-        ("go on with reinforcement learning", ["train", "+recipe=grpo_arithmetic", *policy_overrides]),
-    ]
+    commands = [("talk to it", ["chat", run])]
+    if teaches_task or not task:
+        commands.insert(0, ("evaluate with more samples", ["eval", run, *task, "eval.num_samples=8"]))
+    if teaches_task:
+        words = ["train", "+recipe=grpo_arithmetic", *policy_overrides]
+        commands.append(("go on with reinforcement learning", words))
+    else:
+        exported = Path("exports") / config.name
+        commands.append(("export it for other programs", ["export", run, override("out", exported)]))
     _print_summary(folder, commands)
 
 

@@ -24,12 +24,11 @@ USUAL = "train"
 """The verb of a config that names none. Its YAML gives every key a value, so other verbs compose groups with it."""
 
 FILES = {
-    "demonstrations.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
+    "demonstrations.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
     "to try it without one: rlft {verb} +recipe={verb}_arithmetic",
-    "preferences.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}; '
+    "preferences.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}; '
     "to try it without one: rlft {verb} +recipe={verb}_arithmetic",
-    "data.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "answer": "2"}; '
-    "data=arithmetic needs none",
+    "data.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "answer": "2"}; data=arithmetic needs none',
 }
 """{key of a file that must be given: what the file holds, with {verb} for the verb that needs it}."""
 

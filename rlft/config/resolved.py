@@ -9,8 +9,11 @@ where it differs.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeVar, overload
 
 from rlft.config import catalog
@@ -19,6 +22,16 @@ from rlft.config.command import Verb
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import AUTO, Root, RunConfig
 from rlft.types import UserError, lone_surrogate
+
+logger = logging.getLogger(__name__)
+
+LATEX = ("nabla", "ne", "neq", "neg", "ni", "nu", "not", "notin", "newline", "nmid", "nexists", "nleq", "ngeq",
+         "text", "textbf", "textit", "textrm", "theta", "times", "to", "tan", "tanh", "tau", "top", "tfrac",
+         "therefore", "triangle", "tilde")  # fmt: skip
+"""Commands that begin as the escapes of a line break and a tab do."""
+_ESCAPE = re.compile(rf"\\[nt](?!(?:{'|'.join(name[1:] for name in LATEX)})\b)")
+_NO_TEXT = ("pattern", "path", "_target_")
+"""Ends of the keys whose values have escapes of their own."""
 
 GPU_TOKENS = 32768
 """A GPU needs large matrix products: of a 0.5B model an H100 computes 20,000 tokens while a host starts the kernels.
@@ -71,6 +84,8 @@ def resolve(plain: Mapping[str, Any], verb: str | None = None, check: Callable[[
     """
     command = verbs.named(plain["verb"] if verb is None else verb)
     config = build(plain, command.root, command.name)
+    for key in _keys_with_escapes(plain):
+        _warn_of_escape(key)
     check = check or command.check
     return Resolved(command=command, plain=plain, config=config, parts=None if check is None else check(config))
 
@@ -115,6 +130,27 @@ def _check_text(value: Any, key: str) -> None:
     elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
         problem = f"holds half a character, the lone surrogate {surrogate}, which is not text"
         raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
+
+
+def _keys_with_escapes(value: Any, key: str = "") -> Iterator[str]:
+    """The keys whose texts hold a backslash and an n or t where a line break or a tab was probably meant."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _keys_with_escapes(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _keys_with_escapes(inner, key)
+    elif isinstance(value, str) and not key.endswith(_NO_TEXT) and _ESCAPE.search(value):
+        yield key
+
+
+@cache
+def _warn_of_escape(key: str) -> None:
+    logger.warning(
+        "%s: holds a backslash and a letter, not a line break or tab; write $'%s=\"..\\n..\"' in bash, with the $ and "
+        "both kinds of quotes, and double quotes in YAML",
+        *(key, key),
+    )
 
 
 def with_token_budget(config: Mapping[str, Any], *, gpu: bool = False) -> dict[str, Any]:

@@ -7,22 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from rlft.data.fields import RowError, UselessRow, completion_of, has, messages_of, only, value_of
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
-from rlft.data.records import (
-    RecordRow,
-    RowError,
-    RowSource,
-    chat,
-    check_template,
-    completion_of,
-    has,
-    identity,
-    messages_of,
-    only,
-    turns_of,
-)
+from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
+from rlft.data.templates import asked, chat, check_template, question_of, takes_question
 from rlft.types import Demonstration, FinishReason, Message, Prompt, Split, UserError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +26,7 @@ class DemonstrationKeys(RowSource):
     - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in completion_field
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
+    A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted.
     configs/demonstrations/jsonl.yaml explains the keys. With turns=all each assistant message of a chat is learned,
     given the turns before it; messages after the last assistant message are not used. With token_ids=sampled exactly
     the sampled tokens are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its
@@ -54,11 +45,11 @@ class DemonstrationKeys(RowSource):
     token_ids: Literal["sampled", "text"]
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, self.section)
+        check_template(self.prompt_template, f"{self.section}.prompt_template", self.completion_field)
 
     def load(self, split: Split) -> list[Demonstration]:
         """The split's demonstrations in the order of the data; no question is in both splits. Raises UserError."""
-        rows = self.read(split, self.parse)
+        rows = useful(self.read(split, self.parse), split, self.section)
         demonstrations = [row.made for row in rows if row.made is not None]
         if not demonstrations:
             problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
@@ -72,40 +63,55 @@ class DemonstrationKeys(RowSource):
         check_prompt_ids([demonstration.prompt for demonstration in demonstrations], "demonstrations.path")
         return demonstrations
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Any]]:
         """The row's demonstrations; None where the length limit cut the text to learn. Raises RowError."""
+        try:
+            return self._parsed(fields, row_id)
+        except UselessRow as error:
+            return [left_out(row_id, error)]
+
+    def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         if is_sampled(fields):
             return [self._sampled(fields)]
         if has(fields, self.messages_field):
-            return self._chat(messages_of(fields, self.messages_field), row_id)
-        if has(fields, self.prompt_field, self.completion_field):
-            turns = turns_of(fields, self.prompt_field)
+            return self._chat(fields, row_id)
+        asks = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
+        if asks and has(fields, self.completion_field):
+            turns = question_of(fields, self.prompt_field, self.prompt_template)
+            turns, question = asked(turns, self.prompt_template, fields)
             demonstration = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
-            return [RecordRow(identity=identity(turns), made=demonstration)]
+            return [RecordRow(identity=identity(question), made=demonstration)]
         raise RowError(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
             f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
         )
 
-    def _chat(self, turns: tuple[Message, ...], row_id: str) -> list[RecordRow[Demonstration | None]]:
+    def _chat(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         """With `turns: all`, chats with the same opening share their identity: each opening is itself a question."""
-        learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if not learned:
-            raise RowError(f"field {self.messages_field!r} holds no assistant message to learn")
-        first_turn_learned = learned[0] if self.turns == "all" else learned[-1]
+        where = f"field {self.messages_field!r}"
+        if value_of(fields, self.messages_field) == []:
+            raise UselessRow(f"has no messages in {where}")
+        turns = messages_of(fields, self.messages_field)
+        # A first message of the assistant greets, and answers nothing.
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i > 0]
+        if not answers:
+            raise UselessRow(f"has no assistant message to learn in {where}")
+        learned = answers if self.turns == "all" else answers[-1:]
+        asked_first = asked(turns[: learned[0]], self.prompt_template, fields)[1]
         rows: list[RecordRow[Demonstration | None]] = []
-        for i in learned if self.turns == "all" else learned[-1:]:
-            if i == 0 or turns[i - 1]["role"] != "user":
-                raise RowError(f"message {i} of field {self.messages_field!r} answers no user message")
-            prompt_id = row_id if i == learned[-1] else f"{row_id}:{i}"
-            demonstration = self._demonstration(turns[:i], turns[i]["content"], prompt_id)
-            rows.append(RecordRow(identity=identity(turns[:first_turn_learned]), made=demonstration))
+        for i in learned:
+            if turns[i - 1]["role"] != "user":
+                raise UselessRow(f"has a message {i} in {where} that answers no user message")
+            prompt_id = row_id if i == answers[-1] else f"{row_id}:{i}"
+            filled_turns, _ = asked(turns[:i], self.prompt_template, fields)
+            demonstration = self._demonstration(filled_turns, turns[i]["content"], prompt_id)
+            rows.append(RecordRow(identity=identity(asked_first), made=demonstration))
         return rows
 
     def _demonstration(self, turns: tuple[Message, ...], completion: str, prompt_id: str) -> Demonstration:
         if not completion.strip():
-            raise RowError("the completion is empty")
-        messages = chat(turns, self.system_prompt, self.prompt_template)
+            raise UselessRow("has an empty completion")
+        messages = chat(turns, self.system_prompt)
         return Demonstration(prompt=Prompt(id=prompt_id, messages=messages, answer=""), completion=completion)
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlft.config.bounds import PositiveFraction
+from rlft.data.files import SUFFIXES, Record, Table, files_at, files_of_split, is_data_file, tables
 from rlft.data.jsonl import hash_split, rows, training
-from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowError, RowSource
+from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource
 from rlft.system.hub import hub_answers
 from rlft.types import Split, UserError, require
 
@@ -21,8 +22,8 @@ UNREACHABLE = "the hub cannot be reached and its cache here has no such set"
 class HubSet(RowSource):
     """The config keys with which a component names the hub set, or the local files in its format, that it reads.
 
-    configs/data/gsm8k.yaml explains them. A path that exists locally, or that looks like a path (starts with / . ~ or
-    ends with .jsonl), is local. Questions that are in both splits are left out of training.
+    configs/data/hub.yaml explains them. A path that exists locally, or that looks like a path (starts with / . ~ or
+    ends as a file of data), is local. Questions that are in both splits are left out of training.
     """
 
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
@@ -43,7 +44,8 @@ class HubSet(RowSource):
         key = f"{self.section}.path"
         path = local_path(self.path, key)
         if path is not None and path.is_file():
-            return hash_split(rows(path, parse, key), split, self.held_out_fraction, path, self.section)
+            found = rows(tables(files_at(self.path, key), key), parse, key)
+            return hash_split(found, split, self.held_out_fraction, path, self.section)
         if self.held_out_split is None:
             train_rows = self._rows(self.train_split, "train_split", path, parse)
             return hash_split(train_rows, split, self.held_out_fraction, self.path, self.section)
@@ -54,28 +56,16 @@ class HubSet(RowSource):
 
     def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The rows of the split `name`, which the key `named_by` names, in a local folder; None: on the hub."""
-        key = f"{self.section}.path"
+        key, name_key = f"{self.section}.path", f"{self.section}.{named_by}"
         if folder is None:
-            return self._parsed(self._download(name, f"{self.section}.{named_by}"), name, self.path, parse)
-        file = folder / f"{name}.jsonl"
-        if file.is_file():
-            return rows(file, parse, key)
-        tables = parquet_files(folder, self.subset, name)
-        remedy = f"put {self._files()} there, or give a .jsonl file"
-        require(tables, key, f"the folder has no {name}.jsonl", got=self.path, remedy=remedy)
-        return self._parsed(_parquet_records(tables, key), name, str(folder), parse)
-
-    def _parsed(self, records: Any, name: str, source: str, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
-        key, other_fields = f"{self.section}.path", f"name other fields ({self.section}.*_field)"
-        rows: list[RecordRow[Made]] = []
-        for number, fields in enumerate(records):
-            try:
-                rows += parse(fields, f"{name}:{number}")
-            except RowError as error:
-                problem = f"{source}, {name}, row {number}: {error}"
-                raise UserError(key, problem, remedy=error.remedy or other_fields) from None
-        require(rows, key, f"the split {name} is empty", got=source, remedy="choose another set or split")
-        return rows
+            return rows([HubTable(self._download(name, name_key), self.path, name)], parse, key)
+        files = files_of_split(folder, name, self.subset)
+        problem = f"the folder has no files of the split {name}"
+        remedy = f"put {self._files()} there (or {', '.join(SUFFIXES[1:])}), or give one file"
+        if named_by == "held_out_split":
+            remedy += f"; {name_key}=null holds out a part of the split {self.train_split}"
+        require(files, key, problem, got=self.path, remedy=remedy)
+        return rows(tables(files, key), parse, key)
 
     def _download(self, name: str, key: str) -> Any:
         with offline_unless(hub_answers()) as online:
@@ -97,12 +87,36 @@ class HubSet(RowSource):
                 raise UserError(wrong_key, problem, got=got, remedy="choose another") from error
 
     def _not_loaded(self, problem: str) -> UserError:
-        local = f"{self.section}.path=<folder with {self._files()}, or a .jsonl file>"
+        local = f"{self.section}.path=<folder with {self._files()}, or a file>"
         remedy = f"use local copies: {local}, and for the model model.path=<folder>"
         return UserError(f"{self.section}.path", problem, got=self.path, remedy=remedy)
 
     def _files(self) -> str:
         return " and ".join(f"{name}.jsonl" for name in (self.train_split, self.held_out_split) if name is not None)
+
+
+class HubTable(Table):
+    """The rows of a split of a hub set, whose files `datasets` keeps and reads from disk."""
+
+    def __init__(self, dataset: Any, path: str, split: str) -> None:
+        self._dataset, self.name, self.where = dataset, split, f"{path}, {split}"
+
+    @property
+    def num_bytes(self) -> int:
+        return self._dataset.data.nbytes
+
+    @property
+    def extent(self) -> int:
+        return len(self._dataset)
+
+    def records(self) -> Iterator[Record]:
+        return (Record(number, number, 1, row) for number, row in enumerate(self._dataset))
+
+    def again(self, starts: Iterable[int]) -> Iterator[Record]:
+        return (Record(start, start, 1, self._dataset[start]) for start in starts)
+
+    def fields(self, record: Record) -> Mapping[str, Any]:
+        return record.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +133,10 @@ def local_path(path: str, key: str) -> Path | None:
     local = Path(path).expanduser()
     if local.exists():
         return local
-    looks_local = path.startswith(("/", ".", "~")) or path.endswith(".jsonl")
+    looks_local = path.startswith(("/", ".", "~")) or is_data_file(path)
     remedy = "give an existing one, or the id of a hub set"
     require(not looks_local, key, "there is no such file or folder", got=path, remedy=remedy)
     return None
-
-
-def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
-    """A split's parquet files where hub repositories keep them: <split>-*.parquet in <subset>/, data/ or the top."""
-    for subfolder in (folder / (subset or "."), folder / "data", folder):
-        files = sorted([*subfolder.glob(f"{split}-*.parquet"), *subfolder.glob(f"{split}.parquet")])
-        if files:
-            return files
-    return []
 
 
 @contextlib.contextmanager
@@ -148,16 +153,3 @@ def offline_unless(online: bool) -> Iterator[bool]:
         yield not datasets.config.HF_HUB_OFFLINE
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
-
-
-def _parquet_records(files: list[Path], key: str) -> Iterator[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    for file in files:
-        try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-                yield from batch.to_pylist()
-        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-            problem = f"cannot be read ({str(error).splitlines()[0]})"
-            raise UserError(key, problem, got=file, remedy="fetch or write that file again") from None

@@ -1,46 +1,39 @@
-"""JSONL files with one JSON object a line: their lines, the rows made of these, and prompts from such a file.
+"""Rows of files, and prompts from them: JSONL, JSON, CSV or Parquet files (files.py), and folders of these.
 
-The rows of a large file are not held: each is read again whenever it is used. A first pass parses every row, so that a
-bad one is refused at the start, as with small data. Memory holds the offset of each row, the number of its line,
+The rows of large files are not held: each is read again whenever it is used. A first pass parses every row, so that a
+bad one is refused at the start, as with small data. Memory holds where each row starts, the number of its line,
 64 bits of its question's identity and a checksum: 26 bytes per row.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
 import logging
-import re
-import zlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
+from itertools import accumulate, compress
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
-import rlft
 from rlft.config.bounds import PositiveFraction
+from rlft.data.fields import RowError
+from rlft.data.files import HELD_OUT_SPLITS, Record, Table, files_at, files_of_split, tables
 from rlft.data.lazy import Lazy
-from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowError, RowSource, number_of
+from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
 from rlft.system.terminal import with_progress
-from rlft.types import Split, UserError, lone_surrogate, require
+from rlft.types import Split, UserError, require
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED = "embedded:"
-UNPACK = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
-"""{suffix of a compressed file: command that unpacks it}."""
 STREAMED_BYTES = 64 * 2**20
-"""Files up to this size are held in memory, where they take about ten times as much; larger ones are streamed."""
-FIX = "fix or remove that line"
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Data up to this size are held in memory, where they take about ten times as much; larger ones are streamed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlFiles(RowSource):
-    """The config keys with which a component names the JSONL files that it reads. A row's id is `<file>:<line>`.
+    """The config keys with which a component names the files that it reads. A row's id is `<file>:<line or row>`.
 
     configs/data/jsonl.yaml explains them. Questions that are also in held_out_path are left out of training.
     """
@@ -53,162 +46,90 @@ class JsonlFiles(RowSource):
 
     def check(self) -> None:
         """Checks that the files exist. Raises UserError."""
-        existing_file(self.path, f"{self.section}.path")
-        if self.held_out_path is not None:
-            existing_file(self.held_out_path, f"{self.section}.held_out_path")
+        self._files()
 
     def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
-        """The split's rows in file order. Raises UserError naming `file:line` for the first bad line."""
+        """The split's rows in file order. Raises UserError naming file and row for the first bad one."""
         key, held_out_key = f"{self.section}.path", f"{self.section}.held_out_path"
-        file = existing_file(self.path, key)
+        files, held_out_files = self._files()
+        if held_out_files is None:
+            self._warn_of_unused(split)
+            found = rows(tables(files, key), parse, key)
+            return hash_split(found, split, self.held_out_fraction, self.path, self.section)
+        held_out = rows(tables(held_out_files, held_out_key), parse, held_out_key)
+        if split is Split.held_out:
+            return held_out
+        return training(rows(tables(files, key), parse, key), held_out, self.path, key)
+
+    def _files(self) -> tuple[list[Path], list[Path] | None]:
+        """(the files to train on, those that are held out or None). UserError where there are none."""
+        key = f"{self.section}.held_out_path"
+        files = files_at(self.path, f"{self.section}.path")
         if self.held_out_path is None:
-            return hash_split(rows(file, parse, key), split, self.held_out_fraction, file, self.section)
-        held_out_file = existing_file(self.held_out_path, held_out_key)
+            return files, None
+        held_out = files_at(self.held_out_path, key, HELD_OUT_SPLITS)
         require(
-            not held_out_file.samefile(file),
-            held_out_key,
+            not {file.resolve() for file in files} & {file.resolve() for file in held_out},
+            key,
             "is the training file itself",
             got=self.held_out_path,
             remedy=f"set it to null to hold out {self.section}.held_out_fraction of that file",
         )
-        held_out = rows(held_out_file, parse, held_out_key)
-        if split is Split.held_out:
-            return held_out
-        return training(rows(file, parse, key), held_out, file, key)
+        return files, held_out
+
+    def _warn_of_unused(self, split: Split) -> None:
+        folder = Path(self.path).expanduser()
+        others = [name for name in HELD_OUT_SPLITS if folder.is_dir() and files_of_split(folder, name)]
+        if others and split is Split.train:
+            logger.warning(
+                "%s.path: the folder's files of the split %s are not used; %s.held_out_path=%s holds them out",
+                *(self.section, " and ".join(others), self.section, self.path),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jsonl(JsonlFiles, RecordKeys):
-    """Prompts in a JSONL file, in file order. The keys of RecordKeys say which field holds what."""
+    """Prompts in files, in their order. The keys of RecordKeys say which field holds what."""
 
 
-def existing_file(path: str, key: str) -> Path:
-    """The JSONL file `path`, where `embedded:<name>` is one that ships with rlft. Raises UserError naming `key`."""
-    if path.startswith(EMBEDDED):
-        return _embedded(path, key)
-    file = Path(path).expanduser()
-    remedy = f"name the file in it, {key}=<folder>/<file>.jsonl"
-    require(not file.is_dir(), key, "is a folder, not a JSONL file", got=path, remedy=remedy)
-    require(file.is_file(), key, "there is no such file", got=path, remedy="give the path of a JSONL file")
-    unpack = UNPACK.get(file.suffix)
-    require(unpack is None, key, "is compressed", got=path, remedy=f"unpack it with {unpack} {file.name}")
-    return file
-
-
-def _embedded(path: str, key: str) -> Path:
-    embedded_files = {f"{EMBEDDED}{f.stem}": f for f in sorted((Path(rlft.__file__).parent / "assets").glob("*.jsonl"))}
-    remedy = f"use {', '.join(embedded_files)}, or the path of a JSONL file"
-    require(path in embedded_files, key, "there is no such embedded file", got=path, remedy=remedy)
-    return embedded_files[path]
-
-
-class Line(NamedTuple):
-    """A line that is not blank.
-
-    Attributes:
-        number: number of the line, from 1.
-        start: offset of its first byte in the file.
-        content: its bytes, line end included.
-    """
-
-    number: int
-    start: int
-    content: bytes
-
-
-def lines(file: Path, key: str) -> Iterator[Line]:
-    """Every line that is not blank of the file that config key `key` names.
+def rows(found: Sequence[Table], parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
+    """Every row of the tables that config key `key` names, streamed where they are large.
 
     Raises:
-        UserError: the file cannot be read, or is an array instead of lines.
-    """
-    try:
-        with file.open("rb") as opened:
-            yield from _lines(opened, file, key)
-    except OSError as error:
-        raise _unreadable(file, key, error) from None
-
-
-def _unreadable(file: Path, key: str, error: OSError) -> UserError:
-    return UserError(key, f"cannot be read ({error.strerror})", got=file, remedy="give a readable JSONL file")
-
-
-def _lines(opened: BinaryIO, file: Path, key: str) -> Iterator[Line]:
-    start = 0
-    for number, content in enumerate(opened, 1):
-        if number == 1 and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            remedy = "write one object a line, without the brackets and the commas between them"
-            raise UserError(key, "is a JSON array", got=file, remedy=remedy)
-        if content.strip():
-            yield Line(number, start, content)
-        start += len(content)
-
-
-def objects(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line that is not blank."""
-    for line in lines(file, key):
-        yield line.number, parsed(line, file, key)
-
-
-def parsed(line: Line, file: Path, key: str) -> dict[str, Any]:
-    """The object on the line.
-
-    Raises:
-        UserError: the line is not UTF-8, not JSON, not an object, or holds a lone surrogate; it names `file:line`.
-    """
-    number, _, content = line
-    try:
-        value = json.loads(content.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError:
-        raise _bad_line(file, number, "is not UTF-8 text", key) from None
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _bad_line(file, number, f"is not JSON ({reason})", key) from None
-    if not isinstance(value, dict):
-        raise _bad_line(file, number, f"must be a JSON object, it is {type(value).__name__}", key)
-    if _SURROGATE.search(content) and (surrogate := lone_surrogate(json.dumps(value, ensure_ascii=False))):
-        raise _bad_line(file, number, f"holds half a character, the lone surrogate {surrogate}, which is not text", key)
-    return value
-
-
-def _bad_line(file: Path, number: int, problem: str, key: str) -> UserError:
-    return UserError(key, f"{file}:{number}: {problem}", remedy=FIX)
-
-
-def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
-    """Every row of the JSONL file that config key `key` names, streamed where it is large.
-
-    Raises:
-        UserError: the file is unreadable, empty or malformed.
+        UserError: a table is unreadable or malformed, or they hold no row.
     """
     parsed_rows: Sequence[RecordRow[Made]]
-    if (status := file.stat()).st_size > STREAMED_BYTES:
-        index = _index_of(file, (status.st_ino, status.st_size, status.st_mtime_ns), parse, key)
-        parsed_rows = StreamedRows(file, key, parse, index)
+    if sum(table.num_bytes for table in found) > STREAMED_BYTES and all(table.streams for table in found):
+        parsed_rows = StreamedRows(found, key, parse, _index_of(tuple(found), parse, key))
     else:
-        parsed_rows = [row for line in lines(file, key) for row in _rows_of(line, file, parse, key)]
-    require(len(parsed_rows), key, "holds no data", got=file, remedy="give a file with one JSON object a line")
+        parsed_rows = [
+            row for table in found for record in table.records() for row in _rows_of(record, table, parse, key)
+        ]
+    remedy = "give data with rows, such as one object a line"
+    require(len(parsed_rows), key, "holds no data", got=found[0].where, remedy=remedy)
     return parsed_rows
 
 
-def _rows_of(line: Line, file: Path, parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
-    """The rows that a line becomes. Raises UserError naming `file:line`."""
+def _rows_of(record: Record, table: Table, parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
+    """The rows that a record becomes. Raises UserError naming its place."""
     try:
-        return parse(parsed(line, file, key), f"{file.name}:{line.number}")
+        return parse(table.fields(record), f"{table.name}:{record.number}")
     except RowError as error:
-        other_fields = f"{FIX}, or name other fields ({key.partition('.')[0]}.*_field)"
-        raise UserError(key, f"{file}:{line.number}: {error}", remedy=error.remedy or other_fields) from None
+        section = key.partition(".")[0]
+        other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field)"
+        key = key if error.key == "path" else f"{section}.{error.key}"
+        raise UserError(key, f"{table.place(record.number)}: {error}", remedy=error.remedy or other_fields) from None
 
 
 class Index(NamedTuple):
-    """Columns with one entry per row of a streamed file.
+    """Columns with one entry per row of streamed tables.
 
     Attributes:
-        starts: offset of the first byte of the row's line.
+        starts: where the row's record starts in its table, after all of the tables before it.
         identities: first 64 bits of the row's identity.
-        numbers: number of the line.
-        checks: checksum of the line.
-        parts: index of the row among those of its line.
+        numbers: number of the record.
+        checks: checksum of the record.
+        parts: index of the row among those of its record.
     """
 
     starts: array[int]
@@ -219,26 +140,29 @@ class Index(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def _index_of(file: Path, stamp: tuple[int, int, int], parse: Callable[..., Any], key: str) -> Index:
-    """The index of a file, for which every line is parsed once for both splits. Raises UserError for the first bad one.
-
-    `stamp` differs between versions of the file, so that a changed file is parsed again.
-    """
+def _index_of(found: tuple[Table, ...], parse: Callable[..., Any], key: str) -> Index:
+    """The index of tables, all of which is parsed once for both splits. Raises UserError for the first bad row."""
     index = Index(array("Q"), array("Q"), array("I"), array("I"), array("H"))
-    all_lines = with_progress(lines(file, key), f"{key}: reading {file}", stamp[1], lambda line: len(line.content))
-    for line in all_lines:
-        for part, row in enumerate(_rows_of(line, file, parse, key)):
-            entry = (line.start, number_of(row.identity), line.number, zlib.crc32(line.content), part)
-            for column, value in zip(index, entry, strict=True):
-                column.append(value)
+    for table, base in zip(found, _bases(found), strict=False):
+        what = f"{key}: reading {table.name}"
+        for record in with_progress(table.records(), what, table.extent, lambda record: record.size):
+            for part, row in enumerate(_rows_of(record, table, parse, key)):
+                entry = (base + record.start, number_of(row.identity), record.number, record.checksum, part)
+                for column, value in zip(index, entry, strict=True):
+                    column.append(value)
     return index
 
 
-class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
-    """The rows that `parse` makes of a file's lines, in order; a line may become several rows, or none."""
+def _bases(found: Sequence[Table]) -> list[int]:
+    """What is added to the starts in each table, and where another table would begin."""
+    return [0, *accumulate(table.extent for table in found)]
 
-    def __init__(self, file: Path, key: str, parse: Parse[Made], index: Index) -> None:
-        self._file, self._key, self._parse, self._index = file, key, parse, index
+
+class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
+    """The rows that `parse` makes of tables' records, in order; a record may become several rows, or none."""
+
+    def __init__(self, found: Sequence[Table], key: str, parse: Parse[Made], index: Index) -> None:
+        self._tables, self._bases, self._key, self._parse, self._index = found, _bases(found), key, parse, index
 
     @property
     def identities(self) -> Sequence[int]:
@@ -248,7 +172,7 @@ class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
     def where(self, keep: Sequence[bool]) -> StreamedRows[Made]:
         """The rows for which `keep`, which has an entry for each row, is true."""
         index = Index(*(array(column.typecode, compress(column, keep)) for column in self._index))
-        return StreamedRows(self._file, self._key, self._parse, index)
+        return StreamedRows(self._tables, self._key, self._parse, index)
 
     def __len__(self) -> int:
         return len(self._index.starts)
@@ -257,20 +181,23 @@ class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
         return next(self.between(index, index + 1))
 
     def between(self, start: int, stop: int) -> Iterator[RecordRow[Made]]:
-        try:
-            with self._file.open("rb") as opened:
-                for i in range(start, stop):
-                    yield self._row(opened, i)
-        except OSError as error:
-            raise _unreadable(self._file, self._key, error) from None
+        starts = self._index.starts
+        while start < stop:
+            number = bisect_right(self._bases, starts[start]) - 1
+            table, base = self._tables[number], self._bases[number]
+            end = bisect_left(starts, self._bases[number + 1], start, stop)
+            positions = range(start, end)
+            for i, record in zip(positions, table.again(starts[j] - base for j in positions), strict=True):
+                yield self._row(table, i, record)
+            start = end
 
-    def _row(self, opened: BinaryIO, i: int) -> RecordRow[Made]:
-        opened.seek(self._index.starts[i])
-        line = Line(self._index.numbers[i], self._index.starts[i], opened.readline())
-        if zlib.crc32(line.content) != self._index.checks[i]:  # it was valid when the run began
+    def _row(self, table: Table, i: int, record: Record) -> RecordRow[Made]:
+        if record.checksum != self._index.checks[i]:  # it was valid when the run began
+            got = table.place(self._index.numbers[i])
             remedy = "restore it and continue with rlft resume, or start a new run; give each run its own copy"
-            raise UserError(self._key, "has changed while it was in use", got=self._file, remedy=remedy)
-        return _rows_of(line, self._file, self._parse, self._key)[self._index.parts[i]]
+            raise UserError(self._key, "has changed while it was in use", got=got, remedy=remedy)
+        numbered = record._replace(number=self._index.numbers[i])
+        return _rows_of(numbered, table, self._parse, self._key)[self._index.parts[i]]
 
 
 def hash_split(
@@ -281,7 +208,7 @@ def hash_split(
     `where`, the file or data set, and `section`, which names it in the config, are for the error message.
     """
     limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
-    chosen = _where(rows, [(identity < limit) is held_out for identity in _identities(rows)])
+    chosen = _where(rows, [(identity < limit) is held_out for identity in identities(rows)])
     require(
         len(chosen),
         f"{section}.held_out_fraction",
@@ -299,18 +226,13 @@ def training(
 
     `where`, the training file or data set, and `key`, which names it in the config, are for messages.
     """
-    held_out_identities = set(_identities(held_out))
-    kept = _where(rows, [identity not in held_out_identities for identity in _identities(rows)])
+    held_out_identities = set(identities(held_out))
+    kept = _where(rows, [identity not in held_out_identities for identity in identities(rows)])
     if number := len(rows) - len(kept):
         logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
     problem = "every training question is also held out, which leaves nothing to train on"
     require(len(kept), key, problem, got=where, remedy="give other data")
     return kept
-
-
-def _identities(rows: Sequence[RecordRow[Any]]) -> Sequence[int]:
-    """The first 64 bits of each row's identity."""
-    return rows.identities if isinstance(rows, StreamedRows) else [number_of(row.identity) for row in rows]
 
 
 def _where(rows: Sequence[RecordRow[Made]], keep: Sequence[bool]) -> Sequence[RecordRow[Made]]:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from rlft.data.fields import RowError, UselessRow, completion_of, has, kind, messages_of, only, text_of, value_of
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
-from rlft.data.records import (
-    RecordRow,
-    RowError,
-    RowSource,
-    chat,
-    check_template,
-    completion_of,
-    has,
-    identity,
-    kind,
-    messages_of,
-    only,
-    turns_of,
-)
+from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
+from rlft.data.templates import asked, chat, check_template, question_of, takes_question
+from rlft.tokens.ends import num_common
 from rlft.types import Message, Prompt, Ranking, Split, UserError
+
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+"""The beginning of a turn in a transcript of HH-RLHF."""
 
 Pair = tuple[tuple[Message, ...], str, str]
 """(turns of the prompt, chosen completion, rejected completion)."""
@@ -84,6 +79,9 @@ class PreferenceKeys(RowSource):
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
       lines of a prompt are ranked together
 
+    With format=hh the pair are transcripts as in HH-RLHF, which are read as whole chats; with format=implicit two texts
+    whose common beginning is the prompt. Pairs that answer different questions are left out and counted.
+
     configs/preferences/jsonl.yaml explains the keys. A chat in messages_field takes precedence over prompt_field. The
     rejected completion of a pair scores 0, the chosen one its margin. With token_ids=sampled exactly the sampled tokens
     are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its fingerprint).
@@ -91,6 +89,7 @@ class PreferenceKeys(RowSource):
 
     section: ClassVar[str] = "preferences"
 
+    format: Literal["auto", "hh", "implicit"]
     prompt_field: str
     messages_field: str
     chosen_field: str
@@ -105,7 +104,7 @@ class PreferenceKeys(RowSource):
     prompt_template: str
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, self.section)
+        check_template(self.prompt_template, f"{self.section}.prompt_template", self.chosen_field)
 
     def load(self, split: Split) -> RankingSet:
         """The split's rankings in the order in which their prompts first occur; no question is in both splits.
@@ -113,7 +112,7 @@ class PreferenceKeys(RowSource):
         Raises:
             UserError: no ranking has two different completions with different scores.
         """
-        rows = [row.made for row in self.read(split, self.parse)]
+        rows = [row.made for row in useful(self.read(split, self.parse), split, self.section)]
         check_prompt_ids([row.prompt for row in rows], "preferences.path")
         candidates: dict[str, list[Candidate]] = {}
         for row in rows:
@@ -129,8 +128,14 @@ class PreferenceKeys(RowSource):
             )
         return rankings
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Candidates]]:
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Any]]:
         """The row's completions with their scores. Raises RowError."""
+        try:
+            return self._parsed(fields, row_id)
+        except UselessRow as error:
+            return [left_out(row_id, error)]
+
+    def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Candidates]]:
         if is_sampled(fields):
             return [self._sampled(fields)]
         if has(fields, self.chosen_field, self.rejected_field):
@@ -144,32 +149,37 @@ class PreferenceKeys(RowSource):
                 f"is not a pair (fields {self.chosen_field!r}, {self.rejected_field!r}), not a list of completions "
                 f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}"
             )
-        prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt, self.prompt_template), answer="")
+        turns, question = asked(turns, self.prompt_template, fields)
+        prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt), answer="")
         candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
-        return [RecordRow(identity=identity(turns), made=Candidates(prompt=prompt, candidates=candidates))]
+        return [RecordRow(identity=identity(question), made=Candidates(prompt=prompt, candidates=candidates))]
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         for name in (self.messages_field, self.prompt_field):
-            if has(fields, name):
-                return turns_of(fields, name)
-        raise RowError(
+            if has(fields, name) or not takes_question(self.prompt_template):
+                return question_of(fields, name, self.prompt_template)
+        problem = (
             f"has no prompt, neither field {self.messages_field!r} nor {self.prompt_field!r}; it has {only(fields)}"
         )
+        is_transcript = _TURN.match(str(fields.get(self.chosen_field))) is not None
+        raise RowError(problem, remedy="set preferences.format=hh to read transcripts" if is_transcript else None)
 
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
-        chats = [fields[name] for name in (self.chosen_field, self.rejected_field)]
-        if not all(isinstance(turns, list | tuple) and len(turns) > 1 for turns in chats):
-            pair = completion_of(fields, self.chosen_field), completion_of(fields, self.rejected_field)
-            return self._prompt(fields), *pair
-        chosen, rejected = messages_of(fields, self.chosen_field), messages_of(fields, self.rejected_field)
-        if chosen[:-1] != rejected[:-1]:
-            raise RowError("the chats differ before their last messages, so they answer different questions")
-        if not chosen[-1]["role"] == rejected[-1]["role"] == "assistant" or chosen[-2]["role"] != "user":
-            raise RowError("the chats do not end with an assistant message after a user message")
-        return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
+        names = self.chosen_field, self.rejected_field
+        if self.format == "hh":
+            return _pair_of_chats(*(transcript(text_of(fields, name), name) for name in names))
+        if self.format == "implicit" and all(isinstance(value_of(fields, name), str) for name in names):
+            return _pair_of_texts(*(text_of(fields, name) for name in names))
+        chats = [value_of(fields, name) for name in names]
+        if all(isinstance(turns, list | tuple) and len(turns) > 1 for turns in chats):
+            return _pair_of_chats(*(messages_of(fields, name) for name in names))
+        chosen, rejected = (completion_of(fields, name) for name in names)
+        return self._prompt(fields), chosen, rejected
 
     def _list(self, fields: Mapping[str, Any]) -> list[tuple[str, float]]:
-        texts = fields[self.completions_field]
+        texts = value_of(fields, self.completions_field)
+        if texts == []:
+            raise UselessRow(f"has no completions in field {self.completions_field!r}")
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts) or not texts:
             raise RowError(f"field {self.completions_field!r} must be a list of strings, it is {kind(texts)}")
         if not has(fields, self.scores_field):
@@ -177,7 +187,7 @@ class PreferenceKeys(RowSource):
                 problem = f"there are no scores (field {self.scores_field!r})"
                 raise RowError(problem, remedy="set preferences.ranked=true if the first completion is the best")
             return [(text, float(len(texts) - 1 - i)) for i, text in enumerate(texts)]
-        scores = fields[self.scores_field]
+        scores = value_of(fields, self.scores_field)
         if not isinstance(scores, list | tuple) or len(scores) != len(texts) or not all(map(_is_number, scores)):
             raise RowError(f"field {self.scores_field!r} must be a list of {len(texts)} numbers, one a completion")
         return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
@@ -195,6 +205,37 @@ class PreferenceKeys(RowSource):
         candidate = Candidate(completion=line.completion, score=score, token_ids=tokens)
         candidates = Candidates(prompt=line.prompt, candidates=(candidate,))
         return RecordRow(identity=identity(line.prompt.messages), made=candidates)
+
+
+def transcript(text: str, name: str) -> tuple[Message, ...]:
+    """The turns of a transcript of HH-RLHF, which is in the field `name`.
+
+    >>> transcript("\\n\\nHuman: Hi\\n\\nAssistant: Hello!", "chosen")
+    ({'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello!'})
+    """
+    before, *turns = _TURN.split(text)
+    if before.strip() or not turns:
+        raise RowError(f"field {name!r} is no transcript of turns that begin with 'Human:' and 'Assistant:'")
+    spoken = zip(turns[::2], turns[1::2], strict=True)
+    return tuple({"role": SPEAKERS[speaker], "content": content.strip()} for speaker, content in spoken)
+
+
+def _pair_of_chats(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
+    """The pair of chats that differ in their last message. UselessRow for others."""
+    if chosen[:-1] != rejected[:-1]:
+        raise UselessRow("has chats that differ before their last messages, so they answer different questions")
+    roles = [turn["role"] for turn in chosen]
+    if roles[-2:] != ["user", "assistant"] or rejected[-1]["role"] != "assistant":
+        raise UselessRow("has chats that do not end with an assistant message after a user message")
+    return tuple(chosen[:-1]), chosen[-1]["content"], rejected[-1]["content"]
+
+
+def _pair_of_texts(chosen: str, rejected: str) -> Pair:
+    """The pair of texts whose common beginning, up to the white space before the first other word, is the prompt."""
+    prompt = re.sub(r"\s*\S*\Z", "", chosen[: num_common(chosen, rejected)])
+    if not prompt.strip():
+        raise UselessRow("has two texts that do not begin alike, so there is no prompt")
+    return ({"role": "user", "content": prompt},), chosen[len(prompt) :], rejected[len(prompt) :]
 
 
 def ranking_set(groups: Sequence[tuple[Prompt, Sequence[Candidate]]]) -> RankingSet:
@@ -228,7 +269,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _margin(fields: Mapping[str, Any], name: str) -> float:
-    margin: Any = fields.get(name)
+    margin: Any = value_of(fields, name) if has(fields, name) else None
     if not _is_number(margin) or margin < 0:
         raise RowError(f"field {name!r}, by how much the chosen one is better, must be a number of at least 0")
     return float(margin)

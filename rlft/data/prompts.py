@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -178,8 +179,8 @@ def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator
 
 
 def fingerprinted(prompt: Prompt) -> bytes:
-    """A prompt's part of a set's fingerprint: a JSON array of id, token ids and answer, and a newline."""
-    return json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode() + b"\n"
+    """A prompt's part of a set's fingerprint: a JSON array of id, token ids and answers, and a newline."""
+    return json.dumps([prompt.id, prompt.token_ids, prompt.answer, *prompt.other_answers]).encode() + b"\n"
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -253,7 +254,7 @@ def _tokenise(
     """(the text of each prompt, its tokens)."""
     if not uses_template(tokenizer, style):
         texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
-        return texts, tokenizer(texts)["input_ids"]  # type: ignore[return-value]
+        return texts, begun(tokenizer, texts)
     from jinja2.exceptions import TemplateError
 
     conversations = [shown.messages(p.messages) for p in prompts]
@@ -273,6 +274,26 @@ def _tokenise(
     for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
         _check_words(prompt, conversation, text)
     return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text that a model is to continue: the tokenizer's own beginning once, and no end.
+
+    Some tokenizers also put an end token behind a text, which the policy would take for the end of what it continues.
+    """
+    rows: Any = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    begin = _beginning(tokenizer)
+    return [row if begin and row[: len(begin)] == begin else [*begin, *row] for row in rows]
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer puts before a text, or is configured to (`add_bos_token`)."""
+    whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    begin: list[int] = list(takewhile(lambda token: token != text[0], whole))  # type: ignore[index, arg-type]
+    bos = tokenizer.bos_token_id
+    if not begin and isinstance(bos, int) and tokenizer.init_kwargs.get("add_bos_token"):
+        return [bos]
+    return list(dict.fromkeys(begin))
 
 
 def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text: str) -> None:

@@ -23,7 +23,8 @@ from functools import lru_cache
 from typing import Any, BinaryIO
 
 from rlft.config.bounds import PositiveInt, Seed
-from rlft.data.records import chat, check_template, identity, split_of
+from rlft.data.records import identity, split_of
+from rlft.data.templates import check_template, typed
 from rlft.system.process import signals
 from rlft.types import Prompt, Split, UserError, require
 
@@ -54,7 +55,7 @@ class ReasoningGym:
     prompt_template: str
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template)
+        check_template(self.prompt_template, "data.prompt_template", rows=False)
 
     def load(self, split: Split) -> list[Prompt]:
         """The split's prompts; the first call makes both splits. Raises UserError."""
@@ -66,7 +67,7 @@ class ReasoningGym:
     def _prompt(self, number: int, entry: Entry) -> Prompt:
         return Prompt(
             id=f"{self.task}:{number}",
-            messages=chat([{"role": "user", "content": entry["question"]}], self.system_prompt, self.prompt_template),
+            messages=typed(entry["question"], self.system_prompt, self.prompt_template),
             answer=entry["answer"] if isinstance(entry["answer"], str) else "",
             metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options or {}), "entry": entry}},
         )

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from rlft.config.bounds import NonNegativeInt
+from rlft.data.fields import RowError, UselessRow, as_text, messages_of, value_of
 from rlft.data.lazy import mapped
+from rlft.data.templates import asked, chat, check_template, filled, placeholders, question_of
 from rlft.types import Message, Prompt, Split, UserError, require
 
 logger = logging.getLogger(__name__)
 
-PLACEHOLDER = "{question}"
-ROLES = ("system", "user", "assistant")
 _FEW_SHOT_PLACEHOLDER = re.compile(r"\{(answer|final)\}")
 """The placeholders of data.few_shot_template."""
+BOXED = "boxed"
+"""A value of data.answer_pattern: what is in the last box, or behind it, as in the solutions of MATH."""
+_IN_BRACES = r"(?:\\.|[^{}\\])*"
+for _ in range(5):
+    _IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{_IN_BRACES}\}})*"
+_BOX = rf"\\(?:boxed|fbox)\s*(?:\{{({_IN_BRACES})\}}|([^\s{{$]+))"
 _NUMBER_GOES_ON = re.compile(r"[,.]?[0-9]")
 _NUMBER_BEFORE = re.compile(r"[0-9][,.]?$")
 MAX_CHECKED_ANSWERS = 20_000
-"""The most rows of which the answers are looked at for numbers that data.answer_pattern cuts."""
+"""The most rows of which the answers are looked at for cut numbers, and for other answers to the same question."""
 
 Made = TypeVar("Made")
-
-
-class RowError(Exception):
-    """An error in one row, which the reader of the rows turns into a UserError; remedy None: name another field."""
-
-    def __init__(self, problem: str, *, remedy: str | None = None) -> None:
-        self.remedy = remedy
-        super().__init__(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +41,49 @@ class RecordRow(Generic[Made]):
 
     identity: str
     made: Made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """What is made of a row from which nothing can be learned."""
+
+    row_id: str
+    problem: str
+
+
+MOST_LEFT_OUT = 0.5
+"""The share of rows without use above which the data are not what the keys say that they are."""
+
+
+def left_out(row_id: str, error: UselessRow) -> RecordRow[LeftOut]:
+    """The row of a useless row, which its id puts into one split."""
+    return RecordRow(
+        identity=hashlib.sha256(row_id.encode()).hexdigest(), made=LeftOut(row_id=row_id, problem=str(error))
+    )
+
+
+def useful(rows: Iterable[RecordRow[Made | LeftOut]], split: Split, section: str) -> list[RecordRow[Made]]:
+    """The rows from which something can be learned, with a warning about the number of the others.
+
+    Raises:
+        UserError: naming `section`.path, if they are less than half.
+    """
+    kept: list[RecordRow[Made]] = []
+    others: list[LeftOut] = []
+    for row in rows:
+        if isinstance(row.made, LeftOut):
+            others.append(row.made)
+        else:
+            kept.append(cast("RecordRow[Made]", row))
+    if others:
+        total, key = len(others) + len(kept), f"{section}.path"
+        problem = (
+            f"nothing can be learned from {len(others)} of {total} {split} rows: {others[0].row_id} {others[0].problem}"
+        )
+        remedy = f"correct them, or the keys that say what a row is ({section}.*)"
+        require(len(others) <= MOST_LEFT_OUT * total, key, problem, remedy=remedy)
+        logger.warning("%s: %s; they are left out", key, problem)
+    return kept
 
 
 Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
@@ -67,13 +106,14 @@ class RowSource(ABC):
 class Question:
     """The question of a row, a chat up to the last user message, with its answer and what goes with the prompt.
 
-    Rewards compare with `answer`, a part of the whole text, `worked_answer`.
+    Rewards compare with `answer`, a part of the whole text, `worked_answer`, and with `other_answers`, as right as it.
     """
 
     id: str
     turns: tuple[Message, ...]
     worked_answer: str
     answer: str
+    other_answers: tuple[str, ...]
     metadata: Mapping[str, Any]
 
 
@@ -100,7 +140,7 @@ class RecordKeys(RowSource):
     metadata_fields: Sequence[str]
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template)
+        check_template(self.prompt_template, "data.prompt_template", self.answer_field)
         require(
             _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template),
             "data.few_shot_template",
@@ -108,9 +148,9 @@ class RecordKeys(RowSource):
             got=repr(self.few_shot_template),
             remedy="put {answer} where the worked answer goes",
         )
-        problem = "is null, and without data.messages_field no other field can hold the answer"
+        problem = "is null, so that examples have no answer to show"
         has_answer = self.answer_field is not None or self.messages_field is not None
-        require(has_answer, "data.answer_field", problem, remedy="name the field of the answer")
+        require(has_answer or not self.few_shot, "data.answer_field", problem, remedy="set data.few_shot=0, or name it")
         try:
             re.compile(self.answer_pattern or "")
         except re.error as error:
@@ -123,6 +163,7 @@ class RecordKeys(RowSource):
         rows = self.read(split, self.parse)
         if self.answer_pattern is not None:
             self._warn_of_cut_numbers(rows)
+        _warn_of_other_answers(rows)
         if not self.few_shot:
             return mapped(rows, lambda row: self._prompt(row.made, ()))
         training = rows if split is Split.train else self.read(Split.train, self.parse)
@@ -132,30 +173,48 @@ class RecordKeys(RowSource):
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Question]]:
         """The row's question. Raises RowError."""
-        turns = self._turns(fields)
-        worked_answer = self._worked_answer(fields, turns)
+        turns = (
+            question_of(fields, self.prompt_field, self.prompt_template)
+            if self.messages_field is None
+            else messages_of(fields, self.messages_field)
+        )
+        worked_answers = self._worked_answers(fields, turns)
         if turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         if not turns or turns[-1]["role"] != "user":
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
-        answer = self._answer(worked_answer)
-        for name in self.metadata_fields:
-            if name not in fields:
-                raise RowError(f"there is no field {name!r} (data.metadata_fields), {only(fields)}")
-        metadata = {name: fields[name] for name in self.metadata_fields}
-        question = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=metadata)
-        return [RecordRow(identity=identity(turns), made=question)]
+        answer, *others = dict.fromkeys(map(self._answer, worked_answers)) if worked_answers else [""]
+        turns, question = asked(turns, self.prompt_template, fields)
+        made = Question(
+            id=row_id,
+            turns=turns,
+            worked_answer=worked_answers[0] if worked_answers else "",
+            answer=answer,
+            other_answers=tuple(others),
+            metadata={name: self._metadata(fields, name) for name in self.metadata_fields},
+        )
+        return [RecordRow(identity=identity(question), made=made)]
 
-    def _turns(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
-        if self.messages_field is not None:
-            return messages_of(fields, self.messages_field)
-        return ({"role": "user", "content": text_of(fields, self.prompt_field)},)
+    def _metadata(self, fields: Mapping[str, Any], name: str) -> Any:
+        try:
+            return value_of(fields, name)
+        except RowError as error:
+            raise RowError(f"{error} (data.metadata_fields)") from None
 
-    def _worked_answer(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> str:
+    def _worked_answers(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> list[str]:
+        """The texts of the row's answers, any of which is right; none where no field has them."""
         if self.answer_field is not None:
-            return text_of(fields, self.answer_field, numbers=True)
+            if placeholders(self.answer_field):
+                return [filled(self.answer_field, "", fields, "answer_field")[0]]
+            value = value_of(fields, self.answer_field)
+            values = value if isinstance(value, list | tuple) else [value]
+            if not values:
+                raise RowError(f"field {self.answer_field!r} is an empty list")
+            return [as_text(value, self.answer_field, numbers=True) for value in values]
+        if self.messages_field is None:
+            return []
         if turns[-1]["role"] == "assistant":
-            return turns[-1]["content"]
+            return [turns[-1]["content"]]
         raise RowError(f"field {self.messages_field!r} does not end with an assistant message, the answer")
 
     def _answer(self, text: str) -> str:
@@ -163,7 +222,7 @@ class RecordKeys(RowSource):
             match = self._last_match(text)
             if match is None:
                 raise RowError(f"the answer has no match of data.answer_pattern={self.answer_pattern}")
-            text = match[1 if match.re.groups else 0] or ""
+            text = match[_group(match)] or ""
         answer = text.translate({ord(c): None for c in self.answer_remove}).strip()
         if not answer:
             raise RowError("the answer is empty")
@@ -171,7 +230,7 @@ class RecordKeys(RowSource):
 
     def _last_match(self, text: str) -> re.Match[str] | None:
         last = None
-        for match in re.finditer(self.answer_pattern or "", text):
+        for match in re.finditer(_BOX if self.answer_pattern == BOXED else self.answer_pattern or "", text):
             last = match
         return last
 
@@ -181,7 +240,7 @@ class RecordKeys(RowSource):
         for row in islice(rows, MAX_CHECKED_ANSWERS):
             text = row.made.worked_answer
             match = self._last_match(text)
-            if match is not None and _cuts_number(text, *match.span(1 if match.re.groups else 0)):
+            if match is not None and _cuts_number(text, *match.span(_group(match))):
                 number += 1
                 first = first or row.made
         if first is not None:
@@ -192,8 +251,13 @@ class RecordKeys(RowSource):
             )
 
     def _prompt(self, question: Question, examples: Sequence[Message]) -> Prompt:
-        messages = chat(question.turns, self.system_prompt, self.prompt_template, examples)
-        return Prompt(id=question.id, messages=messages, answer=question.answer, metadata=question.metadata)
+        return Prompt(
+            id=question.id,
+            messages=chat(question.turns, self.system_prompt, examples),
+            answer=question.answer,
+            other_answers=question.other_answers,
+            metadata=question.metadata,
+        )
 
     def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
@@ -207,36 +271,39 @@ class RecordKeys(RowSource):
         values = {"answer": example.worked_answer, "final": example.answer}
         answer_turn = _FEW_SHOT_PLACEHOLDER.sub(lambda match: values[match[1]], self.few_shot_template)
         turns = [turn for turn in example.turns if turn["role"] != "system"]
-        return (*chat(turns, None, self.prompt_template), {"role": "assistant", "content": answer_turn})
+        return (*turns, {"role": "assistant", "content": answer_turn})
 
 
-def chat(
-    turns: Sequence[Message], system_prompt: str | None, prompt_template: str, examples: Sequence[Message] = ()
-) -> tuple[Message, ...]:
-    """The messages of a prompt: a system message, examples, then the turns.
-
-    A system message at the start of `turns` takes the place of `system_prompt`. In `prompt_template`, the last message,
-    {question} stands for the last turn's text.
-
-    >>> chat([{"role": "user", "content": "2 + 2?"}], None, "Q: {question}")
-    ({'role': 'user', 'content': 'Q: 2 + 2?'},)
-    """
-    system: Sequence[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    if turns[0]["role"] == "system":
-        system, turns = turns[:1], turns[1:]
-    last = {"role": "user", "content": prompt_template.replace(PLACEHOLDER, turns[-1]["content"])}
-    return (*system, *examples, *turns[:-1], last)
+def identities(rows: Sequence[RecordRow[Any]]) -> Sequence[int]:
+    """The first 64 bits of each row's identity; streamed rows have them as an attribute."""
+    known = getattr(rows, "identities", None)
+    return [number_of(row.identity) for row in rows] if known is None else known
 
 
-def check_template(prompt_template: str, section: str = "data") -> None:
-    """Raises UserError for a template without {question}; `section` is the section of the config with the template."""
-    require(
-        PLACEHOLDER in prompt_template,
-        f"{section}.prompt_template",
-        f"has no {PLACEHOLDER}",
-        got=repr(prompt_template),
-        remedy=f"put {PLACEHOLDER} where the question goes",
-    )
+def _warn_of_other_answers(rows: Sequence[RecordRow[Question]]) -> None:
+    """Warns once if a question occurs again with none of its answers, since a policy cannot be right both times."""
+    import numpy as np
+
+    numbers = np.asarray(identities(rows), dtype=np.uint64)
+    values, counts = np.unique(numbers, return_counts=True)
+    first_of: dict[str, Question] = {}
+    number, example = 0, None
+    for position in np.flatnonzero(np.isin(numbers, values[counts > 1]))[:MAX_CHECKED_ANSWERS]:
+        row = rows[int(position)]
+        first = first_of.setdefault(row.identity, row.made)
+        if {*_answers(first)}.isdisjoint(_answers(row.made)):
+            number, example = number + 1, example or (first, row.made)
+    if example is not None:
+        first, other = example
+        logger.warning(
+            "data.path: %d rows repeat a question with another answer: %s has %r, %s has %r",
+            *(number, first.id, first.answer[:40], other.id, other.answer[:40]),
+        )
+
+
+def _answers(question: Question) -> list[str]:
+    """The answers, without differences in white space."""
+    return [" ".join(answer.split()) for answer in (question.answer, *question.other_answers)]
 
 
 def identity(turns: Sequence[Message]) -> str:
@@ -271,6 +338,11 @@ def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[Reco
     return [first[identity] for identity in sorted(first)]
 
 
+def _group(match: re.Match[str]) -> int:
+    """The number of the group that has the answer: the first that took part, or all of the match."""
+    return next((number for number, text in enumerate(match.groups(), 1) if text is not None), int(match.re.groups > 0))
+
+
 def _cuts_number(text: str, begin: int, end: int) -> bool:
     """Whether text[begin:end] begins or ends inside a number.
 
@@ -280,79 +352,3 @@ def _cuts_number(text: str, begin: int, end: int) -> bool:
     found = text[begin:end]
     begins_inside = found[:1].isdigit() and _NUMBER_BEFORE.search(text, 0, begin) is not None
     return begins_inside or (found[-1:].isdigit() and _NUMBER_GOES_ON.match(text, end) is not None)
-
-
-def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
-    """The text in a field.
-
-    With `numbers` it may be a number, which is returned as text; with `blank` the text may be blank. RowError if the
-    field is missing, has another type, or is blank.
-    """
-    value = _field(fields, name)
-    if numbers and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):  # tables use NaN for a missing value
-            raise RowError(f"field {name!r} holds no number, it is {value}")
-        return format(Decimal(str(value)), "f")  # without an exponent: 0.00001 for 1e-05
-    if not isinstance(value, str):
-        raise RowError(f"field {name!r} must be a string{' or number' if numbers else ''}, it is {kind(value)}")
-    if not blank and not value.strip():
-        raise RowError(f"field {name!r} is empty")
-    return value
-
-
-def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
-    """The chat in a field; only its first message may be a system message. Raises RowError."""
-    value = _field(fields, name)
-    if not isinstance(value, list | tuple) or not value:
-        raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
-    for i, message in enumerate(value):
-        is_message = isinstance(message, Mapping) and message.get("role") in ROLES
-        if not is_message or not isinstance(message.get("content"), str):
-            raise RowError(f'message {i} of field {name!r} must be {{"role": {" | ".join(ROLES)}, "content": text}}')
-        if message["role"] == "system" and i > 0:
-            raise RowError(f"message {i} of field {name!r} is a system message; only the first may be")
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
-
-
-def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
-    """The turns of a prompt, which is a text or a chat that ends with a user message. Raises RowError."""
-    if not isinstance(fields.get(name), list | tuple):
-        return ({"role": "user", "content": text_of(fields, name)},)
-    turns = messages_of(fields, name)
-    if turns[-1]["role"] != "user":
-        raise RowError(f"the last message of field {name!r} is not a user message")
-    return turns
-
-
-def completion_of(fields: Mapping[str, Any], name: str) -> str:
-    """A completion, which is a text, possibly empty, or one assistant message. Raises RowError."""
-    if not isinstance(fields.get(name), list | tuple):
-        return text_of(fields, name, blank=True)
-    turns = messages_of(fields, name)
-    if [turn["role"] for turn in turns] != ["assistant"]:
-        raise RowError(f"field {name!r} must be a string or one assistant message")
-    return turns[0]["content"]
-
-
-def has(fields: Mapping[str, Any], *names: str) -> bool:
-    """Whether a row has values in all these fields (in a table, null means that a row has no value)."""
-    return all(fields.get(name) is not None for name in names)
-
-
-def kind(value: Any) -> str:
-    """The type of a JSON value, in words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    if value == []:
-        return "an empty list"
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
-
-
-def only(fields: Mapping[str, Any]) -> str:
-    """'only ' and the names of all fields, for messages about a missing field."""
-    return f"only {', '.join(map(repr, fields)) or 'none at all'}"
-
-
-def _field(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise RowError(f"there is no field {name!r}, {only(fields)}")
-    return fields[name]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlft.data.records import RowError, kind, messages_of
+from rlft.data.fields import RowError, kind, messages_of
 from rlft.types import FinishReason, Prompt, Rollout, require
 
 TOKENIZER = "tokenizer"

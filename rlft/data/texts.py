@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from rlft.config.model import ANSWER
-from rlft.data.jsonl import FIX, existing_file, objects
+from rlft.data.fields import RowError, value_of
+from rlft.data.files import objects
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
-from rlft.data.records import only
 from rlft.system.seeds import derive
 from rlft.types import Batch, Group, Prompt, UserError, require
 
@@ -43,36 +43,36 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
     """The texts of all lines, in file order and unchanged, white space included.
 
     Args:
-        path: a JSONL file, or embedded:<name>, which ships with rlft.
+        path: a file of rows or a folder of these, or embedded:<name>, which ships with rlft.
         field: the field of the text.
         given_field: the field of its context; None: the texts have none.
 
     Raises:
-        UserError: the file does not exist, cannot be read or is empty; a line is not a JSON object, one of its two
-            fields is missing or of another type, or its text is empty; both keys are the same.
+        UserError: the file does not exist, cannot be read or is empty; a row is no object, one of its two fields is
+            missing or of another type, or its text is empty; both keys are the same.
     """
-    file = existing_file(path, "pretrain.path")
     problem = "is the key of the text itself (pretrain.field)"
     remedy = "name the field of what stands before the text, or set it to null"
     require(given_field != field, "pretrain.given_field", problem, got=given_field, remedy=remedy)
     texts = []
-    for number, fields in objects(file, "pretrain.path"):
-        where = f"{file}:{number}"
+    for where, fields in objects(path, "pretrain.path"):
         context = "" if given_field is None else _string(fields, "pretrain.given_field", given_field, where)
         text = _string(fields, "pretrain.field", field, where)
-        require(text.strip(), "pretrain.path", f"{where}: the text is empty", remedy=FIX)
+        require(text.strip(), "pretrain.path", f"{where}: the text is empty", remedy="fix or remove it")
         texts.append(Text(context=context, text=text))
-    require(texts, "pretrain.path", "holds no texts", got=file, remedy="give a file with one JSON object a line")
+    require(texts, "pretrain.path", "holds no texts", got=path, remedy="give a file with one JSON object a line")
     return texts
 
 
 def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
     """The text in `field`; key: the config key that names it."""
     remedy = f"name the field that holds {'the text' if key == 'pretrain.field' else 'what stands before the text'}"
-    require(field in fields, key, f"{where}: there is no such field, {only(fields)}", got=field, remedy=remedy)
-    value = fields[field]
+    try:
+        value = value_of(fields, field)
+    except RowError as error:
+        raise UserError(key, f"{where}: {error}", remedy=remedy) from None
     problem = f"{where}: it must hold a string, it holds {type(value).__name__}"
-    require(isinstance(value, str), key, problem, got=field, remedy=f"{remedy}, or fix that line")
+    require(isinstance(value, str), key, problem, got=field, remedy=f"{remedy}, or fix that row")
     return value
 
 

@@ -15,7 +15,7 @@ from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
 from rlft.config.instantiate import instantiate
 from rlft.config.model import LoraSettings
 from rlft.config.schema import AUTO, DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
-from rlft.data.jsonl import existing_file
+from rlft.data.files import files_at
 from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head
 from rlft.plan.adapters import AdapterUse, Use, check_folders, use_of_policy, uses, uses_of_rewards
@@ -52,7 +52,7 @@ def check_train(config: RunConfig, *, trains: bool = True) -> tuple[Objective, t
     if config.data:
         check_data(config.data)
     if config.pretrain.path is not None:
-        existing_file(config.pretrain.path, "pretrain.path")
+        files_at(config.pretrain.path, "pretrain.path")
     return components
 
 

@@ -154,7 +154,8 @@ class RewardTrial:
 
 def tried_completions(prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[str, str]]:
     """(kind, text) of the completions to try: empty, another prompt's answer, the reference; these two also in tags."""
-    wrong = next((p.answer for p in others if p.answer != prompt.answer), f"{prompt.answer}0")
+    right = prompt.answer, *prompt.other_answers
+    wrong = next((p.answer for p in others if p.answer not in right), f"{prompt.answer}0")
     return [
         ("empty", ""),
         ("wrong", wrong),

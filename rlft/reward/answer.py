@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import re._constants as op  # pyright: ignore[reportMissingImports]
 import re._parser as parser  # pyright: ignore[reportMissingImports]
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
@@ -121,11 +121,19 @@ class AnswerKeys:
 
     def _compared(self, group: Group) -> list[bool | None]:
         """Whether each is right, whatever a subclass makes of it; one after the other, for a worker watches them."""
-        reference = reference_answer(group.prompt)
-        return [
-            (answer := self.extract(rollout.completion.text)) is not None and self.is_right(answer, reference)
-            for rollout in group.rollouts
-        ]
+        references = reference_answer(group.prompt), *group.prompt.other_answers
+        return [self._is_any(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
+
+    def _is_any(self, answer: str | None, references: Sequence[str]) -> bool | None:
+        """Whether it is one of them; None if it is none of those that were compared in time, and one was not."""
+        if answer is None:
+            return False
+        verdicts = []
+        for reference in references:
+            verdicts.append(self.is_right(answer, reference))
+            if verdicts[-1]:
+                return True
+        return None if None in verdicts else False
 
     def is_right(self, answer: str, reference: str) -> bool | None:
         """Whether an answer is the reference answer, by this reward's own comparison; None if that took too long."""

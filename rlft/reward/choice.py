@@ -12,7 +12,7 @@ import contextlib
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -117,10 +117,12 @@ class Choice(AnswerKeys):
 
     def _compared(self, group: Group) -> list[bool | None]:
         choices = self._choices(group.prompt)
-        letter = self._right(group.prompt, choices)
+        prompt = group.prompt
+        answers = prompt.answer, *prompt.other_answers
+        letters = {self._right(replace(prompt, answer=answer), choices) for answer in answers}
         return [
             (answer := self.extract(rollout.completion.text)) is not None
-            and named(answer, choices, ignore_case=self.ignore_case) == letter
+            and named(answer, choices, ignore_case=self.ignore_case) in letters
             for rollout in group.rollouts
         ]
 

@@ -270,7 +270,8 @@ def _same_numbers(printed: list[str], expected: list[str], tolerance: float) -> 
 def prompt_tests(prompt: Prompt, field: str | None, *, entry: str = "", setup: str = "") -> Tests:
     """The prompt's tests, as `parse_tests`. ValueError, with the prompt's id, if no program could be judged by them."""
     where = "answer" if field is None else f"metadata field {field!r}"
-    tests = prompt.answer if field is None else prompt.metadata.get(field)
+    answers = [prompt.answer, *prompt.other_answers] if prompt.other_answers else prompt.answer
+    tests = answers if field is None else prompt.metadata.get(field)
     try:
         return parse_tests(tests, entry=entry, setup=setup)
     except ValueError as error:

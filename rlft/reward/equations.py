@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
@@ -70,18 +70,18 @@ class Equations(AnswerKeys):
     max_equations: PositiveInt
 
     def __call__(self, group: Group) -> list[StepScores]:
-        reference = reference_answer(group.prompt)
-        return [self._steps(rollout.completion.text, reference) for rollout in group.rollouts]
+        references = reference_answer(group.prompt), *group.prompt.other_answers
+        return [self._steps(rollout.completion.text, references) for rollout in group.rollouts]
 
     def is_right(self, answer: str, reference: str) -> bool:
         return matches(answer, reference, numeric=True, ignore_case=False)
 
-    def _steps(self, text: str, reference: str) -> StepScores:
+    def _steps(self, text: str, references: Sequence[str]) -> StepScores:
         steps = islice(equations(text), self.max_equations)
         by_end = {end: self.equation_weight * holds for end, holds in steps}
         answer = self.extract(text)
         if answer is not None:
-            right = self.is_right(answer, reference)
+            right = any(self.is_right(answer, reference) for reference in references)
             # If the text ends with an equation, both are the same step.
             by_end[len(text)] = by_end.get(len(text), 0.0) + self.answer_weight * right
         return StepScores(values=tuple(by_end.values()), ends=tuple(by_end))

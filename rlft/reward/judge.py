@@ -98,7 +98,7 @@ class Judge(ServerKeys):
         texts = [group.rollouts[index].completion.text for index in order]
         judge_input: dict[str, Any] = {"question": [dict(message) for message in prompt.messages]}
         if self.show_reference and prompt.answer:
-            judge_input["reference"] = prompt.answer
+            judge_input["reference"] = [prompt.answer, *prompt.other_answers] if prompt.other_answers else prompt.answer
         judge_input["answers"] = [{"number": number, "text": text} for number, text in enumerate(texts, start=1)]
         reference = REFERENCE if "reference" in judge_input else ""
         scale = {"num": len(texts), "lowest": self.lowest, "highest": self.highest}

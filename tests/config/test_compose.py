@@ -253,6 +253,7 @@ ROOT_FILES = list(dict.fromkeys(file for verb in verbs.OWN for file in catalog.r
 FILES = [*ROOT_FILES, *CHOSEN, *BASES]
 NEEDS = {
     ("data", "jsonl"): ["data.path=some.jsonl"],
+    ("data", "hub"): ["data.path=some/set"],
     ("environment", "tools"): ["environment.tools=[mine.search]"],
     ("environment", "class"): ["environment.factory=mine.Shop"],
     ("environment", "game"): ["environment.factory=mine.Game"],

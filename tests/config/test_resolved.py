@@ -1,10 +1,14 @@
-"""`auto` sizes: what they come to, and that they change no gradient's config."""
+"""`auto` sizes: what they come to, and that they change no gradient's config; and what a config is warned of."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+from in_one_test import each
 
+from rlft.config import resolved
 from rlft.config.compose import compose
 from rlft.config.resolved import build, token_budget, with_budget_of_device, with_token_budget
 
@@ -50,3 +54,27 @@ def test_supervised_verbs_have_a_budget_without_groups() -> None:
     plain = {"prompts": {"max_tokens": 256}}
     assert token_budget(plain, gpu=False) == 1536
     assert token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256
+
+
+@each(
+    ("words", "named"),
+    [
+        (["generation.stop=['\\n\\n']"], ["generation.stop"]),
+        (['generation.stop=["\n\n"]'], []),
+        (["data.text='One.\\nTwo'", "generation.stop=[Q,'b\\tc']"], ["generation.stop", "data.text"]),
+        (["data.text='Is \\neq the sign, or \\times, \\text{x} or \\nu?'"], []),
+        (["data.text='Take \\neither'"], ["data.text"]),
+        (["reward=format", "reward.format.pattern='a\\nb'"], []),  # a regular expression reads it
+    ],
+)
+def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(
+    caplog: pytest.LogCaptureFixture, words: list[str], named: list[str]
+) -> None:
+    caplog.clear()
+    resolved._warn_of_escape.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            resolved.resolve(compose(["data=episodes", "model.device=cpu", *words]))
+    messages = [record.getMessage() for record in caplog.records]
+    assert sorted(message.partition(":")[0] for message in messages) == sorted(named), "once a process"
+    assert all("not a line break or tab" in message for message in messages)

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ def maker(group: str) -> Make:
         return instantiate({**keys, **overrides}, group)
 
     return make
+
+
+class Loaded(list[Any]):
+    """Rows as `datasets` gives them, in a table of its own."""
+
+    data = SimpleNamespace(nbytes=0)
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def load_dataset(path: str, subset: str | None, *, split: str, revision: str | None) -> Any:
         if isinstance(sets[split], Exception):
             raise sets[split]
-        return sets[split]
+        return Loaded(sets[split])
 
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

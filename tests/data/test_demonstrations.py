@@ -2,6 +2,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from in_one_test import each
 
 from rlft.data.sampled import sampled_with
 from rlft.types import Demonstration, Split, UserError
@@ -132,8 +133,6 @@ BROKEN = {
     ),
     "no completion": ({"prompt": "1?"}, "is not a chat"),
     "null": ({"prompt": "1?", "completion": None}, "is not a chat"),
-    "an empty completion": ({"prompt": "1?", "completion": " "}, "the completion is empty"),
-    "an empty assistant message": ({"messages": [user("a"), says("")]}, "the completion is empty"),
     "a completion of two messages": (
         {"prompt": "1?", "completion": [says("a"), says("b")]},
         "must be a string or one assistant message",
@@ -142,9 +141,6 @@ BROKEN = {
         {"prompt": [user("a"), says("b")], "completion": "c"},
         "is not a user message",
     ),
-    "a chat without an answer": ({"messages": [user("a")]}, "holds no assistant message to learn"),
-    "a chat without a question": ({"messages": [says("a")]}, "message 0 of field 'messages' answers no user message"),
-    "two answers": ({"messages": [user("a"), says("b"), says("c")]}, "message 2 of field 'messages' answers no user"),
     "a broken sampled line": ({"prompt": [], "completion": "a", "tokenizer": "0"}, "field 'token_ids' of a sampled"),
 }
 
@@ -157,6 +153,31 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(learned, tmp_path: Pa
     assert problem in str(refusal.value)
     way_out = "sample again" if "sampled line" in problem or "token_ids" in problem else "(demonstrations.*_field)"
     assert str(refusal.value).endswith(way_out)
+
+
+USELESS = {
+    "has an empty completion": [
+        {"prompt": "1?", "completion": " "},
+        {"messages": [user("a"), says("")]},
+        {"messages": [user("a"), says("b"), user("c"), says(" ")]},
+    ],
+    "has no assistant message to learn in field 'messages'": [{"messages": [user("a")]}, {"messages": [says("a")]}],
+    "has no messages in field 'messages'": [{"messages": []}],
+    "has a message 2 in field 'messages' that answers no user": [{"messages": [user("a"), says("b"), says("c")]}],
+}
+
+
+@each(("problem", "row"), [(problem, row) for problem, rows in USELESS.items() for row in rows])
+def test_a_row_with_nothing_to_learn_is_left_out_and_named(learned, caplog, problem: str, row) -> None:
+    caplog.clear()
+    good = {"prompt": "0?", "completion": "0"}
+    with caplog.at_level(logging.WARNING):
+        assert [d.prompt.id for d in learned(row, good)] == ["mine.jsonl:2"]
+    said = f"demonstrations.path: nothing can be learned from 1 of 2 train rows: mine.jsonl:1 {problem}"
+    assert said in caplog.text
+    # More than half: the rows are not what the keys say that they are.
+    with pytest.raises(UserError, match=r"nothing can be learned from 2 of 3 train rows: mine\.jsonl:1 has "):
+        learned(row, row, good)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +224,4 @@ def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, hub_
     with pytest.raises(UserError) as refusal:
         make_demonstrations("hub", path="some/set").load(Split.train)
     assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is not a chat")
-    assert str(refusal.value).endswith("; name other fields (demonstrations.*_field)")
+    assert str(refusal.value).endswith("name other fields (demonstrations.*_field)")

@@ -12,7 +12,8 @@ import pytest
 import rlft
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
-from rlft.data.hub import local_path, parquet_files
+from rlft.data.files import files_of_split
+from rlft.data.hub import local_path
 from rlft.system.hub import PROBE_SECONDS
 from rlft.types import Split, UserError
 
@@ -87,7 +88,7 @@ def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini: Path, tmp_pa
             pyarrow.parquet.write_table(
                 pyarrow.Table.from_pylist(part), tmp_path / place / f"{name}-0000{i}-of-00002.parquet"
             )
-    assert len(parquet_files(tmp_path, "main", "train")) == 2
+    assert len(files_of_split(tmp_path, "train", "main")) == 2
     ours, theirs = (make_data("gsm8k", path=str(path)).load(Split.train) for path in (tmp_path, gsm8k_mini))
     assert [(p.messages, p.answer) for p in ours] == [(p.messages, p.answer) for p in theirs]
 
@@ -104,9 +105,12 @@ def test_what_looks_like_a_path_or_exists_is_local(tmp_path: Path, monkeypatch) 
 
 def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_path: Path) -> None:
     shutil.copy(gsm8k_mini / "train.jsonl", tmp_path)
-    with pytest.raises(UserError, match=r"^data\.path: the folder has no test\.jsonl") as refusal:
+    with pytest.raises(UserError, match=r"^data\.path: the folder has no files of the split test, got") as refusal:
         make_data("gsm8k", path=str(tmp_path)).load(Split.train)
     assert "put train.jsonl and test.jsonl there" in str(refusal.value)
+    assert "data.held_out_split=null holds out a part of the split train" in str(refusal.value)
+    kept = make_data("gsm8k", path=str(tmp_path), held_out_split=None)
+    assert len(kept.load(Split.train)) + len(kept.load(Split.held_out)) == 24
 
 
 def test_a_local_line_without_a_final_answer_is_named(make_data, tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, hub_se
     with pytest.raises(UserError, match="every training question is also held out"):
         data.load(Split.train)
     hub_sets["train"] = []
-    with pytest.raises(UserError, match="the split train is empty"):
+    with pytest.raises(UserError, match="holds no data, got openai/gsm8k, train"):
         data.load(Split.train)
 
 

@@ -51,6 +51,19 @@ def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tm
     assert (last.messages, last.answer) == (tuple(turns), "d")
 
 
+def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(make_data, write, tmp_path: Path) -> None:
+    def chat(*parts: object) -> dict:
+        return {"m": [{"role": "user", "content": list(parts)}], "answer": 1}
+
+    keys = {"messages_field": "m", "held_out_fraction": 1.0}
+    text, image = {"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}
+    (prompt,) = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(text, text))), **keys).load(Split.held_out)
+    assert prompt.messages[0]["content"] == "aa"
+    for parts in ((text, image), ()):
+        with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must be"):
+            make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(*parts))), **keys).load(Split.held_out)
+
+
 def test_the_pattern_takes_the_last_match_and_its_first_group(make_data, write, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "answer": f"#### 1\nso\n#### {i},000"} for i in range(50)]
     keys = {"path": str(write(tmp_path / "a.jsonl", *rows)), "held_out_fraction": 0.5}
@@ -104,7 +117,8 @@ BROKEN = {
     "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a string, it is a number"),
     "prompt null": (b'{"prompt": null, "answer": "1"}', {}, "field 'prompt' must be a string, it is null"),
     "prompt empty": (b'{"prompt": " ", "answer": "1"}', {}, "field 'prompt' is empty"),
-    "answer of another type": (b'{"prompt": "1?", "answer": ["1"]}', {}, "must be a string or number, it is a list"),
+    "answer of another type": (b'{"prompt": "1?", "answer": [["1"]]}', {}, "must be a string or number, it is a list"),
+    "no answers": (b'{"prompt": "1?", "answer": []}', {}, "field 'answer' is an empty list"),
     "answer a boolean": (b'{"prompt": "1?", "answer": true}', {}, "must be a string or number, it is a boolean"),
     "answer empty": (b'{"prompt": "1?", "answer": ""}', {}, "field 'answer' is empty"),
     "answer without the pattern": (b'{"prompt": "1?", "answer": "one"}', {"answer_pattern": "[0-9]+"}, "has no match"),
@@ -147,7 +161,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: P
     ("keys", "key"),
     [
         ({"path": "missing.jsonl"}, "data.path"),
-        ({"path": "."}, "data.path"),
+        ({"path": "folder"}, "data.path"),
         ({"path": "empty.jsonl"}, "data.path"),
         ({"path": "blank.jsonl"}, "data.path"),
         ({"held_out_path": "missing.jsonl"}, "data.held_out_path"),
@@ -160,7 +174,9 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: P
         ({"few_shot": -1}, "data.few_shot"),
         ({"few_shot": 5, "held_out_fraction": 1e-9}, "data.few_shot"),  # a question of 5 has 4 others
         ({"few_shot_template": "{anwser}"}, "data.few_shot_template"),
-        ({"answer_field": None}, "data.answer_field"),
+        ({"answer_field": None, "few_shot": 1}, "data.answer_field"),
+        ({"prompt_template": "{question} {answer}"}, "data.prompt_template"),
+        ({"prompt_template": r"\\boxed{question}"}, "data.prompt_template"),
         ({"prompt_template": "{qestion}"}, "data.prompt_template"),
         ({"promt_field": "x"}, "data.promt_field"),
         ({"prompt_field": 3}, "data.prompt_field"),
@@ -172,6 +188,7 @@ def test_files_and_keys_that_cannot_work_are_refused(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.jsonl", *sums(5))
     write(tmp_path / "same_questions.jsonl", *sums(9))
+    (tmp_path / "folder").mkdir(exist_ok=True)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n \n")
     with pytest.raises(UserError) as refusal:
@@ -255,7 +272,7 @@ def test_fields_that_rewards_read_go_with_the_prompt(make_data, write, tmp_path:
     keys = {"path": str(file), "held_out_fraction": 1.0}
     (prompt,) = make_data("jsonl", **keys, metadata_fields=["tests"]).load(Split.held_out)
     assert prompt.metadata == {"tests": ["assert add(1, 2) == 3"]}
-    with pytest.raises(UserError, match=r"there is no field 'test' \(data.metadata_fields\), only 'prompt'"):
+    with pytest.raises(UserError, match=r"there is no field 'test', only 'prompt', .* \(data.metadata_fields\)"):
         make_data("jsonl", **keys, metadata_fields=["test"]).load(Split.held_out)
 
 
@@ -278,7 +295,7 @@ def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(ma
 
 
 def test_numbers_are_written_out_and_one_that_is_missing_is_refused(make_data, write, tmp_path: Path) -> None:
-    numbers = {1e-05: "0.00001", 1e16: "10000000000000000", 2.5: "2.5", 18.0: "18.0", -3: "-3", 1e-7: "0.0000001"}
+    numbers = {1e-05: "0.00001", 1e16: "10000000000000000", 2.5: "2.5", 18.0: "18", -3: "-3", 1e-7: "0.0000001"}
     rows = [{"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)]
     keys = {"held_out_path": None, "held_out_fraction": 1.0}
     prompts = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), **keys).load(Split.held_out)

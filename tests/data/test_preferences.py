@@ -1,6 +1,8 @@
+import logging
 from pathlib import Path
 
 import pytest
+from in_one_test import each
 
 from rlft.data.preferences import RankingSet
 from rlft.data.sampled import sampled_with
@@ -24,7 +26,9 @@ def scan(make_preferences, write, tmp_path: Path):
 
     def load(*lines: object, **keys: object) -> RankingSet:
         file = write(tmp_path / "mine.jsonl", *lines)
-        held_out = write(tmp_path / "held_out.jsonl", {"prompt": "held out", "chosen": "x", "rejected": "y", "by": 1})
+        held_out = write(
+            tmp_path / "held_out.jsonl", {"prompt": "held out", "completions": ["x", "y"], "scores": [1, 0]}
+        )
         data = make_preferences("jsonl", path=str(file), held_out_path=str(held_out), **keys)
         return data.load(Split.train)
 
@@ -177,18 +181,6 @@ BROKEN = {
         {"chosen": "a", "rejected": "b"},
         "has no prompt, neither field 'messages' nor 'prompt'; it has only",
     ),
-    "chats of different questions": (
-        {"chosen": [user("a"), says("b")], "rejected": [user("c"), says("d")]},
-        "the chats differ before their last messages",
-    ),
-    "chats of different lengths": (
-        {"chosen": [user("a"), says("b")], "rejected": [user("a"), says("b"), user("c"), says("d")]},
-        "the chats differ before their last messages",
-    ),
-    "chats without answers": (
-        {"chosen": [user("a"), user("b")], "rejected": [user("a"), user("b")]},
-        "do not end with",
-    ),
     "a chat and a text": (
         {"chosen": [user("a"), says("b")], "rejected": "c"},
         "must be a string or one assistant message",
@@ -197,7 +189,6 @@ BROKEN = {
     "no margin": (PAIR, "field 'by', by how much"),
     "a margin below 0": (PAIR | {"by": -1}, "field 'by', by how much"),
     "completions of another type": ({"prompt": "1?", "completions": "a"}, "must be a list of strings, it is a string"),
-    "no completions": ({"prompt": "1?", "completions": []}, "must be a list of strings, it is an empty list"),
     "too few scores": ({"prompt": "1?", "completions": ["a", "b"], "scores": [1]}, "must be a list of 2 numbers"),
     "a score that is no number": (
         {"prompt": "1?", "completions": ["a"], "scores": [float("nan")]},
@@ -215,6 +206,51 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(scan, tmp_path: Path,
     assert str(refusal.value).endswith("; fix or remove that line, or name other fields (preferences.*_field)")
 
 
+UNLIKE = "has chats that differ before their last messages"
+USELESS = [
+    ({"chosen": [user("a"), says("b")], "rejected": [user("c"), says("d")]}, {}, UNLIKE),
+    ({"chosen": [user("a"), says("b")], "rejected": [user("a"), says("b"), user("c"), says("d")]}, {}, UNLIKE),
+    ({"chosen": [user("a"), user("b")], "rejected": [user("a"), user("b")]}, {}, "has chats that do not end with"),
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"}, {"format": "hh"}, UNLIKE),
+    (
+        {"chosen": "\n\nHuman: a\n\nHuman: b", "rejected": "\n\nHuman: a\n\nHuman: c"},
+        {"format": "hh"},
+        "do not end with",
+    ),
+    ({"prompt": "1?", "completions": []}, {}, "has no completions in field 'completions'"),
+    ({"chosen": "One day", "rejected": "A day"}, {"format": "implicit"}, "has two texts that do not begin alike"),
+]
+
+
+@each(("row", "keys", "problem"), USELESS)
+def test_pairs_that_answer_different_questions_are_left_out_and_named(scan, caplog, row, keys, problem: str) -> None:
+    caplog.clear()
+    good = {"prompt": "1?", "completions": ["a", "b"], "scores": [1, 0]}
+    with caplog.at_level(logging.WARNING):
+        assert [r.prompt.id for r in scan(good, row, **keys).rankings] == ["mine.jsonl:1"]
+    assert "preferences.path: nothing can be learned from 1 of 2 train rows: mine.jsonl:2 has " in caplog.text
+    assert problem in caplog.text
+    with pytest.raises(UserError, match=r"nothing can be learned from 2 of 3 train rows: mine\.jsonl:1 has"):
+        scan(row, row, good, **keys)
+
+
+def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan) -> None:
+    start = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: A name?\n\nAssistant:"
+    hh = {"chosen": f"{start} Ada.", "rejected": f"{start} No.\n\nWhy?"}
+    assert told(scan(hh, format="hh")) == [
+        ("mine.jsonl:1", ["Hi", "Hello.", "A name?"], [("Ada.", 1.0), ("No.\n\nWhy?", 0.0)])
+    ]
+    implicit = {"chosen": "The sky is blue.", "rejected": "The sky is black."}
+    # "bl" is common as well, but no word of the prompt.
+    assert told(scan(implicit, format="implicit")) == [
+        ("mine.jsonl:1", ["The sky is"], [(" blue.", 1.0), (" black.", 0.0)])
+    ]
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: has no prompt, .*; set preferences\.format=hh to read"):
+        scan(hh)
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: field 'chosen' is no transcript"):
+        scan(PAIR, format="hh")
+
+
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
@@ -223,6 +259,8 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(scan, tmp_path: Path,
         ({"held_out_fraction": 1.0}, "preferences.held_out_fraction"),
         ({"prompt_template": "x"}, "preferences.prompt_template"),
         ({"token_ids": "both"}, "preferences.token_ids"),
+        ({"format": "HH"}, "preferences.format"),
+        ({"prompt_template": "{chosen}"}, "preferences.prompt_template"),
     ],
 )
 def test_files_and_keys_that_cannot_work_are_refused_by_their_key(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from in_one_test import each
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import rlft
@@ -97,6 +98,21 @@ def test_without_a_chat_template_the_plain_texts_are_used() -> None:
     found = scan([chat], plain, 100, "drop", Split.train)
     assert found.note == NO_TEMPLATE_NOTE
     assert found.prompts[0].token_ids == tuple(plain("12\n\n34")["input_ids"])
+
+
+@each("added", ["$A", "<bos> $A", "<bos> $A <eos>", "<bos> <bos> $A <eos> <eos>"])
+def test_a_raw_prompt_begins_as_the_tokenizer_has_it_and_does_not_end(added: str) -> None:
+    gemma = copy.deepcopy(family_tokenizer("gemma"))
+    special_tokens = [(token, gemma.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>")]
+    gemma.backend_tokenizer.post_processor = TemplateProcessing(single=added, special_tokens=special_tokens)
+    [plain] = gemma(["hi"], add_special_tokens=False)["input_ids"]
+    begin = [gemma.bos_token_id] * ("<bos>" in added)
+    for text in ("hi", "<bos>hi"):  # a template may begin with it as well
+        found = scan([prompt("a", text)], gemma, 100, "refuse", Split.train, style="raw").prompts[0]
+        assert list(found.token_ids) == [*(begin or [gemma.bos_token_id] * (text != "hi")), *plain]
+    gemma.init_kwargs["add_bos_token"] = True  # what its tokenizer.json may leave out
+    found = scan([prompt("a", "hi")], gemma, 100, "refuse", Split.train, style="raw").prompts[0]
+    assert list(found.token_ids) == [gemma.bos_token_id, *plain]
 
 
 def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tokenizer) -> None:

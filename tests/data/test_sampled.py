@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlft.data.records import RowError
+from rlft.data.fields import RowError
 from rlft.data.sampled import check_tokenizer, is_sampled, parse_sampled, sampled_line
 from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout, Turn, UserError
 

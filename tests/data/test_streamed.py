@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlft.data import jsonl
+from rlft.data.files import JsonLines
 from rlft.data.lazy import Lazy
 from rlft.data.prompts import PromptSet, TokenisedPrompts, scan, untokenised
 from rlft.data.records import RecordRow, first_by_identity
@@ -175,13 +176,13 @@ def test_a_file_is_parsed_once_for_both_its_splits(
 ) -> None:
     streams()
     component, passes = make_data("jsonl", path=str(mine)), []
-    whole = jsonl.lines
+    whole = JsonLines.records
 
-    def counted(file: Path, key: str) -> Any:
-        passes.append(file)
-        return whole(file, key)
+    def counted(table: JsonLines) -> Any:
+        passes.append(table.file)
+        return whole(table)
 
-    monkeypatch.setattr(jsonl, "lines", counted)
+    monkeypatch.setattr(JsonLines, "records", counted)
     assert len(component.load(Split.train)) + len(component.load(Split.held_out)) == 60
     assert passes == [mine]
     write(mine, range(61))  # another version of the file is another file

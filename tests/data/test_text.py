@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 import rlft
 from rlft.data.arithmetic import question, split_of
-from rlft.data.jsonl import existing_file
+from rlft.data.files import files_at
 from rlft.data.texts import Text, load_texts, scan_texts
 from rlft.types import Split, UserError
 
@@ -35,46 +35,48 @@ def test_what_stands_before_a_text_is_read_from_its_own_field_and_may_be_empty(t
 
 
 REFUSALS = {
-    "no such file": (None, "pretrain.path: there is no such file, got {file}; give the path of a JSONL file"),
+    "no such file": (
+        None,
+        "pretrain.path: there is no such file, got {file}; give the path of a file or "
+        "folder (a set of the hub: choose hub in place of jsonl)",
+    ),
     "nothing in it": (b"\n", "pretrain.path: holds no texts, got {file}; give a file with one JSON object a line"),
     "another field": (
         b'{"text": "a"}\n\n{"body": "a", "id": 1}',
-        "pretrain.field: {file}:3: there is no such field, only 'body', 'id', got text; "
-        "name the field that holds the text",
+        "pretrain.field: {file}:3: there is no field 'text', only 'body', 'id'; name the field that holds the text",
     ),
     "no field at all": (
         b"{}",
-        "pretrain.field: {file}:1: there is no such field, only none at all, got text; "
-        "name the field that holds the text",
+        "pretrain.field: {file}:1: there is no field 'text', only none at all; name the field that holds the text",
     ),
     "not a text": (
         b'{"text": ["a"]}',
         "pretrain.field: {file}:1: it must hold a string, it holds list, got text; "
-        "name the field that holds the text, or fix that line",
+        "name the field that holds the text, or fix that row",
     ),
     "null": (
         b'{"text": null}',
         "pretrain.field: {file}:1: it must hold a string, it holds NoneType, got text; "
-        "name the field that holds the text, or fix that line",
+        "name the field that holds the text, or fix that row",
     ),
     "empty": (
         b'{"text": "a"}\n{"text": " \\n"}',
-        "pretrain.path: {file}:2: the text is empty; fix or remove that line",
+        "pretrain.path: {file}:2: the text is empty; fix or remove it",
     ),
     "not JSON": (b"plain text", "pretrain.path: {file}:1: is not JSON (Expecting value); fix or remove that line"),
     "nothing given": (
         b'{"given": "q", "text": "a"}\n{"text": "a"}',
-        "pretrain.given_field: {file}:2: there is no such field, only 'text', got given; "
+        "pretrain.given_field: {file}:2: there is no field 'given', only 'text'; "
         "name the field that holds what stands before the text",
     ),
     "null given": (
         b'{"given": null, "text": "a"}',
         "pretrain.given_field: {file}:1: it must hold a string, it holds NoneType, got given; "
-        "name the field that holds what stands before the text, or fix that line",
+        "name the field that holds what stands before the text, or fix that row",
     ),
     "nothing after what is given": (
         b'{"given": "q", "text": ""}',
-        "pretrain.path: {file}:1: the text is empty; fix or remove that line",
+        "pretrain.path: {file}:1: the text is empty; fix or remove it",
     ),
 }
 """Where a line has a field `given`, that is read, too."""
@@ -102,12 +104,12 @@ def test_one_key_cannot_be_both_given_and_learned(tmp_path: Path) -> None:
 
 def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(UserError) as refusal:
-        existing_file("embedded:books", "pretrain.path")
+        files_at("embedded:books", "pretrain.path")
     assert str(refusal.value) == (
         "pretrain.path: there is no such embedded file, got embedded:books; "
         "use embedded:arithmetic-cold-start, embedded:arithmetic-demonstrations, "
         "embedded:arithmetic-preferences, embedded:arithmetic-text, "
-        "or the path of a JSONL file"
+        "or the path of a file"
     )
 
 
@@ -145,7 +147,8 @@ def parts(text: Text) -> tuple[int, str, int, str]:
 def test_the_script_gives_the_text_that_ships(maker, tokenizer, texts) -> None:
     assert maker.make_texts(tokenizer, 1350, seed=0) == texts
     assert maker.make_texts(tokenizer, 20, seed=1) != texts[:20]
-    assert existing_file("embedded:arithmetic-text", "pretrain.path").stat().st_size <= 200_000
+    [file] = files_at("embedded:arithmetic-text", "pretrain.path")
+    assert file.stat().st_size <= 200_000
 
 
 def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> None:

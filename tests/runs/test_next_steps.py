@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from in_one_test import each
 
+from rlft.commands.own import print_policy_summary
 from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
 from rlft.data.records import identity, split_of
+from rlft.logger import summary
 from rlft.types import Split
 
 
@@ -32,6 +37,26 @@ def test_only_what_the_file_suffices_for_is_suggested(tmp_path: Path) -> None:
     assert learn.startswith("rlft sft "), "equal rewards rank nothing"
     assert "prompts.max_tokens=100 max_completion_tokens=48" in learn
     assert [command.split()[1] for command in commands(tmp_path, [[0.0, 1.0]] * 3)] == ["sft", "rm", "dpo"]
+
+
+@each(
+    ("learned", "data", "expected"),
+    [
+        ({"path": "embedded:arithmetic-demonstrations"}, None, ["eval", "chat", "train"]),
+        ({"path": "chats.jsonl"}, None, ["chat", "export"]),  # nothing is known of a task
+        ({"path": "chats.jsonl"}, "scored", ["eval", "chat", "export"]),
+    ],
+)
+def test_what_follows_a_run_fits_what_it_has_learned(
+    monkeypatch: pytest.MonkeyPatch, learned: dict[str, str], data: object, expected: list[str]
+) -> None:
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
+    config = SimpleNamespace(lora=None, name="sft")
+    plan: Any = SimpleNamespace(config=config, plain={"demonstrations": learned}, scored_prompts=data)
+    print_policy_summary(plan, Path("runs/sft/x"))
+    assert [command.split()[1] for _, command in said] == expected
+    assert any("arithmetic" in command for _, command in said) is learned["path"].startswith("embedded:")
 
 
 @each("number", [2, 3, 5, 8, 24, 500])

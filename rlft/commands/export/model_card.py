@@ -17,7 +17,8 @@ import yaml
 
 from rlft.config.instantiate import component_name
 from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
-from rlft.data.records import PLACEHOLDER, chat
+from rlft.data.files import is_data_file
+from rlft.data.templates import PLACEHOLDER, for_typed, typed
 from rlft.generation.vllm.engine import VLLM
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
@@ -161,7 +162,7 @@ def keys_text(section: Config) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    return HUB_ID.fullmatch(path) is not None and not path.endswith(".jsonl") and not looks_local(path)
+    return HUB_ID.fullmatch(path) is not None and not is_data_file(path) and not looks_local(path)
 
 
 def public_name(path: str, revision: str | None = None) -> str:
@@ -296,8 +297,8 @@ def stop_code(generation: Config, ends: TurnEnds, *, names_ends: bool) -> tuple[
 def messages_code(config: Config) -> list[str]:
     """Python code of the messages that the run would make of a question."""
     data = config.get("data") or {}
-    template = data.get("prompt_template") or PLACEHOLDER
-    messages = chat([{"role": "user", "content": "What is 17 + 25?"}], data.get("system_prompt"), template)
+    template = for_typed(data.get("prompt_template") or PLACEHOLDER)
+    messages = typed("What is 17 + 25?", data.get("system_prompt"), template)
     return ["messages = [", *(f"    {json.dumps(dict(m), ensure_ascii=False)}," for m in messages), "]"]
 
 

@@ -1,0 +1,137 @@
+"""Templates of a prompt's last message, in which `{name}` stands for a field of the row, and messages with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlft.data.fields import RowError, as_text, turns_of, value_of
+from rlft.types import Message, require
+
+PLACEHOLDER = "{question}"
+_PARTS = re.compile(r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{\{(?P<braced>[^{}\n]+)\}\}|(?P<space>\s*)\{(?P<name>[^{}\n]+)\}")
+"""A LaTeX command with its arguments, which is no placeholder; a name in double braces, which stands in single ones; a
+placeholder with the white space before it."""
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.(?:\w+|\*))*")
+
+
+def placeholders(template: str) -> list[str]:
+    r"""The names in the placeholders of a template.
+
+    >>> placeholders(r"{Body} {question} in \boxed{answer}, as {{answer}}")
+    ['Body', 'question']
+    """
+    return [match["name"] for match in _PARTS.finditer(template) if match["name"]]
+
+
+def takes_question(template: str) -> bool:
+    """Whether {question} is in the template, which may take other fields of the row instead."""
+    return PLACEHOLDER[1:-1] in placeholders(template)
+
+
+def check_template(template: str, key: str, answer_field: str | None = None, *, rows: bool = True) -> None:
+    """Raises UserError, naming `key`, for a template without a placeholder, or with one for the reference answer.
+
+    `answer_field` is the field of the answer, or a template of several. Without `rows` there are no fields, so only
+    {question} is a placeholder.
+    """
+    names = [name for name in placeholders(template) if rows and _IDENTIFIER.fullmatch(name)]
+    remedy = f"put {PLACEHOLDER}{', or the name of a field in braces,' * rows} where the question goes"
+    require(names or takes_question(template), key, f"has no {PLACEHOLDER}", got=repr(template), remedy=remedy)
+    answers = [answer_field, *placeholders(answer_field)] if answer_field else []
+    shown = next((name for name in names if name in answers and name != PLACEHOLDER[1:-1]), None)
+    remedy = f"leave {{{shown}}} out, or write {{{{{shown}}}}} for the word in braces"
+    require(shown is None, key, "would show the reference answer to the model", got=repr(template), remedy=remedy)
+
+
+def for_typed(template: str) -> str:
+    """The template for a question that somebody types; the plain question where a row's other fields are needed."""
+    others = {name for name in placeholders(template) if _IDENTIFIER.fullmatch(name)} - {PLACEHOLDER[1:-1]}
+    return PLACEHOLDER if others else template
+
+
+def filled(
+    template: str, question: str, fields: Mapping[str, Any] | None = None, key: str = "prompt_template"
+) -> tuple[str, str]:
+    r"""(the template with the row's values in place of its placeholders, those values in the order of their names).
+
+    {question} is the question, any other name a field of the row (see `value_of`), a text or number. A blank one takes
+    the white space before it with it, the first one that behind it. Without a row other names stay as they are.
+
+    >>> filled("{Body} {question}\n\n{input}", "How many?", {"Body": "2 apples.", "input": ""})
+    ('2 apples. How many?', '2 apples.\x1f\x1fHow many?')
+
+    Raises:
+        RowError: naming `key`, if the row has no such field, or it is of another type.
+    """
+    values, begins_blank = {PLACEHOLDER[1:-1]: question}, False
+
+    def put(match: re.Match[str]) -> str:
+        name = match["name"]
+        if match["braced"]:
+            return f"{{{match['braced']}}}"
+        if name is None or (name not in values and not _reads(fields, name, key)):
+            return match[0]
+        if name not in values:
+            value = value_of(fields or {}, name)
+            values[name] = "" if value is None else as_text(value, name, numbers=True, blank=True)
+        if values[name].strip():
+            return match["space"] + values[name]
+        nonlocal begins_blank
+        begins_blank = begins_blank or match.start() == 0
+        return ""
+
+    text = _PARTS.sub(put, template)
+    text = text.lstrip() if begins_blank else text
+    return text, "\x1f".join(values[name] for name in sorted(set(placeholders(template)) & set(values)))
+
+
+def _reads(fields: Mapping[str, Any] | None, name: str, key: str) -> bool:
+    """Whether the name in braces is a field of the row. RowError if it should be."""
+    if fields is None:
+        return False
+    try:
+        value_of(fields, name)
+    except RowError as error:
+        if _IDENTIFIER.fullmatch(name):
+            remedy = f"name a field, or write {{{{{name}}}}} for the word in braces"
+            raise RowError(str(error), remedy=remedy, key=key) from None
+        return False
+    return True
+
+
+def asked(
+    turns: Sequence[Message], template: str, fields: Mapping[str, Any] | None = None
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """(the turns with the template, filled with the last one, in place of the last; the same with its values alone).
+
+    The values alone are the question, by which equal questions are known whatever the template says around them.
+    """
+    *earlier, last = turns
+    text, values = filled(template, last["content"], fields)
+    return (*earlier, {**last, "content": text}), (*earlier, {**last, "content": values})
+
+
+def typed(question: str, system_prompt: str | None, template: str) -> tuple[Message, ...]:
+    """The messages of a prompt whose question is no field of a row."""
+    return chat(asked([{"role": "user", "content": question}], template)[0], system_prompt)
+
+
+def question_of(fields: Mapping[str, Any], name: str, template: str) -> tuple[Message, ...]:
+    """The turns of the prompt in the field, which is not read if the template takes other fields in its place."""
+    return turns_of(fields, name) if takes_question(template) else ({"role": "user", "content": ""},)
+
+
+def chat(turns: Sequence[Message], system_prompt: str | None, examples: Sequence[Message] = ()) -> tuple[Message, ...]:
+    """The messages of a prompt: a system message, examples, then the turns.
+
+    A system message at the start of `turns` takes the place of `system_prompt`.
+
+    >>> chat([{"role": "user", "content": "2 + 2?"}], "Add.")
+    ({'role': 'system', 'content': 'Add.'}, {'role': 'user', 'content': '2 + 2?'})
+    """
+    system: Sequence[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    if turns[0]["role"] == "system":
+        system, turns = turns[:1], turns[1:]
+    return (*system, *examples, *turns)

@@ -1,0 +1,224 @@
+"""The same rows are the same prompts in every kind of file, and a bad row is named by its file and place."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import logging
+import lzma
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from in_one_test import each
+
+from rlft.data import jsonl
+from rlft.data.files import JsonArray, JsonLines, Parquet, files_at, tables
+from rlft.data.lazy import Lazy
+from rlft.data.texts import load_texts
+from rlft.types import Prompt, Split, UserError
+
+ROWS = [{"prompt": f'Line one,\n"{i}" ä?', "answer": str(i)} for i in range(40)]
+
+
+def as_csv(rows: Sequence[dict[str, Any]], delimiter: str = ",") -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer, row_group_size=7)
+    return buffer.getvalue()
+
+
+def as_lines(rows: Sequence[Any]) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+KINDS: dict[str, Callable[[Sequence[dict[str, Any]]], bytes]] = {
+    "a.jsonl": as_lines,
+    "a.ndjson": as_lines,
+    "lines.json": as_lines,
+    "array.json": lambda rows: json.dumps(rows, indent=1).encode(),
+    "one_line.json": lambda rows: json.dumps(rows).encode(),
+    "array.jsonl": lambda rows: json.dumps(rows).encode(),
+    "data.json": lambda rows: json.dumps({"version": 1, "data": rows}, indent=1).encode(),
+    "data_line.json": lambda rows: json.dumps({"data": rows}).encode(),
+    "bom.json": lambda rows: b"\xef\xbb\xbf" + json.dumps(rows).encode(),
+    "a.csv": as_csv,
+    "bom.csv": lambda rows: b"\xef\xbb\xbf" + as_csv(rows),
+    "a.tsv": lambda rows: as_csv(rows, "\t"),
+    "a.parquet": as_parquet,
+    "a.jsonl.gz": lambda rows: gzip.compress(as_lines(rows)),
+    "a.csv.xz": lambda rows: lzma.compress(as_csv(rows)),
+    "a.json.bz2": lambda rows: bz2.compress(json.dumps(rows).encode()),
+}
+STREAMED = ("a.jsonl", "a.ndjson", "lines.json", "a.csv", "bom.csv", "a.tsv", "a.parquet")
+
+
+def read(make_data: Callable[..., Any], path: Path, **keys: Any) -> list[Sequence[Prompt]]:
+    data = make_data("jsonl", path=str(path), **keys)
+    return [data.load(split) for split in Split]
+
+
+def content(found: list[Sequence[Prompt]]) -> list[list[tuple[str, str]]]:
+    return [[(prompt.messages[0]["content"], prompt.answer) for prompt in prompts] for prompts in found]
+
+
+@each("name", list(KINDS))
+def test_rows_are_the_same_whatever_file_holds_them(make_data, tmp_path: Path, monkeypatch, name: str) -> None:
+    (tmp_path / "same.jsonl").write_bytes(as_lines(ROWS))
+    expected = content(read(make_data, tmp_path / "same.jsonl"))
+    assert sum(map(len, expected)) == 40
+    (tmp_path / name).write_bytes(KINDS[name](ROWS))
+    held = read(make_data, tmp_path / name)
+    assert content(held) == expected
+    with monkeypatch.context() as patch:  # everything is large
+        patch.setattr(jsonl, "STREAMED_BYTES", 0)
+        large = read(make_data, tmp_path / name)
+        assert [isinstance(prompts, Lazy) for prompts in large] == [name in STREAMED] * 2
+        assert [list(prompts) for prompts in large] == held
+        assert [[prompts[i] for i in range(len(prompts) - 1, -1, -1)][::-1] for prompts in large] == held
+
+
+def test_the_files_of_a_folder_are_read_as_one(make_data, tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for i, name in enumerate(("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")):
+        (folder / "data" / name).write_bytes(as_parquet(ROWS[20 * i : 20 * i + 20]))
+    (folder / "README.md").write_text("x")
+    (folder / "dataset_infos.json").write_text("{}")
+    held = read(make_data, folder)
+    assert sorted(row for split in content(held) for row in split) == sorted(
+        (row["prompt"], row["answer"]) for row in ROWS
+    )
+    assert {prompt.id for prompts in held for prompt in prompts} >= {"train-00001-of-00002.parquet:0"}
+    monkeypatch.setattr(jsonl, "STREAMED_BYTES", 0)
+    assert [list(prompts) for prompts in read(make_data, folder)] == held
+
+
+LAYOUTS: list[tuple[list[str], list[str] | str]] = [
+    (["b.jsonl", "a.jsonl", ".hidden.jsonl"], ["a.jsonl", "b.jsonl"]),
+    (["train.csv", "test.csv"], ["train.csv"]),
+    (["train.jsonl", "train-extra.jsonl", "training.jsonl"], ["train-extra.jsonl", "train.jsonl"]),
+    (["train/0000.parquet", "train/0001.parquet"], ["0000.parquet", "0001.parquet"]),
+    (["train.jsonl", "train.jsonl.gz", "train.parquet"], ["train.jsonl"]),
+    (
+        ["train_prefs-0.parquet", "test_prefs-0.parquet"],
+        "has no files of the split 'train', only test_prefs-0.parquet,",
+    ),
+    (["test.jsonl"], "has no files of the split 'train', only test.jsonl"),
+    (["a.jsonl", "b.csv"], "has files of several kinds (.csv, .jsonl)"),
+    (["README.md"], "the folder has no data"),
+]
+
+
+@each(("names", "expected"), LAYOUTS)
+def test_a_folder_is_read_by_the_names_in_it(tmp_path_factory, names: list[str], expected: list[str] | str) -> None:
+    folder = tmp_path_factory.mktemp("layout")
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    if isinstance(expected, list):
+        assert [file.name for file in files_at(str(folder), "data.path")] == expected
+        return
+    with pytest.raises(UserError) as refusal:
+        files_at(str(folder), "data.path")
+    assert expected in str(refusal.value)
+    assert str(refusal.value).startswith("data.path: ")
+
+
+def test_a_folder_holds_out_its_own_test_files_where_that_is_said(make_data, tmp_path: Path, caplog) -> None:
+    (tmp_path / "train.csv").write_bytes(as_csv(ROWS[:30]))
+    (tmp_path / "test.csv").write_bytes(as_csv(ROWS[30:]))
+    with caplog.at_level(logging.WARNING):
+        assert sum(map(len, read(make_data, tmp_path))) == 30
+    assert "data.path: the folder's files of the split test are not used; data.held_out_path=" in caplog.text
+    train, held_out = read(make_data, tmp_path, held_out_path=str(tmp_path))
+    assert [len(train), len(held_out)] == [30, 10]
+    assert held_out[0].id == "test.csv:2"  # below the header
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "array.json": (b'[{"prompt": "1?", "answer": 1}, 5]', "array.json, row 1: must be a JSON object, it is int; fix"),
+    "half.json": (b'[{"prompt": "\\ud800", "answer": 1}]', "half.json, row 0: holds half a character"),
+    "torn.json": (b'[{"prompt": "1?"', "is not JSON (Expecting ',' delimiter: line 1 column 17 (char 16)), got "),
+    "object.json": (b'{"a": 1,\n "b": 2}', 'holds no rows, it is null, got '),
+    "data.json": (b'{"data": {"a":\n 1}}', 'holds no rows, it is an object, got '),
+    "empty.json": (b"[]", "holds no data, got "),
+    "field.json": (b'[{"question": "1?"}]', "field.json, row 0: there is no field 'prompt', only 'question'; fix or"),
+    "field.csv": (b"question,answer\n1?,2\n", "field.csv:2: there is no field 'prompt', only 'question', 'answer'"),
+    "cells.csv": (b"prompt,answer\n1?,2\n1?,2,3\n", "cells.csv:3: has 3 cells, the header 2; fix or remove that line"),
+    "open.csv": (b'prompt,answer\n1?,2\n"a\n\nb,2\n', "open.csv:3: is not CSV (unexpected end of data)"),
+    "twice.csv": (b"prompt,prompt\n1?,2\n", "two columns have the same name, only 'prompt', 'prompt', got "),
+    "latin.csv": (b"prompt,answer\n\xff?,2\n", "latin.csv:2: is not UTF-8 text"),
+    "blank.csv": (b"prompt,answer\n", "holds no data"),
+    "torn.parquet": (b"PAR1 and no more", "cannot be read ("),
+    "torn.jsonl.gz": (gzip.compress(as_lines(ROWS))[:50], "cannot be read (Compressed file ended"),
+    "fake.jsonl.gz": (b"{}", "cannot be read (Not a gzipped file"),
+    "a.jsonl.zst": (b"x", "is compressed, got "),
+}  # fmt: skip
+
+
+@each("name", list(BAD))
+def test_bad_files_and_rows_are_refused_by_file_and_place(make_data, tmp_path: Path, monkeypatch, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(BAD[name][0])
+    for streamed in (jsonl.STREAMED_BYTES, 0):
+        with monkeypatch.context() as patch:
+            patch.setattr(jsonl, "STREAMED_BYTES", streamed)
+            with pytest.raises(UserError) as refusal:
+                make_data("jsonl", path=str(file)).load(Split.train)
+        assert refusal.value.key == "data.path"
+        assert BAD[name][1] in str(refusal.value)
+        assert str(file) in str(refusal.value)
+
+
+@each("name", ["a.csv", "a.parquet"])
+def test_a_table_that_changes_while_it_is_in_use_is_told(make_data, tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(jsonl, "STREAMED_BYTES", 0)
+    file = tmp_path / name
+    file.write_bytes(KINDS[name](ROWS))
+    prompts = make_data("jsonl", path=str(file)).load(Split.train)
+    before = prompts[3]
+    file.write_bytes(KINDS[name]([row | {"answer": "7"} for row in ROWS]))
+    with pytest.raises(UserError, match=r"^data\.path: has changed while it was in use, got .*a\.(csv:|parquet, row )"):
+        prompts[-1]
+    assert before.answer != "7"
+
+
+def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path: Path) -> None:
+    kinds = {"rows.txt": as_lines(ROWS), "rows": as_parquet(ROWS), "rows.data": json.dumps(ROWS).encode()}
+    for name, bytes_ in kinds.items():
+        (tmp_path / name).write_bytes(bytes_)
+    found = [tables([tmp_path / name], "data.path")[0] for name in kinds]
+    assert [type(table) for table in found] == [JsonLines, Parquet, JsonArray]
+
+
+def test_pretraining_texts_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+    rows = [{"meta": {"text": "one"}}, {"meta": {"text": "two"}}]
+    for name in ("a.json", "b.parquet"):
+        (tmp_path / name).write_bytes(as_parquet(rows) if name == "b.parquet" else json.dumps(rows).encode())
+        assert [text.text for text in load_texts(str(tmp_path / name), "meta.text", None)] == ["one", "two"]
+
+
+def test_the_sections_of_preferences_and_demonstrations_read_the_same_files(
+    make_demonstrations, make_preferences, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}?", "completion": "x", "chosen": "a", "rejected": "b"} for i in range(40)]
+    for name in ("a.csv", "array.json", "a.parquet", "a.jsonl.gz"):
+        (tmp_path / name).write_bytes(KINDS[name](rows))
+        keys = {"path": str(tmp_path / name), "held_out_fraction": 0.5}
+        demonstrations = [make_demonstrations("jsonl", **keys).load(split) for split in Split]
+        rankings = [make_preferences("jsonl", **keys).load(split).rankings for split in Split]
+        assert sum(map(len, demonstrations)) == sum(map(len, rankings)) == 40
