@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Message = Mapping[str, str]
-"""One chat turn: {"role": "system" | "user" | "assistant", "content": text}."""
+Message = Mapping[str, Any]
+"""One chat turn: {"role": "system" | "user" | "assistant" | "tool", "content": text}, with other fields of its role."""
+
+
+Schema = Mapping[str, Any]
+"""A tool as chat templates show it: `transformers.utils.get_json_schema`."""
 
 
 class Split(StrEnum):
@@ -66,6 +70,7 @@ class Prompt:
         tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with
             token_ids. It belongs to the turn: rewards read tail and completion as one text.
         next_turn: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
+        tools: schemas of tools that the data show, not an environment.
     """
 
     id: str
@@ -76,10 +81,7 @@ class Prompt:
     next_turn: NextTurn | None = None
     tail: str = ""
     other_answers: tuple[str, ...] = ()
-
-
-Schema = Mapping[str, Any]
-"""A tool as chat templates show it: `transformers.utils.get_json_schema`."""
+    tools: tuple[Schema, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +113,13 @@ class Demonstration:
     """A prompt and a completion to learn from.
 
     `completion_ids` are the tokens that were sampled, end token included; if empty, `completion` is tokenised and an
-    end token added.
+    end token added. `fields` are further fields of the assistant's message: its calls of tools, and its thoughts.
     """
 
     prompt: Prompt
     completion: str
     completion_ids: tuple[int, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

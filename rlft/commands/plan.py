@@ -257,7 +257,7 @@ def trials_of(plan: Plan) -> list[RewardTrial]:
     if prompts is None:
         return []
     config = plan.config
-    tried, tokenizer = prompts.prompts[:TRIED_PROMPTS], load_tokenizer(config.model)
+    tried, tokenizer = prompts.prompts[:TRIED_PROMPTS], load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     sampling, timeout_s = config.generation.sampling, config.scoring.timeout
     return try_rewards(specs(config.reward), tried, tokenizer, sampling, ends, timeout_s)
@@ -268,7 +268,9 @@ def conversation_of(plan: Plan) -> EnvironmentTrial | None:
     environment, prompts = getattr(plan, "environment", None), plan.scored_prompts or getattr(plan, "prompts", None)
     if environment is None or prompts is None:
         return None
-    return try_environment(environment, load_tokenizer(plan.config.model), prompts.prompts[0])
+    config = plan.config
+    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
+    return try_environment(environment, tokenizer, prompts.prompts[0])
 
 
 def notes_of(plan: Plan) -> list[str]:

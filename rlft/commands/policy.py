@@ -147,7 +147,7 @@ def check_ends(config: SamplingRoot, say: Say) -> int:
     from rlft.model.backbone import ends_of, load_tokenizer, read_config
 
     vocabulary = read_config(config.model).get_text_config().vocab_size
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     check_stops(config.generation, tokenizer, vocabulary, ends.ids)
     for note in ends.notes:

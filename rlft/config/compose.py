@@ -57,7 +57,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import open_dict
 
-    overrides = named_choices(overrides, verb)
+    overrides = [f"++{o}" if _names_its_own_keys(o) else o for o in named_choices(overrides, verb)]
     register_resolvers()
     GlobalHydra.instance().clear()
     primary, *more_folders = primary_folders(verb)
@@ -81,6 +81,11 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
                 refused = _with_keys_of_section(refused, compose(choices, config_dir, verb), verb)
         raise refused or error from None
     return Composed(plain=plain(composed), folder=folder)
+
+
+def _names_its_own_keys(override: str) -> bool:
+    """Whether it sets a section whose keys are the user's, which Hydra refuses unless it is told to add them."""
+    return override.partition("=")[0].startswith(TEMPLATE_VARIABLES)
 
 
 def _not_utf8(config_dir: str | Path | None) -> UserError | None:
@@ -123,6 +128,7 @@ def _with_keys_of_section(refused: UserError, plain: Mapping[str, Any], verb: st
     return UserError(with_keys.key, with_keys.problem, got=refused.got, remedy=with_keys.remedy)
 
 
+TEMPLATE_VARIABLES = "prompts.template_variables"
 OWN_FILES = "logger=[jsonl]"
 """What `logger=null` means: only the logger that writes the run's own files."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache
 from inspect import isabstract
@@ -54,6 +54,7 @@ class PromptsConfig:
     max_tokens: PositiveInt
     over_limit: typing.Literal["drop", "refuse"]
     style: typing.Literal["chat", "raw"]
+    template_variables: Annotated[Mapping[str, Any], Key(in_state=False)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rlft.data.fields import RowError, UselessRow, completion_of, has, messages_of, only, value_of
+from rlft.data.fields import RowError, UselessRow, completion_of, has, messages_of, only, tools_of, value_of
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import asked, chat, check_template, question_of, takes_question
-from rlft.types import Demonstration, FinishReason, Message, Prompt, Split, UserError
+from rlft.types import Demonstration, FinishReason, Message, Prompt, Schema, Split, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,12 @@ class DemonstrationKeys(RowSource):
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
     A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted.
-    configs/demonstrations/jsonl.yaml explains the keys. With turns=all each assistant message of a chat is learned,
-    given the turns before it; messages after the last assistant message are not used. With token_ids=sampled exactly
-    the sampled tokens are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its
-    fingerprint). With token_ids=text completions that the length limit cut are left out, because the model would learn
-    to end where they did not end.
+    configs/demonstrations/jsonl.yaml explains the keys. The chat template writes an assistant's calls of tools and
+    thoughts, and the schemas in a row's `tools`; an assistant's message of weight 0 is only read. With turns=all each
+    assistant message of a chat is learned, given the turns before it; messages after the last one are not used. With
+    token_ids=sampled exactly the sampled tokens are learned, which requires the tokenizer they were sampled with
+    (`sampled_with` returns its fingerprint). With token_ids=text completions that the length limit cut are left out,
+    because the model would learn to end where they did not end.
     """
 
     section: ClassVar[str] = "demonstrations"
@@ -79,7 +80,8 @@ class DemonstrationKeys(RowSource):
         if asks and has(fields, self.completion_field):
             turns = question_of(fields, self.prompt_field, self.prompt_template)
             turns, question = asked(turns, self.prompt_template, fields)
-            demonstration = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
+            turn = completion_of(fields, self.completion_field)
+            demonstration = self._demonstration(turns, turn, row_id, tools_of(fields))
             return [RecordRow(identity=identity(question), made=demonstration)]
         raise RowError(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
@@ -93,26 +95,29 @@ class DemonstrationKeys(RowSource):
             raise UselessRow(f"has no messages in {where}")
         turns = messages_of(fields, self.messages_field)
         # A first message of the assistant greets, and answers nothing.
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i > 0]
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get("weight", 1) and i]
         if not answers:
             raise UselessRow(f"has no assistant message to learn in {where}")
         learned = answers if self.turns == "all" else answers[-1:]
         asked_first = asked(turns[: learned[0]], self.prompt_template, fields)[1]
         rows: list[RecordRow[Demonstration | None]] = []
         for i in learned:
-            if turns[i - 1]["role"] != "user":
+            if turns[i - 1]["role"] not in ("user", "tool"):
                 raise UselessRow(f"has a message {i} in {where} that answers no user message")
             prompt_id = row_id if i == answers[-1] else f"{row_id}:{i}"
             filled_turns, _ = asked(turns[:i], self.prompt_template, fields)
-            demonstration = self._demonstration(filled_turns, turns[i]["content"], prompt_id)
+            demonstration = self._demonstration(filled_turns, turns[i], prompt_id, tools_of(fields))
             rows.append(RecordRow(identity=identity(asked_first), made=demonstration))
         return rows
 
-    def _demonstration(self, turns: tuple[Message, ...], completion: str, prompt_id: str) -> Demonstration:
-        if not completion.strip():
+    def _demonstration(
+        self, turns: tuple[Message, ...], turn: Message, prompt_id: str, tools: tuple[Schema, ...]
+    ) -> Demonstration:
+        more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight")}
+        if not turn["content"].strip() and not more:
             raise UselessRow("has an empty completion")
-        messages = chat(turns, self.system_prompt)
-        return Demonstration(prompt=Prompt(id=prompt_id, messages=messages, answer=""), completion=completion)
+        prompt = Prompt(id=prompt_id, messages=chat(turns, self.system_prompt), answer="", tools=tools)
+        return Demonstration(prompt=prompt, completion=turn["content"], fields=more)
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:
         line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")

@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import groupby
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,19 +23,21 @@ import torch
 from rlft.config.schema import PromptsConfig
 from rlft.data.prompts import chunked, prompts_for_step, tokenised, tokenizer_fingerprint
 from rlft.data.sampled import check_tokenizer, sampled_with
-from rlft.data.texts import TextTokens, as_batch, text_ids
+from rlft.data.texts import TextTokens, as_batch
 from rlft.system.seeds import derive
 from rlft.tokens.ends import TurnEnds, num_common, turn_ends
-from rlft.tokens.text import last_tag, rendered, without_tail
-from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError, require
+from rlft.tokens.plain import PlainText
+from rlft.tokens.text import THINKING_FIELDS, last_tag, rendered, without_tail
+from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, UserError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 PART_OF_A_TAG = re.compile(r"<[^<>\s]*$")
 
-Said = tuple[Prompt, str]
-"""A prompt and the text that answers it."""
+Said = tuple[Prompt, str | Message]
+"""A prompt and what answers it: a text, or an assistant's message, which may have calls of tools and thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,10 @@ def scan_demonstrations(
     given = list(tokenised([d.prompt for d in demonstrations], tokenizer, prompts.style))
     prompt_ids = [prompt.token_ids for prompt in given]
     what = f"{split} demonstrations"
-    said = [(prompt, d.completion, d.completion_ids) for d, prompt in zip(demonstrations, given, strict=True)]
+    said = [
+        (prompt, _message_of(d.completion, d.fields), d.completion_ids)
+        for d, prompt in zip(demonstrations, given, strict=True)
+    ]
     completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
     texts = [
         TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
@@ -113,7 +120,8 @@ def scan_demonstrations(
         if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
     ]
     dropped = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, what)
-    unclosed = _note_of_tails(given, [d.completion for d in demonstrations], split)
+    bare = [(prompt, d.completion) for prompt, d in zip(given, demonstrations, strict=True) if not d.fields]
+    unclosed = _note_of_tails(bare, split)
     note = "; ".join(filter(None, [dropped, unlike, unclosed])) or None
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
     return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
@@ -159,7 +167,10 @@ def scan_rankings(
 
 
 def _completions(
-    texts: Sequence[tuple[Prompt, str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, style: str, what: str
+    texts: Sequence[tuple[Prompt, str | Message, Sequence[int]]],
+    tokenizer: PreTrainedTokenizerBase,
+    style: str,
+    what: str,
 ) -> tuple[list[tuple[int, ...]], str | None]:
     """(the tokens of each completion: those that were sampled, or else those of its turn; a note about the turns)."""
     turns, note = turns_of([(prompt, text) for prompt, text, ids in texts if not ids], tokenizer, style, what)
@@ -173,38 +184,79 @@ def turns_of(
     """(the tokens of each turn with those that end it, a note if some of `what` are not as the template writes them).
 
     Raises:
-        UserError: nothing ends a turn.
+        UserError: nothing ends a turn; or there are calls of tools or thoughts that no template writes.
     """
     ends = turn_ends(tokenizer, style)
     problem = "its tokenizer has no end token, so completions could never end"
     require(ends.closing, "model.path", problem, remedy="set one")
-    texts, problems = [text for _, text in said], []
-    if style == "chat" and tokenizer.chat_template:
-        texts, problems = [], []
-        for chunk in chunked(said, lambda each: len(each[1]) + sum(len(m["content"]) for m in each[0].messages)):
-            for text, problem in _written(chunk, tokenizer, ends):
-                texts.append(text)
-                problems += [problem] if problem else []
-    ids = text_ids([text + ends.lead for text in texts], tokenizer)
+    turns = [(prompt, _message_of(turn) if isinstance(turn, str) else turn) for prompt, turn in said]
+    plain, rows, problems = PlainText(tokenizer), list[tuple[int, ...]](), list[str]()
+    if style != "chat" or not tokenizer.chat_template:
+        for prompt, turn in turns:
+            _check_written(prompt, turn, turn["content"])
+        return [(*row, *ends.closing) for row in plain.ids_said([t["content"] + ends.lead for _, t in turns])], None
+    for chunk in chunked(turns, lambda each: sum(len(m["content"]) for m in (*each[0].messages, each[1]))):
+        for _, alike in groupby(chunk, key=lambda each: each[0].tools):
+            texts, gap, found = _written(list(alike), tokenizer, ends, plain)
+            problems += found
+            ids = plain.ids([text for text, _ in texts], gap)
+            rows += [(*row, *ends.closing) if closes else (*row,) for row, (_, closes) in zip(ids, texts, strict=True)]
     note = None
     if problems:
         [(most_common, _)] = Counter(problems).most_common(1)
         note = f"{len(problems)} of {len(said)} {what} are not learned as the chat template writes them: {most_common}"
-    return [(*row.tolist(), *ends.closing) for row in ids], note
+    return rows, note
 
 
-def _written(said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, ends: TurnEnds) -> list[tuple[str, str]]:
-    """For each turn (what is learned, without its end; why it is not what the template writes, or "")."""
-    prompts = rendered(tokenizer, [prompt.messages for prompt, _ in said], start=True)
-    answered = [[*prompt.messages, {"role": "assistant", "content": text}] for prompt, text in said]
+def _message_of(text: str, fields: Mapping[str, Any] = NO_FIELDS) -> Message:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def _written(
+    said: Sequence[tuple[Prompt, Message]], tokenizer: PreTrainedTokenizerBase, ends: TurnEnds, plain: PlainText
+) -> tuple[list[tuple[str, bool]], str, list[str]]:
+    """(what is learned of each turn, and whether its end is missing there; what cuts special tokens; what is unlike).
+
+    The prompts show the same tools.
+    """
+    answered, tools, gap = plain.cut([[*prompt.messages, turn] for prompt, turn in said], said[0][0].tools)
+    prompts = rendered(tokenizer, [messages[:-1] for messages in answered], tools=tools, start=True)
     try:
-        whole = rendered(tokenizer, answered)
+        whole = rendered(tokenizer, answered, tools=tools)
     except Exception as error:  # a template is a program of somebody else's: it may raise anything
-        return [(text, f"it refuses them ({error})") for _, text in said]
-    return [
-        learned(prompt, conversation, text, ends.last)
-        for prompt, conversation, (_, text) in zip(prompts, whole, said, strict=True)
+        for prompt, turn in said:
+            _check_written(prompt, turn, "", f" ({error})")
+        refused = f"it refuses them ({error})"
+        return [(messages[-1]["content"] + ends.lead, True) for messages in answered], gap, [refused] * len(said)
+    texts, problems = [], []
+    for start, conversation, messages, (prompt, turn) in zip(prompts, whole, answered, said, strict=True):
+        if turn.get("tool_calls"):
+            text, problem = learned(start, conversation, "", "")
+            last = max((text.rfind(end) + len(end) for end in ends.names.values() if end in text), default=0)
+            text, closes = text[: last or None], not last
+            drops = "".join(messages[-1]["content"].split()) not in "".join(text.split())
+            problem = "it drops a part of their text" if drops else problem
+        else:
+            text, problem = learned(start, conversation, messages[-1]["content"], ends.last)
+            text, closes = text + ends.lead, True
+        _check_written(prompt, turn, text.replace(gap, "") if gap else text)
+        texts.append((text, closes))
+        problems += [problem.replace(gap, "") if gap else problem] if problem else []
+    return texts, gap, problems
+
+
+def _check_written(prompt: Prompt, turn: Message, text: str, why: str = "") -> None:
+    """Refuses a turn of which the template leaves out the calls or the thoughts: it would teach a turn without them."""
+    bare = "".join(text.split())
+    missing = [
+        *("tool_calls" for call in turn.get("tool_calls", ()) if call["function"]["name"] not in text),
+        *(key for key in THINKING_FIELDS if "".join(turn.get(key, "").split()) not in bare),
     ]
+    if missing:
+        answer = f"the answer to prompt {prompt.id!r}{why}"
+        problem = f"the model's chat template does not write the {missing[0]} of {answer}"
+        remedy = "leave them out of the data, write them into the content, or use a model whose template writes them"
+        raise UserError("demonstrations", problem, remedy=remedy)
 
 
 def learned(prompt: str, conversation: str, text: str, last: str) -> tuple[str, str]:
@@ -244,13 +296,9 @@ def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit:
     return _dropped(problem, prompts, "raise them, or set prompts.over_limit=drop")
 
 
-def _note_of_tails(prompts: Sequence[Prompt], texts: Sequence[str], split: Split) -> str | None:
+def _note_of_tails(said: Sequence[tuple[Prompt, str]], split: Split) -> str | None:
     """A note about demonstrations that never close what their prompt has opened, such as <think>."""
-    opened = [
-        tag
-        for prompt, text in zip(prompts, texts, strict=True)
-        if (tag := last_tag(prompt.tail)) and f"{tag[0]}/{tag[1:]}" not in text
-    ]
+    opened = [tag for prompt, text in said if (tag := last_tag(prompt.tail)) and f"{tag[0]}/{tag[1:]}" not in text]
     if not opened:
         return None
     problem = f"{len(opened)} {split} demonstrations are learned inside {opened[0]}, which their prompts open"

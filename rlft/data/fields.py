@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rlft.types import Message
+from rlft.tokens.text import THINKING_FIELDS
+from rlft.types import Message, Schema
 
-ROLES = ("system", "user", "assistant")
+FIELDS = {
+    "system": (),
+    "user": (),
+    "assistant": ("tool_calls", "weight", *THINKING_FIELDS),
+    "tool": ("tool_call_id", "name"),
+}
+"""{role: the fields of its messages beside role and content}; others are refused."""
+TOOLS = "tools"
+"""The field of a row that has the schemas of its tools."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 """{speaker in the `from` of ShareGPT's messages: role}, beside the roles themselves."""
 
@@ -100,20 +111,41 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
         raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
     messages: list[Message] = []
     for i, message in enumerate(value):
-        role = content = None
-        if isinstance(message, Mapping):
-            role, content = message.get("role"), _joined(message.get("content"))
-            if role is None and isinstance(speaker := message.get("from"), str):
-                role, content = SPEAKERS.get(speaker, speaker), message.get("value")
-        if role not in ROLES or not isinstance(content, str):
+        where = f"message {i} of field {name!r}"
+        if isinstance(message, Mapping) and "role" not in message and isinstance(speaker := message.get("from"), str):
+            others = {key: value for key, value in message.items() if key not in ("from", "value")}
+            message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value"), **others}
+        if not isinstance(message, Mapping) or message.get("role") not in FIELDS:
             raise RowError(
-                f'message {i} of field {name!r} must be {{"role": {" | ".join(ROLES)}, "content": text}} or '
+                f'{where} must be {{"role": {" | ".join(FIELDS)}, "content": text}} or '
                 '{"from": system | human | gpt, "value": text}'
             )
-        if role == "system" and i > 0:
-            raise RowError(f"message {i} of field {name!r} is a system message; only the first may be")
-        messages.append({"role": role, "content": content})
+        if message["role"] == "system" and i > 0:
+            raise RowError(f"{where} is a system message; only the first may be")
+        messages.append(_message(message, where))
     return tuple(messages)
+
+
+def _message(message: Mapping[str, Any], where: str) -> Message:
+    """The message with its role, its content and what else is known of its role. RowError names any other field."""
+    role, remedy = message["role"], "use it under a name that is known, or leave it out"
+    given = {key: value for key, value in message.items() if value is not None and value != []}
+    for key in given:
+        if key not in ("role", "content", *FIELDS[role]):
+            known = ", ".join(("role", "content", *FIELDS[role]))
+            raise RowError(f"{where} has the field {key!r}; a message of the role {role} has {known}", remedy=remedy)
+    content = _joined(given.get("content", "" if "tool_calls" in given else None))
+    made = {**given, "role": role, "content": content}
+    if not isinstance(content, str):
+        raise RowError(f"{where} must have a text as its content, it is {kind(content)}")
+    if given.get("weight", 1) not in (0, 1):
+        raise RowError(f"{where} has the weight {given['weight']!r}; it must be 0 (read) or 1 (learned)", remedy=remedy)
+    for key in (*THINKING_FIELDS, "tool_call_id", "name"):
+        if not isinstance(given.get(key, ""), str):
+            raise RowError(f"{where} must have a text as its {key}, it is {kind(given[key])}")
+    if "tool_calls" in given:
+        made["tool_calls"] = [_call(call, where) for call in _listed(given["tool_calls"], f"the tool_calls of {where}")]
+    return made
 
 
 def _joined(content: Any) -> Any:
@@ -123,24 +155,66 @@ def _joined(content: Any) -> Any:
     return "".join(map(str, texts)) if texts and len(texts) == len(parts) else content
 
 
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool, whose arguments are an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    function = function if isinstance(function, Mapping) else {}
+    name, arguments = function.get("name"), function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        form = '{"function": {"name": text, "arguments": object}}'
+        raise RowError(f"a call of {where} must be {form}, its arguments may be JSON in a text", remedy="fix it")
+    own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **own, "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def tools_of(fields: Mapping[str, Any]) -> tuple[Schema, ...]:
+    """The schemas of tools in the row's field `tools`, a list or JSON in a text; () without it. Raises RowError."""
+    value = fields.get(TOOLS)
+    if isinstance(value, str) and value.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    schemas = [tool if "function" in tool else {"type": "function", "function": tool}
+               for tool in _listed(value or [], f"field {TOOLS!r}") if isinstance(tool, Mapping)]  # fmt: skip
+    if len(schemas) < len(value or []) or not all(isinstance(s["function"].get("name"), str) for s in schemas):
+        raise RowError(f"field {TOOLS!r} must be a list of schemas of functions with a name", remedy="fix it")
+    return tuple(schemas)
+
+
+def _listed(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{what} must be a list, it is {kind(value)}", remedy="fix it")
+    return value
+
+
 def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     """The turns of a prompt, which is a text or a chat that ends with a user message. Raises RowError."""
     if not isinstance(value_of(fields, name), list | tuple):
         return ({"role": "user", "content": text_of(fields, name)},)
     turns = messages_of(fields, name)
-    if turns[-1]["role"] != "user":
+    if turns[-1]["role"] not in ("user", "tool"):
         raise RowError(f"the last message of field {name!r} is not a user message")
     return turns
 
 
-def completion_of(fields: Mapping[str, Any], name: str) -> str:
+def completion_of(fields: Mapping[str, Any], name: str) -> Message:
     """A completion, which is a text, possibly empty, or one assistant message. Raises RowError."""
     if not isinstance(value_of(fields, name), list | tuple):
-        return text_of(fields, name, blank=True)
+        return {"role": "assistant", "content": text_of(fields, name, blank=True)}
     turns = messages_of(fields, name)
     if [turn["role"] for turn in turns] != ["assistant"]:
         raise RowError(f"field {name!r} must be a string or one assistant message")
-    return turns[0]["content"]
+    return turns[0]
+
+
+def only_text(turn: Message, where: str) -> str:
+    """The text of an assistant's message that is compared as a text. RowError if it has more than that."""
+    more = [key for key in turn if key not in ("role", "content", "weight")]
+    if more:
+        raise RowError(f"{where} has {more[0]}, and only texts are ranked", remedy="leave it out of the data")
+    return turn["content"]
 
 
 def kind(value: Any) -> str:

@@ -8,7 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rlft.data.fields import RowError, UselessRow, completion_of, has, kind, messages_of, only, text_of, value_of
+from rlft.data.fields import (
+    RowError,
+    UselessRow,
+    completion_of,
+    has,
+    kind,
+    messages_of,
+    only,
+    only_text,
+    text_of,
+    tools_of,
+    value_of,
+)
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
@@ -150,7 +162,7 @@ class PreferenceKeys(RowSource):
                 f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}"
             )
         turns, question = asked(turns, self.prompt_template, fields)
-        prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt), answer="")
+        prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt), answer="", tools=tools_of(fields))
         candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
         return [RecordRow(identity=identity(question), made=Candidates(prompt=prompt, candidates=candidates))]
 
@@ -173,7 +185,7 @@ class PreferenceKeys(RowSource):
         chats = [value_of(fields, name) for name in names]
         if all(isinstance(turns, list | tuple) and len(turns) > 1 for turns in chats):
             return _pair_of_chats(*(messages_of(fields, name) for name in names))
-        chosen, rejected = (completion_of(fields, name) for name in names)
+        chosen, rejected = (only_text(completion_of(fields, name), "a completion of the pair") for name in names)
         return self._prompt(fields), chosen, rejected
 
     def _list(self, fields: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -225,9 +237,10 @@ def _pair_of_chats(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pa
     if chosen[:-1] != rejected[:-1]:
         raise UselessRow("has chats that differ before their last messages, so they answer different questions")
     roles = [turn["role"] for turn in chosen]
-    if roles[-2:] != ["user", "assistant"] or rejected[-1]["role"] != "assistant":
+    if roles[-1] != "assistant" or roles[-2] not in ("user", "tool") or rejected[-1]["role"] != "assistant":
         raise UselessRow("has chats that do not end with an assistant message after a user message")
-    return tuple(chosen[:-1]), chosen[-1]["content"], rejected[-1]["content"]
+    better, worse = (only_text(turns[-1], "the last message of a chat") for turns in (chosen, rejected))
+    return tuple(chosen[:-1]), better, worse
 
 
 def _pair_of_texts(chosen: str, rejected: str) -> Pair:

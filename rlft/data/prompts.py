@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import takewhile
+from itertools import groupby, takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
+from rlft.tokens.plain import PlainText
 from rlft.tokens.text import rendered, tail
 from rlft.types import NOTHING, Prompt, Shown, Split, UserError, require
 
@@ -140,8 +141,20 @@ def scan(
         num_dropped=long.number,
         lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
         fingerprint=digest.hexdigest(),
-        note=None if style == "raw" or uses_template(tokenizer, style) else NO_TEMPLATE_NOTE,
+        note=_note_of_style(prompts[0], tokenizer, style),
     )
+
+
+def _note_of_style(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, style: str) -> str | None:
+    """What the person watching should know about prompts without a chat template; None if there is nothing."""
+    if uses_template(tokenizer, style):
+        return None
+    spelled = PlainText(tokenizer).spelled(message["content"] for message in prompt.messages)
+    if spelled:
+        return (
+            f"Prompts spell the special token {spelled}, which stays text: only a chat template writes special tokens."
+        )
+    return None if style == "raw" else NO_TEMPLATE_NOTE
 
 
 @dataclass(slots=True)
@@ -225,12 +238,14 @@ def tokenised(
     prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
 ) -> Iterator[Prompt]:
     """The prompts with their tokens, up to the start of their completions; `style` and `shown` are as in `scan`."""
+    by_template = uses_template(tokenizer, style)
     for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
-        texts, ids = _tokenise(chunk, tokenizer, style, shown)
-        by_template = uses_template(tokenizer, style)
-        for prompt, text, prompt_ids in zip(chunk, texts, ids, strict=True):
-            begun = tail(tokenizer, text, by_template=by_template)
-            yield replace(prompt, token_ids=tuple(prompt_ids), tail=begun)
+        for tools, alike in groupby(chunk, key=lambda prompt: prompt.tools):
+            same = list(alike)
+            texts, ids = _tokenise(same, tokenizer, style, replace(shown, tools=tools) if tools else shown)
+            for prompt, text, prompt_ids in zip(same, texts, ids, strict=True):
+                begun = tail(tokenizer, text, by_template=by_template)
+                yield replace(prompt, token_ids=tuple(prompt_ids), tail=begun)
 
 
 def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -252,14 +267,19 @@ def _tokenise(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown
 ) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
     """(the text of each prompt, its tokens)."""
+    plain = PlainText(tokenizer)
     if not uses_template(tokenizer, style):
         texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
-        return texts, begun(tokenizer, texts)
+        for prompt, text in zip(prompts, texts, strict=True):
+            _check_words(prompt, prompt.messages, text)
+            _check_tools(prompt, text)
+        return texts, plain.ids(*plain.cut_texts(texts, said=False), partial(begun, tokenizer))
     from jinja2.exceptions import TemplateError
 
     conversations = [shown.messages(p.messages) for p in prompts]
+    cut, tools, gap = plain.cut(conversations, shown.tools)
     try:
-        texts = rendered(tokenizer, conversations, tools=shown.tools, start=True)
+        texts = rendered(tokenizer, cut, tools=tools, start=True)
     except TemplateError as error:
         has_system = any(p.messages[0]["role"] == "system" for p in prompts)
         problem = f"the model's chat template refuses it ({error})"
@@ -271,9 +291,12 @@ def _tokenise(
             got=tokenizer.name_or_path or None,
             remedy="put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw",
         ) from error
+    ids = plain.ids(texts, gap)
+    texts = [text.replace(gap, "") for text in texts] if gap else texts
     for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
         _check_words(prompt, conversation, text)
-    return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        _check_tools(prompt, text)
+    return texts, ids
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -297,23 +320,32 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Refuses a prompt of which the chat template has left out a message: its words are nowhere in the text."""
+    """Refuses a prompt of which the chat template has left out a message or a call: they are nowhere in the text."""
     bare, words = "".join(text.split()), None
     for message in conversation:
         content = message["content"].rpartition("</think>")[2]  # templates leave earlier thinking out
-        if "".join(content.split()) in bare:
+        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if "".join(content.split()) in bare and all(name in text for name in called):
             continue
         words = set(WORD.findall(text)) if words is None else words
-        wanted = set(WORD.findall(SWITCH.sub("", content)))
-        if 2 * len(wanted - words) < len(wanted) or not wanted:
+        wanted = {*WORD.findall(SWITCH.sub("", content)), *called}
+        if all(name in text for name in called) and (2 * len(wanted - words) < len(wanted) or not wanted):
             continue
         problem = f"the model's chat template leaves out the {message['role']}'s message of prompt {prompt.id!r}"
         raise _refused(
             f"{problem}, so the policy never reads it",
-            got=repr(content.strip()[:60]),
+            got=repr(content.strip()[:60] or called),
             is_system=message["role"] == "system",
             otherwise="use data whose turns it writes, or prompts.style=raw",
         )
+
+
+def _check_tools(prompt: Prompt, text: str) -> None:
+    """Refuses a prompt whose data show tools that are nowhere in the text."""
+    for name in (tool["function"]["name"] for tool in prompt.tools):
+        problem = f"the model's chat template does not show the tool {name} of prompt {prompt.id!r}"
+        remedy = "use a model whose template shows tools, or leave the rows' tools out"
+        require(name in text, "model.path", problem, remedy=remedy)
 
 
 def _refused(problem: str, *, is_system: bool, otherwise: str, got: str | None = None) -> UserError:

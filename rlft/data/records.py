@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from rlft.config.bounds import NonNegativeInt
-from rlft.data.fields import RowError, UselessRow, as_text, messages_of, value_of
+from rlft.data.fields import TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.lazy import mapped
 from rlft.data.templates import asked, chat, check_template, filled, placeholders, question_of
 from rlft.types import Message, Prompt, Split, UserError, require
@@ -183,6 +183,9 @@ class RecordKeys(RowSource):
             turns = turns[:-1]
         if not turns or turns[-1]["role"] != "user":
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
+        if self.messages_field is not None and TOOLS not in self.metadata_fields and tools_of(fields):
+            problem = f"field {TOOLS!r} has tools, which prompts show only of an environment"
+            raise RowError(problem, remedy="use environment=tools (docs/tools.md), or leave the field out")
         answer, *others = dict.fromkeys(map(self._answer, worked_answers)) if worked_answers else [""]
         turns, question = asked(turns, self.prompt_template, fields)
         made = Question(

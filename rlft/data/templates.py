@@ -109,6 +109,8 @@ def asked(
     The values alone are the question, by which equal questions are known whatever the template says around them.
     """
     *earlier, last = turns
+    if last["role"] != "user":  # the result of a tool
+        return tuple(turns), tuple(turns)
     text, values = filled(template, last["content"], fields)
     return (*earlier, {**last, "content": text}), (*earlier, {**last, "content": values})
 

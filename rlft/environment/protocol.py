@@ -34,12 +34,14 @@ class Call:
         arguments: {name: value}.
         written: the arguments as text.
         problem: why it cannot be made, as a sentence for the policy; "" if it can.
+        id: what the policy calls this call, which its answer names in some templates; "" if nothing.
     """
 
     name: str
     arguments: Mapping[str, Any]
     written: str
     problem: str = ""
+    id: str = ""
 
 
 class Malformed(ValueError):

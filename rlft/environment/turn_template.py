@@ -8,19 +8,20 @@ its row. A template that does so when a tool answers is refused by name.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from rlft.environment.calls import Syntax, preamble, reader_of, written
+from rlft.environment.calls import Syntax, reader_of, shown_by, written
 from rlft.environment.protocol import Call, Environment
-from rlft.tokens.ends import closing_of, special_pattern, special_tokens
-from rlft.tokens.text import decode, render
-from rlft.types import NOTHING, Schema, Shown, UserError
+from rlft.tokens.ends import closing_of, num_common, special_pattern, special_tokens
+from rlft.tokens.plain import PlainText
+from rlft.tokens.text import CALL_ID, decode, render
+from rlft.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +32,9 @@ Role = Literal["tool", "user"]
 OPENING = ({"role": "user", "content": "question"},)
 THOUGHT = "<think>\nthought\n</think>\n\n"
 READING = "a reading"
-CALL_ID = "000000000"
-"""Nine letters or digits, as Mistral's templates require."""
+PART_OF_A_TAG = re.compile(r"<[^<>\s]*$")
+THOUGHTS_BEGUN = re.compile(r"(?:<\|?/?(?:\w*think\w*|channel|\w*reason\w*)\|?>(?:thought)?)*", re.IGNORECASE)
+"""What prompts may begin or skip of an assistant's thoughts, such as `<think></think>`, without white space."""
 
 
 class TurnTemplate:
@@ -62,15 +64,13 @@ class TurnTemplate:
         self._tokenizer, self._tools, self._opening = tokenizer, [dict(tool) for tool in tools], list(opening)
         special = [*special_tokens(tokenizer)]
         self._special = special_pattern(special)
-        self._starts_special = re.compile(f"(?={self._special.pattern})")
         self._special_at_end = re.compile(f"(?:{self._special.pattern})$")
-        self._some_special = special[0] if special else ""
+        self._plain = PlainText(tokenizer)
         if not tokenizer.chat_template:
             raise self._refused("tokenizer has no chat template, which says what stands between turns", "chat template")
         self._runs: dict[Role, str] = {}
         """For each role that answers, the special tokens that end the turn before, as text."""
         self._check_shows_tools()
-        self._calls_as_text = False
         for role in roles:
             self._check_takes(role)
         try:
@@ -85,21 +85,14 @@ class TurnTemplate:
                 "chat template that keeps them as they were",
             )
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], trusted: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of a conversation up to the start of the policy's next turn.
+    def prompt(self, messages: Sequence[Mapping[str, Any]], *, start: bool = True) -> tuple[int, ...]:
+        """The tokens of a conversation; with `start` up to the start of the policy's next turn.
 
-        Args:
-            messages: the messages.
-            trusted: for each message the number of characters at its beginning that may write special tokens; later
-                text that looks like a special token stays text.
+        What looks like a special token in a message stays text, except for what an assistant says (`PlainText`).
         """
-        contents = [message["content"].encode("utf-8", "replace").decode() for message in messages]
-        gap = _unused(contents)
-        cut = [
-            {**message, "content": content[:num_trusted] + gap.join(self._cut(content[num_trusted:]))}
-            for message, content, num_trusted in zip(messages, contents, trusted, strict=True)
-        ]
-        return tuple(self._ids_of_parts(self._rendered(cut, start=True).split(gap)))
+        [cut], tools, gap = self._plain.cut([messages], self._tools)
+        text = render(self._tokenizer, cut, tools=tools, start=start)
+        return tuple(self._plain.ids([text], gap)[0])
 
     def spoken(self, sampled: Sequence[int]) -> str:
         """The text of a turn with the special tokens in it, but without those at its end."""
@@ -126,40 +119,34 @@ class TurnTemplate:
         if len(roles) != 1 or roles & self.rewriting:
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
         run, rest, gap = self._between(roles.pop(), answers)
-        first, *others = rest.split(gap) if gap else [rest]
-        return tuple(self._ids_of_parts([run + first, *others])[num_said(sampled, self._ids(run)) :])
+        return tuple(self._plain.ids([run + rest], gap)[0][num_said(sampled, self._ids(run)) :])
 
     # -- text ----------------------------------------------------------------------------------------------------------
     def _between(self, role: Role, answers: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-        """(the tokens that end a turn, the text from there to the next turn, a character at which that text is cut).
-
-        The character stands inside everything that looks like a special token; it is "" if nothing does.
-        """
-        contents = [answer["content"].encode("utf-8", "replace").decode() for answer in answers]
-        gap = _unused(contents)
-        cut = [gap.join(self._cut(content)) for content in contents]
-        number = next(n for n in range(10**6) if not any(_mark(n) in content for content in contents))
+        """(the tokens that end a turn, the text from there to the next turn, a character at which that text is cut)."""
+        [cut], tools, gap = self._plain.cut([answers], self._tools)
+        number = next(n for n in range(10**6) if not any(_mark(n) in answer["content"] for answer in cut))
         numbered = [
-            {**answer, "content": content} | ({} if role == "user" else {"tool_call_id": _call_id(answer, k)})
-            for k, (answer, content) in enumerate(zip(answers, cut, strict=True))
+            {**answer} | ({} if role == "user" else {"tool_call_id": _call_id(answer, k)})
+            for k, answer in enumerate(cut)
         ]
         first_id = numbered[0].get("tool_call_id", CALL_ID)
-        text = self._rendered([*self._opening, self._turn(role, _mark(number), first_id), *numbered], start=True)
+        turn = self._turn(role, _mark(number), first_id, numbered[0].get("name"))
+        conversation = [*self._opening, turn, *numbered]
+        text = render(self._tokenizer, conversation, tools=tools, start=True)
         run, rest = self._after(text, _mark(number), role)
-        return run, rest, gap if cut != contents else ""
+        return run, rest, gap
 
-    def _cut(self, content: str) -> Iterator[str]:
-        """The content in parts, cut after the first character of each special token in it."""
-        start = 0
-        for match in self._starts_special.finditer(content):
-            yield content[start : match.start() + 1]
-            start = match.start() + 1
-        yield content[start:]
+    def _after(self, text: str, mark: str, role: Role, *, may_be_open: bool = False) -> tuple[str, str]:
+        """(the special tokens that end the turn with the mark, the text after them).
 
-    def _after(self, text: str, mark: str, role: Role) -> tuple[str, str]:
-        """(the special tokens that end the turn with the mark, the text after them). UserError if there are none."""
+        Raises:
+            UserError: there are none, and the turn must not be left open.
+        """
         tail = text[text.rindex(mark) + len(mark) :]
         match = self._special.search(tail)
+        if match is None and may_be_open and role == "tool":  # such as GLM's, which the answer's first token ends
+            return "", ""
         if match is None:
             raise self._refused(
                 "chat template ends an assistant's turn with no special token", "chat template whose turns have ends"
@@ -170,14 +157,12 @@ class TurnTemplate:
         run = run or match[0]
         return run, tail[match.start() + len(run) :]
 
-    def _turn(self, role: Role, mark: str, call_id: str = CALL_ID) -> dict[str, Any]:
-        """A turn of the policy that `role` can answer; the turn ends with the mark."""
+    def _turn(self, role: Role, mark: str, call_id: str = CALL_ID, tool: str | None = None) -> dict[str, Any]:
+        """A turn of the policy that `role` can answer, such as a call of this tool; the turn ends with the mark."""
         if role == "user":
             return {"role": "assistant", "content": THOUGHT + mark}
-        name = self._tools[0]["function"]["name"] if self._tools else "tool"
-        arguments = {"argument": mark}
-        function = {"name": name, "arguments": json.dumps(arguments) if self._calls_as_text else arguments}
-        calls = [{"type": "function", "id": call_id, "function": function}]
+        name = tool or (self._tools[0]["function"]["name"] if self._tools else "tool")
+        calls = [{"type": "function", "id": call_id, "function": {"name": name, "arguments": {"argument": mark}}}]
         return {"role": "assistant", "content": THOUGHT + mark, "tool_calls": calls}
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, start: bool) -> str:
@@ -185,14 +170,6 @@ class TurnTemplate:
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
-
-    def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
-        """The tokens of a text that is cut inside what looks like special tokens.
-
-        Later parts are tokenised after a special token, where no tokenizer takes them for the beginning of a text.
-        """
-        first, *others = parts
-        return [*self._ids(first), *(token for part in others for token in self._ids(self._some_special + part)[1:])]
 
     # -- what is refused -----------------------------------------------------------------------------------------------
     def _check_shows_tools(self) -> None:
@@ -206,19 +183,17 @@ class TurnTemplate:
                     raise self._no_tools(f"({tool['function']['name']} is not shown)")
 
     def _check_takes(self, role: Role) -> None:
-        """Finds out how calls are written. Raises UserError if the role cannot answer."""
-        errors: list[Exception] = []
-        for self._calls_as_text in (False, True):
-            try:
-                text = self._rendered([*self._opening, self._turn(role, _mark(0)), _answer(role)], start=True)
-                if READING in self._after(text, _mark(0), role)[1]:
-                    self._runs[role] = self._run(role)
-                    return
-            except UserError:
-                raise
-            except Exception as error:  # a template is a program of somebody else's: it may raise anything
-                errors.append(error)
-        why = f"({errors[0]})" if errors else "(the answer is not shown)"
+        """Raises UserError if the role cannot answer."""
+        why = "(the answer is not shown)"
+        try:
+            text = self._rendered([*self._opening, self._turn(role, _mark(0)), _answer(role)], start=True)
+            if READING in self._after(text, _mark(0), role)[1]:
+                self._runs[role] = self._run(role)
+                return
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+            why = f"({error})"
         if role == "tool":
             raise self._no_tools(why)
         raise self._refused(f"chat template takes no user's turn after an assistant's {why}", "chat template that does")
@@ -236,9 +211,11 @@ class TurnTemplate:
         for history in histories:
             prompt = self._rendered(history, start=True)
             with_turn = self._rendered([*history, self._turn(role, _mark(1))], start=False)
-            with_turn = with_turn.removesuffix(self._after(with_turn, _mark(1), role)[1])
+            with_turn = with_turn.removesuffix(self._after(with_turn, _mark(1), role, may_be_open=True)[1])
             with_answer = self._rendered([*history, self._turn(role, _mark(1)), _answer(role)], start=True)
-            if not with_turn.startswith(prompt) or not with_answer.startswith(with_turn):
+            if not with_answer.startswith(with_turn):
+                return True
+            if not with_turn.startswith(prompt) and not (role == "tool" and _differs_in_thoughts(prompt, with_turn)):
                 return True
         return False
 
@@ -253,13 +230,6 @@ class TurnTemplate:
         return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
 
 
-def shown_by(syntax: Syntax, schemas: Sequence[Schema]) -> Shown:
-    """What prompts show of these tools."""
-    if not schemas:
-        return NOTHING
-    return Shown(tools=tuple(schemas)) if syntax == "template" else Shown(preamble=preamble(syntax, schemas))
-
-
 class Dialect:
     """The chat template and the syntax of calls, for one environment, with `opening` as in `TurnTemplate`.
 
@@ -272,7 +242,7 @@ class Dialect:
         self, environment: Environment, tokenizer: PreTrainedTokenizerBase, opening: Sequence[Mapping[str, Any]]
     ) -> None:
         schemas = environment.schemas()
-        self.shown = shown_by(environment.syntax, schemas if environment.show_tools else ())
+        self.shown = shown_by(environment.syntax, tokenizer, schemas if environment.show_tools else (), opening)
         self._as_messages_of_tools = environment.syntax == "template" and not environment.plays_a_game
         shown_opening = self.shown.messages(opening)
         roles: set[Role] = {"tool" if self._as_messages_of_tools else "user"}
@@ -291,12 +261,9 @@ class Dialect:
             self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
 
     def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-        """(messages, tokens) of a prompt to which the environment adds this text.
-
-        What looks like a special token in that text stays text.
-        """
-        joined, trusted = with_opening(self.shown.messages(messages), text)
-        return joined, self.template.prompt(joined, trusted)
+        """(messages, tokens) of a prompt to which the environment adds this text."""
+        joined = with_opening(self.shown.messages(messages), text)
+        return joined, self.template.prompt(joined)
 
     def calls(self, sampled: Sequence[int]) -> list[Call]:
         """The calls in a turn of the policy, in order; those that cannot be made have a `problem`."""
@@ -315,7 +282,13 @@ class Dialect:
             sampled: token ids of the turn.
             answers: (name of the tool, its answer) in the order of the calls, or ("", observation) of a game.
         """
-        return self.template.suffix(sampled, self._messages(answers))
+        messages = self._messages(answers)
+        ids = [call.id for call in self.calls(sampled)] if self._as_messages_of_tools else []
+        if len(ids) == len(messages) and all(ids):
+            named = [{**message, "tool_call_id": each} for message, each in zip(messages, ids, strict=True)]
+            with contextlib.suppress(Exception):  # some templates refuse ids that are not of their form
+                return self.template.suffix(sampled, named)
+        return self.template.suffix(sampled, messages)
 
     @property
     def rewrites(self) -> bool:
@@ -335,12 +308,11 @@ class Dialect:
             opened_with: what the environment has added to the prompt.
             history: for each turn its token ids and its answers, as in `suffix`.
         """
-        conversation, trusted = with_opening(self.shown.messages(messages), opened_with)
+        conversation = with_opening(self.shown.messages(messages), opened_with)
         for sampled, answers in history:
-            turn = [{"role": "assistant", "content": decode(self._tokenizer, sampled)}, *self._messages(answers)]
-            conversation += turn
-            trusted += [0] * len(turn)
-        return self.template.prompt(conversation, trusted)
+            conversation += [{"role": "assistant", "content": decode(self._tokenizer, sampled)}]
+            conversation += self._messages(answers)
+        return self.template.prompt(conversation)
 
     def _messages(self, answers: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
         if self._as_messages_of_tools:
@@ -361,19 +333,23 @@ def num_said(sampled: Sequence[int], closing: Sequence[int]) -> int:
     return next((n for n in counts if list(sampled[-n:]) == list(closing[:n])), 0)
 
 
-def with_opening(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """(the messages with this text added to the last one, for each the number of its own characters before it)."""
+def with_opening(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The messages with this text added to the last one."""
     *earlier, last = (dict(message) for message in messages)
-    num_own = [len(message["content"]) for message in earlier]
-    if not text:
-        return [*earlier, last], [*num_own, len(last["content"])]
-    joined = f"{last['content']}\n\n"
-    return [*earlier, {**last, "content": joined + text}], [*num_own, len(joined)]
+    return [*earlier, {**last, "content": f"{last['content']}\n\n{text}"} if text else last]
 
 
-def _unused(texts: Sequence[str]) -> str:
-    """A character that is in none of the texts."""
-    return next(c for c in map(chr, range(0xE000, 0xF8FF)) if not any(c in text for text in texts))
+def _differs_in_thoughts(prompt: str, conversation: str) -> bool:
+    r"""Whether a conversation begins with this prompt but for white space and what the prompt's end begins to think.
+
+    A transcript keeps the prompt as it was read, so that neither moves a token between what was sampled.
+
+    >>> _differs_in_thoughts("a b<think>", "a\nbc"), _differs_in_thoughts("a b", "a c")
+    (True, False)
+    """
+    bare, whole = "".join(prompt.split()), "".join(conversation.split())
+    left = bare[len(PART_OF_A_TAG.sub("", bare[: num_common(bare, whole)])) :]
+    return THOUGHTS_BEGUN.fullmatch(left) is not None
 
 
 def _mark(number: int) -> str:

@@ -148,6 +148,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
                 "prompt_id": rollout.prompt.id,
                 "index": i,
                 "prompt": [dict(message) for message in rollout.prompt.messages],
+                **({"tail": rollout.prompt.tail} if rollout.prompt.tail else {}),
                 "answer": rollout.prompt.answer,
                 "completion": completion.text,
                 "token_ids": [int(token) for token in completion.token_ids],

@@ -32,6 +32,7 @@ from rlft.model.roles import Roles
 from rlft.plan.adapters import modules_to_adapt
 from rlft.plan.run_plan import Plan
 from rlft.system.memory import Largest
+from rlft.tokens.text import with_variables
 
 if TYPE_CHECKING:
     from rlft.config.schema import RunConfig, SamplingRoot
@@ -199,12 +200,13 @@ def engine_args(config: Any, lora: LoraSettings | None, learner: Roles | WholeMo
     model, modules = config.model, ()
     if learner is not None:
         device, dtype = learner.backbone.device, learner.backbone.model.dtype
-        tokenizer = learner.backbone.tokenizer
+        tokenizer = with_variables(learner.backbone.tokenizer, config.prompts.template_variables)
         if isinstance(learner, Roles):
             modules = adapted_modules(learner.weights(POLICY))
     else:
         device = resolve_device(model.device)
-        dtype, tokenizer = resolve_dtype(model.dtype, device), load_tokenizer(model)
+        dtype = resolve_dtype(model.dtype, device)
+        tokenizer = load_tokenizer(model, config.prompts.template_variables)
         if lora is not None:
             modules = modules_to_adapt(lora, model, read_config(model))
     return EngineArgs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -87,6 +87,14 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor) -
         metrics["value/explained_variance"] = explained_variance(batch.old_values, batch.returns, batch.loss_mask)
     metrics["policy/entropy"] = -(batch.sampled_logprobs.sum() / batch.loss_mask.sum()).item()
     return metrics
+
+
+def unknown_token_metrics(groups: Sequence[Group], unknown: Collection[int]) -> dict[str, float]:
+    """The number of sampled ids for which the tokenizer has no token; empty if the model can sample none of them."""
+    if not unknown:
+        return {}
+    rows = (rollout.completion.token_ids for group in groups for rollout in group.rollouts)
+    return {"sampled/unknown_tokens": float(sum(token in unknown for row in rows for token in row))}
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:

@@ -24,10 +24,11 @@ from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.freshness import check_decoding, open_freshness
 from rlft.loop.members import make_trainer, open_members
-from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss
+from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
 from rlft.loop.sampling import AheadSampler, StepSampler, derived_from, packed, replace_uninformative_groups, unpacked
 from rlft.loop.token_inspection import Inspection
+from rlft.model.backbone import ids_without_token
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward
 from rlft.model.roles import Roles
@@ -65,6 +66,8 @@ class Session(RunDriver):
         self.hints = Hints()
         self.alarms = self._open_alarms()
         self._failures_noted = 0
+        rows = roles.model.config.get_text_config().vocab_size
+        self._unknown = ids_without_token(roles.backbone.tokenizer, rows)
         self.sampler = StepSampler(generator, self.plan.train_prompts.prompts, self.config)
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
@@ -217,6 +220,7 @@ class Session(RunDriver):
     ) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""
         groups, scores = rollouts.groups, rollouts.scores
+        metrics = metrics | unknown_token_metrics(groups, self._unknown)
         shape = scores.total.shape
         advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
         mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)

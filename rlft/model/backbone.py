@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -31,11 +31,13 @@ from rlft.model.text_model import load_model, own_class
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
-from rlft.tokens.text import dated, with_ends
+from rlft.tokens.text import dated, with_ends, with_variables
 from rlft.types import UserError, require
 
 OLDEST_WITH_BFLOAT16 = (8, 0)
 """Compute capability of Ampere. torch emulates bfloat16 on older cards, slowly, and vLLM refuses it there."""
+SENTENCE = "the sum of two and three is five"
+"""What every tokenizer gives back, whatever it does to capitals and punctuation."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -149,8 +151,53 @@ def ends_of(model: ModelConfig, style: str, tokenizer: PreTrainedTokenizerBase) 
     return turn_ends(tokenizer, style, configured_ends(model))
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, whose chat template writes the run's date. UserError if it cannot be read."""
+def load_tokenizer(config: ModelConfig, variables: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, whose chat template writes the run's date and has these variables.
+
+    Raises:
+        UserError: it cannot be read, loses characters of a sentence, or has tokens that the model has not; or its
+            template does not read a variable.
+    """
+    tokenizer = _read_tokenizer(config)
+    check_sentence(tokenizer, config.path)
+    check_embedding(tokenizer, read_config(config).get_text_config().vocab_size, config.path)
+    return with_variables(tokenizer, variables or {})
+
+
+def check_sentence(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuses a tokenizer that loses the spaces or letters of a plain sentence, as one of a wrong class does."""
+    ids: Any = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
+    if tokenizer.unk_token_id in ids:  # a small vocabulary without these words
+        return
+    read = str(tokenizer.decode(ids)).lower()
+    problem = f"its tokenizer reads {SENTENCE!r} as {read.strip()!r}"
+    remedy = "put the model's own config.json, which chooses the tokenizer's class, and tokenizer.json into the folder"
+    require(read.split() == SENTENCE.split(), "model.path", problem, got=path, remedy=remedy)
+
+
+def ids_without_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> frozenset[int]:
+    """The rows of an embedding for which the tokenizer has no token, as in vocabularies that are padded."""
+    return frozenset(range(rows)).difference(tokenizer.get_vocab().values())
+
+
+def check_embedding(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> None:
+    """Refuses a tokenizer with tokens beyond the embedding's `rows`, except those that no text ever has.
+
+    These are the special tokens that neither the template nor the model writes, such as one that only pads.
+    """
+    if max(tokenizer.vocab_size - 1, *tokenizer.added_tokens_decoder) < rows:
+        return
+    written = {*text.written_special_tokens(tokenizer), *text.said_special_ids(tokenizer)}
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} - written
+    beyond = {token: name for name, token in tokenizer.get_vocab().items() if token >= rows and token not in special}
+    if beyond:
+        first = min(beyond)
+        problem = f"its embedding has {rows} rows, which lacks {len(beyond)} of the tokenizer's tokens, first"
+        remedy = "use the model's own tokenizer, or enlarge the embedding (resize_token_embeddings) and train it"
+        raise UserError("model.path", f"{problem} {beyond[first]!r} ({first})", got=path, remedy=remedy)
+
+
+def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
@@ -239,7 +286,7 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     kernels = selection.install(model, config.kernels, own_attention=config.attn_implementation == "auto")
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
-    tokenizer = load_tokenizer(config)
+    tokenizer = _read_tokenizer(config)  # the plan has checked it
     return Backbone(model=model, tokenizer=tokenizer, device=device, path=config.path, kernels=kernels)
 
 

@@ -30,6 +30,7 @@ from rlft.model.packing import Layout
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.system.hub import hub_answers
+from rlft.tokens.plain import PlainText
 from rlft.tokens.text import date_of, dated, render
 from rlft.types import Batch, Completion, Group, Prompt, UserError, require
 
@@ -252,8 +253,13 @@ class ClassifierReward:
         if self.tokenizer.chat_template is None:
             text = "\n".join(message["content"] for message in messages)
             return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[return-value]  # for one text it is a list
-        text = render(self.tokenizer, messages)
-        return self.tokenizer(text, add_special_tokens=False, **limits)["input_ids"]  # type: ignore[return-value]  # as above
+        plain = PlainText(self.tokenizer)
+        [cut], _, gap = plain.cut([messages])
+        text = render(self.tokenizer, cut)
+        if not gap:
+            return self.tokenizer(text, add_special_tokens=False, **limits)["input_ids"]  # type: ignore[return-value]  # as above
+        [ids], most = plain.ids([text], gap), limits.get("max_length")
+        return ids[-most:] if self.tokenizer.truncation_side == "left" and most else ids[:most]
 
     @torch.no_grad()
     def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -177,7 +177,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
     check_targets(config.lora, config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     train, train_notes = _scanned(config, config.preferences, tokenizer, Split.train)
     held_out, held_out_notes = _scanned(config, config.preferences, tokenizer, Split.held_out)

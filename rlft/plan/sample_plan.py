@@ -98,7 +98,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     if config.adapter is not None:
         check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
     check_classifiers(rewards)
-    tokenizer, split = load_tokenizer(config.model), Split(config.split)
+    tokenizer, split = load_tokenizer(config.model, limits.template_variables), Split(config.split)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data").load(split)

@@ -110,7 +110,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
     used = uses_of_sft(config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, limits.template_variables)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     held_out, data_notes = None, ()

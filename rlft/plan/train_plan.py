@@ -301,7 +301,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         check_layers(config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     check_classifiers(rewards)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data")

@@ -28,6 +28,7 @@ from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
 from rlft.tokens.ends import turn_ends
+from rlft.tokens.plain import PlainText
 from rlft.tokens.reasoning import end_of
 from rlft.tokens.text import without_tail
 from rlft.types import (
@@ -213,8 +214,7 @@ def as_sampled(
     if not turns:
         return []
     texts = [without_tail(text, prompt.tail) + ends.lead for prompt, text in turns]
-    rows: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    said = [[*row, *ends.closing] for row in rows]
+    said = [[*row, *ends.closing] for row in PlainText(tokenizer).ids_said(texts)]
     shown = shown_texts(tokenizer, said, [True] * len(said), sampling, ends.ids)
     return [
         Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)

@@ -8,7 +8,6 @@ as well.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ Render = Callable[[Sequence[Message]], str]
 QUESTION = {"role": "user", "content": "question"}
 SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
 """Texts that a template leaves as they are, and that occur in none."""
-THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names that templates have for an assistant's thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +221,7 @@ def _leading(render: Render, opening: Sequence[Message], special: re.Pattern[str
 
 def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
     """The special tokens that the template puts between an assistant's thoughts and its answer."""
-    thinking = {"role": "assistant", "content": SAID, **dict.fromkeys(THINKING_FIELDS, THOUGHT)}
+    thinking = {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}
     text = _rendered(render, [QUESTION, thinking])
     between = text.partition(THOUGHT)[2].rpartition(SAID)[0]
     return set(special.findall(between))
@@ -233,19 +230,16 @@ def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
 def _end_of_calls(tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], eos: str) -> list[int]:
     """The token that ends a turn with a call of a tool; none if the template shows no tools."""
     render = partial(chat_template_text, tokenizer, tools=[TOOL])
-    for arguments in ({"argument": SAID}, json.dumps({"argument": SAID})):
-        call = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": arguments}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        answer = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": REPLY}
-        text = _rendered(render, [QUESTION, turn])
-        before, found, _ = text.rpartition(SAID)
-        if not found:
-            continue
-        closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
-        own = before[num_common(before, _rendered(render, [QUESTION])) :]
-        if closing.run and (end := special.findall(closing.run)[-1]) not in special.findall(own):
-            return [special_tokens(tokenizer)[end]]
+    call = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": {"argument": SAID}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": REPLY}
+    before, found, _ = _rendered(render, [QUESTION, turn]).rpartition(SAID)
+    if not found:
         return []
+    closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
+    own = before[num_common(before, _rendered(render, [QUESTION])) :]
+    if closing.run and (end := special.findall(closing.run)[-1]) not in special.findall(own):
+        return [special_tokens(tokenizer)[end]]
     return []
 
 

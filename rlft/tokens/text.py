@@ -11,11 +11,15 @@ the chat template puts around what is said. Every other special token is somethi
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +29,9 @@ MONTHS = ("January", "February", "March", "April", "May", "June", "July", "Augus
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DATE = "rlft_date"
 """The attribute of a tokenizer that holds the date that its template writes; a tokenizer without it writes today's."""
+
+VARIABLES = "rlft_variables"
+"""The attribute of a tokenizer that holds further variables of its template, such as {"enable_thinking": False}."""
 
 AUTO_DATE = "auto"
 """The value of model.date for the day on which a run starts."""
@@ -41,6 +48,8 @@ TOOL = {
 }
 CALL_ID = "000000000"
 """Nine letters or digits, as Mistral's templates require."""
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names that templates have for an assistant's thoughts."""
 CALL = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": {"a": "b"}}}
 USER, FIRST, SECOND = "mark0mark", "mark1mark", "mark2mark"
 """Texts that a template leaves as they are."""
@@ -54,10 +63,15 @@ WITH_TOOLS: Conversation = (
     {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": SECOND},
     {"role": "user", "content": USER},
 )
-BLOCK = re.compile(r"<([\w:.-]+)>(?:(?!mark[0-2]mark).)*?</\1>|\[(\w+)\](?:(?!mark[0-2]mark).)*?\[/\2\]", re.DOTALL)
-"""A block with none of what is said in it: thinking that is empty, or shown in a template's own system message."""
+SHOWN = r"(?:(?!mark[0-2]mark|A tool\.).)*?"
+BLOCK = re.compile(rf"<([\w:.-]+)>{SHOWN}</\1>|\[(\w+)\]{SHOWN}\[/\2\]", re.DOTALL)
+"""A block with none of what is said in it, nor tools: thinking that is empty, or explained in a system message."""
 ENDS = "rlft_ends"
 """The attribute of a tokenizer that holds the ends of `with_ends`."""
+XML_TOOLS = "xml_tools"
+"""The name that SmolLM3's template has for the tools."""
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
+"""Variables and functions of every rendering."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAG = re.compile(r"<\|?(/?)([A-Za-z][\w:.-]*)\|?>|\[(/?)([A-Z][A-Z_]*)\]")
 CLOSING_WORDS = ("end", "END")
@@ -69,6 +83,40 @@ def dated(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenizerB
     """The tokenizer, whose template writes this date (2026-11-25); `auto`: today's."""
     setattr(tokenizer, DATE, today() if date == AUTO_DATE else date)
     return tokenizer
+
+
+def with_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose template has these variables (`prompts.template_variables`).
+
+    Raises:
+        UserError: the template does not read one of them, or it is one that every rendering has.
+    """
+    if variables:
+        read = _read_by(tokenizer, _template(tokenizer)) - {XML_TOOLS}
+        for name, value in variables.items():
+            key, got = f"prompts.template_variables.{name}", repr(value)
+            if name in OWN_VARIABLES:
+                raise UserError(key, "is given by rlft in every rendering", got=got, remedy="leave it out")
+            problem = "the model's chat template does not read it" if read else "the model's chat template reads none"
+            remedy = f"use one that it reads: {', '.join(sorted(read))}" if read else "leave it out"
+            require(name in read, key, problem, got=got, remedy=remedy)
+    setattr(tokenizer, VARIABLES, dict(variables))
+    return tokenizer
+
+
+@lru_cache(maxsize=8)
+def _read_by(tokenizer: PreTrainedTokenizerBase, template: str) -> frozenset[str]:
+    """The variables that the chat template reads, beside those that every rendering has."""
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    own: Any = tokenizer.chat_template or ""
+    environment, read = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
+    for source in own.values() if isinstance(own, dict) else [own]:
+        with contextlib.suppress(TemplateError):  # the first rendering says what is wrong
+            tree = environment.parse(re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source))
+            read |= meta.find_undeclared_variables(tree)
+    return frozenset(read.difference(tokenizer.special_tokens_map, OWN_VARIABLES))
 
 
 def date_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -99,27 +147,35 @@ def rendered(
     Raises:
         Exception: whatever the template raises, which is a program of somebody else's.
     """
-    date = datetime.date.fromisoformat(date_of(tokenizer))
-    plain = [[dict(message) for message in conversation] for conversation in conversations]
+    plain = [[_as_templates_take_it(tokenizer, message) for message in each] for each in conversations]
     schemas = [dict(tool) for tool in tools]
-
-    def written(shown: list[dict[str, Any]] | None) -> list[str]:
-        variables = {"strftime_now": lambda form: formatted(date, form)}
-        texts = tokenizer.apply_chat_template(
-            plain, tools=shown, add_generation_prompt=start, tokenize=False, **variables
-        )
-        return [str(text) for text in texts]
-
     if schemas:
-        return written(schemas)
+        return _applied(tokenizer, plain, schemas, start=start)
     from jinja2.exceptions import TemplateError
 
     try:
-        return written(None)
+        return _applied(tokenizer, plain, None, start=start)
     except TemplateError:
         raise
     except Exception:  # some templates go through the tools without asking whether there are any
-        return written([])
+        return _applied(tokenizer, plain, [], start=start)
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict[str, Any]]],
+    tools: list[dict[str, Any]] | None,
+    *,
+    start: bool,
+) -> list[str]:
+    date = datetime.date.fromisoformat(date_of(tokenizer))
+    variables = {**getattr(tokenizer, VARIABLES, {}), "strftime_now": partial(formatted, date)}
+    if tools and XML_TOOLS in _read_by(tokenizer, _template(tokenizer)):
+        variables[XML_TOOLS] = tools
+    texts = tokenizer.apply_chat_template(
+        list(conversations), tools=tools, add_generation_prompt=start, tokenize=False, **variables
+    )
+    return [str(text) for text in texts]
 
 
 def render(
@@ -131,6 +187,45 @@ def render(
 ) -> str:
     """The text of one conversation, see `rendered`."""
     return rendered(tokenizer, [conversation], tools=tools, start=start)[0]
+
+
+def _as_templates_take_it(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its thoughts under each name, and with the arguments of its calls in the template's form."""
+    thoughts = next((message[name] for name in THINKING_FIELDS if message.get(name)), None)
+    made = {**message, **(dict.fromkeys(THINKING_FIELDS, thoughts) if thoughts else {})}
+    if message.get("tool_calls"):
+        as_text = _arguments_as_text(tokenizer, _template(tokenizer))
+        made["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in message["tool_calls"]]
+    return made
+
+
+def _with_arguments(call: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return dict(call)
+    arguments = function.get("arguments")
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON stays text
+            read = json.loads(arguments)
+            arguments = read if isinstance(read, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+@lru_cache(maxsize=8)
+def _arguments_as_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether the template takes the arguments of a call as JSON text: it fails or writes Python for an object."""
+    shown = {}
+    for as_text in (False, True):
+        call = _with_arguments({**CALL, "function": {"name": "tool", "arguments": {"a": FIRST}}}, as_text=as_text)
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for conversation in ([WITH_TOOLS[0], turn], [WITH_TOOLS[0], turn, *WITH_TOOLS[2:]]):
+            with contextlib.suppress(Exception):  # a template is a program of somebody else's: it may raise anything
+                shown[as_text] = _applied(tokenizer, [conversation], [TOOL], start=False)[0]
+                break
+    as_object = shown.get(False, "")
+    return FIRST in shown.get(True, "") and (FIRST not in as_object or "{'a'" in as_object)
 
 
 def formatted(date: datetime.date, form: str) -> str:
@@ -163,6 +258,31 @@ def visible_special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[0]
 
 
+def written_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The special tokens that the template writes around what is said, and those of the beginning and the end."""
+    written = "".join(_around(tokenizer, _template(tokenizer)))
+    ends = {str(tokenizer.bos_token), str(tokenizer.eos_token)}
+    return {i for i, name in hidden_special_tokens(tokenizer).items() if name in written or name in ends}
+
+
+def said_special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The special tokens that are tokens in an assistant's text: blocks that it says, such as `<think>`, `</think>`."""
+    visible = visible_special_ids(tokenizer)
+    texts = {str(tokenizer.convert_ids_to_tokens(token)): token for token in visible}
+    closers = {text: _closers(text) & texts.keys() for text in texts}
+    return frozenset(texts[each] for text, ends in closers.items() if ends for each in (text, *ends))
+
+
+def _closers(text: str) -> set[str]:
+    """What may close a block that this special token opens.
+
+    >>> sorted(_closers("<think>")), "<|END_THINKING|>" in _closers("<|START_THINKING|>")
+    (['</think>'], True)
+    """
+    pairs = (("<", "</"), ("[", "[/"), ("<|", "<|/"), ("begin", "end"), ("start", "end"), ("START", "END"))
+    return {text.replace(opens, closes, 1) for opens, closes in pairs if opens in text and not text.startswith("</")}
+
+
 def hidden_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
     """{id: special token} of those that a text does not show."""
     return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[1]
@@ -175,8 +295,8 @@ def with_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> PreTrai
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template as text, which may be a dict of several."""
-    return str(getattr(tokenizer, "chat_template", None))
+    """All on which renderings depend but the date."""
+    return f"{getattr(tokenizer, 'chat_template', None)}{getattr(tokenizer, VARIABLES, None) or ''}"
 
 
 @lru_cache(maxsize=4)
@@ -196,7 +316,8 @@ def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str]:
     """What the template writes around what is said, as far as it takes such conversations."""
     if template == "None":
         return
-    for conversation, tools in (*((spoken, ()) for spoken in SPOKEN), (WITH_TOOLS, (TOOL,))):
+    with_tools = (WITH_TOOLS, WITH_TOOLS[:3])  # some templates take no question right after an answer of a tool
+    for conversation, tools in (*((spoken, ()) for spoken in SPOKEN), *((each, (TOOL,)) for each in with_tools)):
         try:
             yield BLOCK.sub("", render(tokenizer, conversation, tools=tools))
         except Exception:  # a template is a program of somebody else's: it may raise anything
@@ -234,8 +355,13 @@ def _opening_of_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> str |
         return None
     opened = prompt[len(header) :]
     tags = list(TAG.finditer(opened))
-    is_open = tags and not (tags[-1][1] or tags[-1][3] or (tags[-1][2] or tags[-1][4]).startswith(CLOSING_WORDS))
-    return opened if is_open else ""
+    return opened if tags and _opens(tags[-1]) else ""
+
+
+def _opens(tag: re.Match[str]) -> bool:
+    """Whether a tag opens something: neither `</think>` nor `[/THINK]`, `<|END_THINKING|>` or `<channel|>`."""
+    is_half = re.match(r"<[^|].*\|>", tag[0])
+    return not (tag[1] or tag[3] or (tag[2] or tag[4]).startswith(CLOSING_WORDS) or is_half)
 
 
 def last_tag(text: str) -> str:

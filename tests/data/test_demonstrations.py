@@ -225,3 +225,56 @@ def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, hub_
         make_demonstrations("hub", path="some/set").load(Split.train)
     assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is not a chat")
     assert str(refusal.value).endswith("name other fields (demonstrations.*_field)")
+
+
+# -- tools, thoughts and other fields ----------------------------------------------------------------------------------
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+AS_OBJECT = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING = [user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]},
+           {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"},
+           {**says("2"), "reasoning_content": "so"}]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_calls_thoughts_and_tools_of_a_chat_are_kept(learned) -> None:
+    first, last = learned({"messages": CALLING, "tools": [TOOL]}, turns="all")
+    assert (first.completion, first.fields, first.prompt.tools) == ("", {"tool_calls": [AS_OBJECT]}, (TOOL,))
+    assert (last.completion, last.fields) == ("2", {"reasoning_content": "so"})
+    assert [m["role"] for m in last.prompt.messages] == ["user", "assistant", "tool"]
+    assert last.prompt.messages[1]["tool_calls"] == [AS_OBJECT]
+    # Schemas may be JSON in a text and bare functions; null and empty fields of a table say nothing.
+    empty = dict.fromkeys(("tool_calls", "name", "weight", "reasoning"))
+    for tools in ('[{"name": "add"}]', [{"name": "add"}]):
+        [found] = learned({"messages": [{**m, **empty} for m in TALK], "tools": tools})
+        assert (found.fields, [t["function"]["name"] for t in found.prompt.tools]) == ({}, ["add"])
+    [bare] = learned({"prompt": CALLING[:3], "completion": [CALLING[3]], "tools": None})
+    assert (bare.completion, bare.fields, bare.prompt.tools) == ("2", {"reasoning_content": "so"}, ())
+
+
+def test_an_assistants_message_of_weight_0_is_only_read(learned) -> None:
+    talk = [TALK[0], {**TALK[1], "weight": 1}, TALK[2], {**TALK[3], "weight": 0}]
+    assert told(learned({"messages": talk})) == [("mine.jsonl:1", ["a"], "b")]
+    assert told(learned({"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}, turns="all")) == [
+        ("mine.jsonl:1", ["a", "b", "c"], "d")
+    ]
+
+
+def test_what_nobody_reads_in_a_message_is_refused_by_name(learned) -> None:
+    for message, problem in (
+        (
+            {**says("d"), "train": True},
+            "has the field 'train'; a message of the role assistant has",
+        ),
+        ({**says("d"), "function_call": {"name": "add"}}, "has the field 'function_call'"),
+        ({**user("d"), "name": "Ann"}, "has the field 'name'; a message of the role user has role, content"),
+        ({**says("d"), "weight": 0.5}, "has the weight 0.5; it must be 0 .* or 1"),
+        ({**says("d"), "reasoning_content": 5}, "must have a text as its reasoning_content, it is a number"),
+        ({"role": "assistant", "content": None}, "must have a text as its content, it is null"),
+        ({"role": "assistant", "tool_calls": "add"}, "tool_calls of message 3 .* must be a list"),
+        ({"role": "assistant", "tool_calls": [{"name": "add", "arguments": "a b"}]}, "a call of message 3"),
+        ({"role": "developer", "content": "d"}, 'must be {"role": system | user | assistant | tool'),
+    ):
+        with pytest.raises(UserError, match=problem.replace("|", r"\|").replace("{", r"\{")):
+            learned({"messages": [*TALK[:3], message]})
+    with pytest.raises(UserError, match=r"field 'tools' must be a list of schemas of functions with a name"):
+        learned({"messages": TALK, "tools": [{"function": {}}]})

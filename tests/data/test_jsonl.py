@@ -60,7 +60,7 @@ def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(make_data,
     (prompt,) = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(text, text))), **keys).load(Split.held_out)
     assert prompt.messages[0]["content"] == "aa"
     for parts in ((text, image), ()):
-        with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must be"):
+        with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must have a text"):
             make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(*parts))), **keys).load(Split.held_out)
 
 

@@ -107,9 +107,10 @@ def test_a_raw_prompt_begins_as_the_tokenizer_has_it_and_does_not_end(added: str
     gemma.backend_tokenizer.post_processor = TemplateProcessing(single=added, special_tokens=special_tokens)
     [plain] = gemma(["hi"], add_special_tokens=False)["input_ids"]
     begin = [gemma.bos_token_id] * ("<bos>" in added)
-    for text in ("hi", "<bos>hi"):  # a template may begin with it as well
-        found = scan([prompt("a", text)], gemma, 100, "refuse", Split.train, style="raw").prompts[0]
-        assert list(found.token_ids) == [*(begin or [gemma.bos_token_id] * (text != "hi")), *plain]
+    found = scan([prompt("a", "hi")], gemma, 100, "refuse", Split.train, style="raw").prompts[0]
+    assert list(found.token_ids) == [*begin, *plain]
+    spelled = scan([prompt("a", "<bos>hi")], gemma, 100, "refuse", Split.train, style="raw").prompts[0].token_ids
+    assert spelled.count(gemma.bos_token_id) == len(begin), "the text of a special token is text"
     gemma.init_kwargs["add_bos_token"] = True  # what its tokenizer.json may leave out
     found = scan([prompt("a", "hi")], gemma, 100, "refuse", Split.train, style="raw").prompts[0]
     assert list(found.token_ids) == [gemma.bos_token_id, *plain]

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from in_one_test import each
 
-from rlft.environment.calls import CallReader, DescribedCalls, JsonCalls, TemplateCalls, XmlCalls, reader_of
+from rlft.environment.calls import DescribedCalls, JsonCalls, XmlCalls, reader_of
+from rlft.environment.template_calls import CallReader, TemplateCalls
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 

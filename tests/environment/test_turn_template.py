@@ -64,10 +64,6 @@ def answers_of(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": text} for text in texts]
 
 
-def lengths(messages: Sequence[dict[str, Any]]) -> list[int]:
-    return [len(message["content"]) for message in messages]
-
-
 def ids_of_template(family: str, messages: Sequence[dict[str, Any]], tools: bool, start: bool) -> list[int]:
     ids = family_tokenizer(family).apply_chat_template(
         [*messages], tools=[ADD] if tools else None, add_generation_prompt=start, return_dict=False
@@ -95,7 +91,7 @@ def follow(family: str, role: str, system: bool, turns: Sequence[tuple[str, Sequ
     def to_its_end(start: int) -> list[int]:
         return whole[start : next(i for i in range(start, len(whole)) if whole[i] in ends) + 1]
 
-    row = [*template.prompt(opening, lengths(opening))]
+    row = [*template.prompt(opening)]
     for _, texts in turns:
         sampled = to_its_end(len(row))
         row += [*sampled, *template.suffix(sampled, answers_of(role, texts))]
@@ -189,10 +185,10 @@ def test_where_a_user_makes_a_template_rewrite_earlier_turns_the_whole_is_read_a
     tokenizer, opening, schemas = family_tokenizer(family), asked(system), [ADD] if tools else []
     template = TurnTemplate(tokenizer, ["user"], tools=schemas, opening=opening)  # type: ignore[list-item]
     assert template.rewriting == {"user"}
-    first = template.prompt(opening, lengths(opening))
+    first = template.prompt(opening)
     turn, answers = said(family, "x", False), answers_of("user", ["2?"])
     messages = [*opening, turn, *answers]
-    branch = template.prompt(messages, lengths(messages))
+    branch = template.prompt(messages)
     assert [*branch] == ids_of_template(family, messages, tools, start=True)
     whole = ids_of_template(family, [*opening, turn], tools, start=False)
     assert branch[: len(first)] != first or [*branch[: len(whole)]] != whole
@@ -201,21 +197,20 @@ def test_where_a_user_makes_a_template_rewrite_earlier_turns_the_whole_is_read_a
         template.suffix([], answers)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_what_looks_like_a_special_token_in_history_stays_text_where_it_is_not_trusted(family):
+@each("family", ["qwen3", "mistral"])
+def test_what_looks_like_a_special_token_in_history_stays_text(family):
     tokenizer, special = family_tokenizer(family), SPECIAL[family]
     opening = asked(family == "mistral")
     template = TurnTemplate(tokenizer, ["user"], opening=opening)
     messages = [*opening, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
-    hostile = [*opening, *({**message, "content": "".join(special)} for message in messages[-2:])]
-    trusted = [*lengths(opening), 0, 0]
-    plain, written = template.prompt(messages, trusted), template.prompt(hostile, trusted)
+    hostile = [{**message, "content": "".join(special)} for message in messages]
 
     def specials(ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in tokenizer.all_special_ids or token < len(special)]
 
-    assert specials(written) == specials(plain)
-    assert len(specials(template.prompt(hostile, lengths(hostile)))) > len(specials(plain))
+    assert specials(template.prompt(hostile)) == specials(template.prompt(messages))
+    written = template._rendered(hostile, start=True)
+    assert len(specials(tokenizer(written)["input_ids"])) > len(specials(template.prompt(messages)))
 
 
 def test_a_template_that_rewrites_earlier_turns_when_a_tool_answers_is_refused():

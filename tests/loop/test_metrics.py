@@ -19,6 +19,7 @@ from rlft.loop.metrics import (
     peak_memory_bytes,
     rollout_metrics,
     summarise,
+    unknown_token_metrics,
 )
 from rlft.system import memory
 from rlft.system.seeds import sampling_seeds
@@ -65,6 +66,12 @@ def batch_of(rollouts):
 
 def no_text(token_ids):
     raise AssertionError("no reward scores steps, so nothing is decoded")
+
+
+def test_sampled_ids_without_a_token_are_counted_where_there_can_be_some(step):
+    assert unknown_token_metrics(step.groups, frozenset()) == {}
+    assert unknown_token_metrics(step.groups, frozenset({7, 8})) == {"sampled/unknown_tokens": 8.0}
+    assert unknown_token_metrics(step.groups, frozenset({9})) == {"sampled/unknown_tokens": 0.0}
 
 
 def test_a_steps_rewards_lengths_and_tokens_are_the_numbers_one_gets_by_hand(step):

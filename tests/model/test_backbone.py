@@ -11,8 +11,9 @@ import pytest
 import torch
 from in_one_test import each
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import nn
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rlft.generation.adapter_files import AdapterFiles
@@ -20,8 +21,10 @@ from rlft.model import roles as roles_module
 from rlft.model.backbone import (
     BaseWeights,
     bit_sum,
+    check_sentence,
     decoder_layers,
     fingerprint,
+    ids_without_token,
     layer_weights,
     load_backbone,
     load_tokenizer,
@@ -35,6 +38,8 @@ from rlft.model.backbone import (
 from rlft.model.forward import choose
 from rlft.model.kernels.attention import NAME
 from rlft.model.roles import POLICY
+from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import render
 from rlft.types import UserError
 
 
@@ -79,6 +84,62 @@ def test_a_broken_config_or_tokenizer_is_refused_by_its_key(tmp_path, model_conf
         read_config(model_config(path=str(tmp_path)))
     with pytest.raises(UserError, match=r"^model\.path: its tokenizer cannot be read"):
         load_tokenizer(model_config(path=str(tmp_path)))
+
+
+def test_tokens_beyond_the_embedding_are_refused_unless_no_text_has_them(tiny_path, tmp_path, model_config):
+    rows = AutoConfig.from_pretrained(tiny_path).vocab_size
+    for named, token, refused in (
+        ("the end of a turn", AddedToken("<|im_end|>", special=True), True),
+        ("a word", AddedToken("plus", special=False), True),
+        ("a block", AddedToken("<plan>", special=True), True),
+        ("a pad", AddedToken("<pad>", special=True), False),
+    ):
+        folder = shutil.copytree(tiny_path, tmp_path / named)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        fill = [AddedToken(f"<unused{i}>", special=True) for i in range(rows - len(tokenizer))]
+        tokenizer.add_tokens([*fill, token, *([AddedToken("</plan>", special=True)] if named == "a block" else [])])
+        if named == "the end of a turn":  # under an id beyond the embedding
+            tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|end_of_it|>")
+            tokenizer.add_tokens([AddedToken("<|end_of_it|>", special=True)])
+        if named == "a pad":
+            tokenizer.pad_token = "<pad>"
+        tokenizer.save_pretrained(folder)
+        if not refused:
+            assert len(load_tokenizer(model_config(path=str(folder)))) == rows + 1
+            continue
+        with pytest.raises(
+            UserError, match=rf"^model\.path: its embedding has {rows} rows, which lacks [12] of the tok"
+        ):
+            load_tokenizer(model_config(path=str(folder)))
+
+
+def test_a_tokenizer_that_loses_the_spaces_of_a_sentence_is_refused():
+    """As one that is loaded by another class does, because its folder has no config.json of its model."""
+    letters = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    for decoder, is_right in ((decoders.Fuse(), True), (decoders.Replace(" ", ""), False)):
+        backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+        setattr(backend, "decoder", decoders.Sequence([decoder, decoders.Fuse()]))  # noqa: B010
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        if is_right:
+            check_sentence(tokenizer, "here")
+            continue
+        with pytest.raises(
+            UserError, match=r"^model\.path: its tokenizer reads 'the sum of .*' as 'thesumof.*, got here"
+        ):
+            check_sentence(tokenizer, "here")
+
+
+def test_a_template_that_is_one_of_several_is_the_default_one(tiny_path, tmp_path, model_config):
+    folder = shutil.copytree(tiny_path, tmp_path / "several")
+    plain = load_tokenizer(model_config(path=str(folder)))
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    usual = render(plain, asked, start=True)
+    plain.chat_template = {"default": plain.chat_template, "rag": "nothing"}
+    assert render(plain, asked, start=True) == usual
+    assert turn_ends(plain, "chat").ids == turn_ends(load_tokenizer(model_config()), "chat").ids
+    rows = read_config(model_config()).get_text_config().vocab_size
+    known = ids_without_token(plain, rows)
+    assert known == ids_without_token(plain, len(plain)) | set(range(len(plain), rows))
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda"])

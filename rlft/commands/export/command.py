@@ -177,6 +177,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     style = (request.source.config.get("prompts") or {}).get("style", "chat")
     configured = configured_ends(config)
     ends = turn_ends(tokenizer, style, configured)
+    base_file = weights.file_of_base(config, weights.GENERATION_CONFIG)
     names_ends = set(ends.ids) <= set(configured_ids(configured))
     with _becoming(request.out) as folder:
         if request.kind is ExportKind.adapter:
@@ -186,7 +187,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
         else:
             weights.write_model(request, config, tokenizer, folder, say)
         if not names_ends and request.checkpoint_kind is not CheckpointKind.reward:
-            weights.write_ends(folder, weights.file_of_base(config, weights.GENERATION_CONFIG), ends.ids)
+            weights.write_ends(folder, base_file, ends.ids)
         card = model_card.Card(
             source=request.source,
             checkpoint=request.checkpoint,
@@ -200,6 +201,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
             ends=ends,
             eos=tokenizer.eos_token_id,
             names_ends=names_ends or request.kind is ExportKind.model,
+            defaults={} if base_file is None else json.loads(base_file.read_text(encoding="utf-8")),
         )
         text = card.text()
         with writing(request.out, len(text)):

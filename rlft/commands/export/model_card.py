@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,26 @@ IN_THE_PROMPT = ("_target_", "system_prompt", "prompt_template")
 STEPS = {"examples_per_step": "demonstrations", "rankings_per_step": "rankings"}
 PLAIN_PROMPT = '"\\n\\n".join(message["content"] for message in messages)'
 """The prompt's text for a tokenizer without a chat template (rlft.data.prompts)."""
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "min_p": 0.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1.0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+}
+"""{field of a generation config: the value with which it changes nothing}, of those that the code does not set."""
 
 Config = Mapping[str, Any]
 
@@ -54,6 +74,7 @@ class Card:
         ends: what ends a turn.
         eos: the tokenizer's end token.
         names_ends: whether what loads the model finds all of them in its generation config.
+        defaults: the fields of the base's generation_config.json.
     """
 
     source: NamedRun
@@ -68,6 +89,7 @@ class Card:
     ends: TurnEnds
     eos: object
     names_ends: bool
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
         """The card, in Markdown."""
@@ -230,9 +252,14 @@ def usage(card: Card, adapter: Config) -> str:
         return f"## Use\n\n```\n{reward_command(config, adapter, name)}\n```"
     generation = config.get("generation") or {}
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
+    sampling += [f"min_p={generation['min_p']}"] if generation.get("min_p") else []
+    variables = (config.get("prompts") or {}).get("template_variables") or {}
+    own_options = "".join(f', "{name}": {value!r}' for name, value in variables.items())
     length = generation.get("max_tokens", 256)
     by_transformers, by_vllm = stop_code(generation, card.ends, names_ends=card.names_ends)
-    generate_options = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
+    neutral, note = without_defaults(card.defaults)
+    neutral = [option for option in neutral if option.partition("=")[0] not in "".join(sampling)]
+    generate_options = ["do_sample=True", *sampling, *neutral, f"max_new_tokens={length}", *by_transformers]
     shared_lines = [
         f'path = "{name}"',
         *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
@@ -246,7 +273,7 @@ def usage(card: Card, adapter: Config) -> str:
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         f'model = {loader}.from_pretrained(base, dtype="auto")',
         *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
-        'options = {"return_dict": True, "return_tensors": "pt"}',
+        f'options = {{"return_dict": True, "return_tensors": "pt"{own_options}}}',
         "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"
         if card.has_template
         else f'inputs = tokenizer({PLAIN_PROMPT}, return_tensors="pt")',
@@ -265,13 +292,28 @@ def usage(card: Card, adapter: Config) -> str:
         f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}', *by_vllm])})",
         f"answers = LLM(base{dtype_option}{lora_options})."
         f"{'chat(messages' if card.has_template else f'generate({PLAIN_PROMPT}'}, sampling"
+        + (f", chat_template_kwargs={variables!r}" if variables and card.has_template else "")
         + ("" if is_model else ', lora_request=LoRARequest("policy", 1, path)')
         + ")",
         "print(answers[0].outputs[0].text)",
     ]
     vllm_can_load = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
     programs = [code(transformers_lines), *([code(vllm_lines)] if vllm_can_load else [])]
-    return "## Use\n\n" + "\n\nor\n\n".join(programs)
+    return "\n\n".join(filter(None, ("## Use", "\n\nor\n\n".join(programs), note)))
+
+
+def without_defaults(defaults: Mapping[str, Any]) -> tuple[list[str], str]:
+    """(arguments that keep `generate` from changing log-probs as the base's generation config would, a sentence on it).
+
+    >>> without_defaults({"repetition_penalty": 1.05, "typical_p": 1.0, "top_k": 20})[0]
+    ['repetition_penalty=1.0']
+    """
+    differing = {k: v for k, v in defaults.items() if k in NEUTRAL and v not in (None, NEUTRAL[k])}
+    if not differing:
+        return [], ""
+    listed = ", ".join(f"`{name}: {value}`" for name, value in differing.items())
+    note = f"The base's generation_config.json has {listed}: the run sampled without it, and so does this code."
+    return [f"{name}={NEUTRAL[name]}" for name in differing], note
 
 
 def end_fact(ends: TurnEnds) -> list[tuple[str, str]]:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlft.environment.calls import Syntax, reader_of, written
+from rlft.environment.calls import Syntax, reader_of, shown_by, written
 from rlft.environment.endpoint.bodies import Refusal, Said
-from rlft.environment.turn_template import OPENING, TurnTemplate, shown_by
-from rlft.tokens.text import render
+from rlft.environment.turn_template import OPENING, TurnTemplate
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Spoken:
         self._tokenizer, self._tools = tokenizer, list(tools)
         self._syntax: Syntax = syntax
         self._by_template = syntax == "template"
-        self._shown = shown_by(syntax, tools)
+        self._shown = shown_by(syntax, tokenizer, tools, OPENING)
         roles: set[Literal["tool", "user"]] = {"user", "tool"} if tools and self._by_template else {"user"}
         self._template = TurnTemplate(tokenizer, roles, tools=self._shown.tools, may_rewrite=roles)
         self._reader = reader_of(syntax, tokenizer, tools, OPENING) if tools else None
@@ -78,15 +77,10 @@ class Spoken:
             Refusal: the chat template does not accept these messages.
         """
         shown = self._shown.messages(list(self._plain(messages)))
-        problem: Exception | None = None
-        for candidate in (shown, [_with_written_arguments(message) for message in shown]):
-            try:
-                return (
-                    self._template.prompt(candidate, [0] * len(candidate)) if start else self._without_start(candidate)
-                )
-            except Exception as error:  # a template is a program of somebody else's: it may raise anything
-                problem = problem or error
-        raise _not_taken(problem)
+        try:
+            return self._template.prompt(shown, start=start)
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+            raise _not_taken(error) from None
 
     def has_suffix(self, messages: Sequence[Message]) -> bool:
         """Whether earlier turns stay as they were when these messages follow; else the policy reads it all again."""
@@ -137,12 +131,8 @@ class Spoken:
             texts.append(written(self._syntax, self._tokenizer, self._tools, OPENING, name, call_arguments))
         return "\n".join(texts)
 
-    def _without_start(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        rendered = render(self._tokenizer, messages, tools=self._shown.tools)
-        return tuple(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
-
-def _not_taken(problem: Exception | None) -> Refusal:
+def _not_taken(problem: Exception) -> Refusal:
     return Refusal(400, f"messages: the chat template does not take them ({problem})", "invalid_messages")
 
 
@@ -154,17 +144,3 @@ def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     function["parameters"].setdefault("type", "object")
     function["parameters"].setdefault("properties", {})
     return {"type": "function", "function": function}
-
-
-def _with_written_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as text, as some templates want them."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    return {
-        **message,
-        "tool_calls": [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ],
-    }

@@ -550,14 +550,24 @@ def test_the_python_of_the_card_runs(
     kind: str,
     template: bool,
 ) -> None:
-    base = tmp_path / "base"
+    base, variables = tmp_path / "base", list[str]()
     shutil.copytree(tiny_path, base)
     if not template:
         (base / "chat_template.jinja").unlink()
-    place = policy_run(f"model.path={base}", "generation.max_tokens=8", noise=0.0)
+    else:
+        file = base / "chat_template.jinja"
+        file.write_text("{% if brief is defined %}Be brief.{% endif %}" + file.read_text())
+        variables = ["prompts.template_variables={brief: true}"]
+    defaults = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**defaults, "repetition_penalty": 1.5, "typical_p": 1.0}))
+    place = policy_run(f"model.path={base}", "generation.max_tokens=8", *variables, noise=0.0)
     _, text = card_of(exported(place, tmp_path / "out", kind))
     by_transformers, by_vllm = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     compile(by_vllm, "card", "exec")
+    assert "repetition_penalty=1.0" in by_transformers, "the run sampled without the base's"
+    assert "typical_p" not in by_transformers
+    assert "has `repetition_penalty: 1.5`: the run sampled without it" in text
+    assert ('"brief": True' in by_transformers) == ("chat_template_kwargs={'brief': True}" in by_vllm) == template
     assert 'LLM(base, dtype="float32"' in by_vllm, "vLLM would make bfloat16 of it"
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -1,0 +1,458 @@
+"""How chat templates write calls of tools, which is found out by having them write some, and how these are read.
+
+There are three forms: JSON objects with the tool's name and arguments behind a marker (Qwen, Hermes, Granite); the
+name, then the arguments as JSON (Mistral, DeepSeek, Kimi-K2, gpt-oss); and the name, then a list of arguments with
+their values (Qwen3-Coder, GLM, MiniMax-M2). A form is used only if it reads what the template itself has written.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlft.environment.protocol import Call
+from rlft.tokens.ends import num_common, special_pattern, special_tokens
+from rlft.tokens.reasoning import search_outside, without_reasoning
+from rlft.tokens.text import CALL_ID, render
+from rlft.types import Schema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_DEPTH = 64
+"""The deepest nesting of JSON that the policy may write. Python's pickle and json fail some hundred levels down."""
+SAID = "said"
+PAIR = {"argument1": "mark1", "argument2": "mark2"}
+NAME = r"(?P<name>[\w.-]+)"
+CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
+MAX_BETWEEN = 200
+"""The most characters between a tool's name and its arguments."""
+EXPLAINED = re.compile(r'(?P<marker>\S+)\s*\{"(?P<name>\w+)": <[\w-]+>, "(?P<arguments>\w+)": <[\w-]+>\}')
+"""A call as templates explain it in the prompt, such as `<tool_call>{"name": <function-name>, "arguments": <args>}`."""
+NOT_JSON = "this call is not valid JSON ({}); write it as {}"
+KEYS_OF_CALLS = {"type", "id"}
+_FENCED = re.compile(r"\A```[a-z_]*\s*(.*?)\s*```\Z", re.DOTALL)
+_OPENED_FENCE = re.compile(r"\s*(?:```[a-z_]*\s*)?")
+_SEPARATORS = re.compile(r"[\s,;]*")
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+class CallReader(ABC):
+    """Reads the calls in a turn of the policy, which begin where `START` matches, but not in its reasoning."""
+
+    START: ClassVar[re.Pattern[str]]
+
+    @abstractmethod
+    def calls(self, text: str) -> list[Call]:
+        """The calls in order; those that cannot be made have a `problem`.
+
+        Args:
+            text: the turn with its special tokens, but without the one that ends it.
+        """
+
+    def before(self, text: str) -> str:
+        """The text of such a turn before its first call."""
+        return text[: match.start()] if (match := search_outside(self.START, text)) else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateCalls(CallReader):
+    """Calls as a chat template writes them: JSON objects after a marker.
+
+    Attributes:
+        marker: what stands before them, such as `<tool_call>` or `[TOOL_CALLS]`; "": a turn with a call holds nothing
+            else.
+        name: key of the tool's name.
+        arguments: key of the tool's arguments.
+        tools: the tools' names.
+    """
+
+    marker: str
+    name: str
+    arguments: str
+    tools: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def calls(self, text: str) -> list[Call]:
+        if not self.marker:
+            bare = _FENCED.sub(r"\1", without_reasoning(text).strip())
+            value, _, error = decoded(bare)
+            is_call = is_call_of(value, self.name, self.arguments, self.tools)
+            is_broken = error and re.match(rf'\{{\s*"(?:{self.name}|type)"\s*:', bare)
+            return self._at(bare, 0)[0] if is_call or is_broken else []
+        calls: list[Call] = []
+        position = 0
+        while match := search_outside(re.compile(re.escape(self.marker)), text, position):
+            found, position = self._at(text, match.end())
+            calls += found
+        return calls
+
+    def before(self, text: str) -> str:
+        if not self.marker:
+            return "" if self.calls(text) else text
+        match = search_outside(re.compile(re.escape(self.marker)), text)
+        return text if match is None else text[: match.start()]
+
+    def written(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call in this form, where the template explains it and writes none."""
+        end = f"\n</{self.marker[1:]}" if self.marker.startswith("<") else ""
+        return f"{self.marker}\n{json.dumps({self.name: name, self.arguments: arguments}, ensure_ascii=False)}{end}"
+
+    def _at(self, text: str, start: int) -> tuple[list[Call], int]:
+        """(the calls of the objects or lists that stand here one after the other, where they end)."""
+        example = f'{self.marker}{{"{self.name}": "<tool>", "{self.arguments}": {{..}}}}'
+        calls: list[Call] = []
+        position = _OPENED_FENCE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+        while not calls or text.startswith("{", position):
+            value, length, error = decoded(text[position:])
+            if error:
+                end = text.find(self.marker, position) if self.marker else -1
+                written = text[position : end if end >= 0 else None]
+                return [*calls, unreadable(written, NOT_JSON.format(error, example))], position
+            values = value if isinstance(value, list) else [value]
+            calls += [call_of(each, self.name, self.arguments, example) for each in values]
+            position = _SEPARATORS.match(text, position + length).end()  # type: ignore[union-attr]  # as above
+        return calls, position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCalls(CallReader):
+    """Calls as a tool's name, then its arguments as JSON.
+
+    Attributes:
+        prefix: what stands before the name, such as `[TOOL_CALLS]`.
+        between: a regular expression of what stands between name and arguments.
+        id: a regular expression whose first group is the call's id in the text from the prefix on; "": it has none.
+    """
+
+    prefix: str
+    between: str
+    id: str = ""
+
+    def calls(self, text: str) -> list[Call]:
+        start, calls, position = self._start(), list[Call](), 0
+        while match := search_outside(start, text, position):
+            value, length, error = decoded(text[match.end() :])
+            position = match.end() + length
+            if error:
+                example = f"{self.prefix}{match['name']}{text[match.end('name') : match.end()]}{{..}}"
+                end = start.search(text, position)
+                written = text[match.end() : end.start() if end else None]
+                calls.append(unreadable(written, NOT_JSON.format(error, example), match["name"]))
+            else:
+                call = {"name": match["name"], "arguments": value, "id": self._id(match[0])}
+                calls.append(call_of(call, "name", "arguments", "an object"))
+        return calls
+
+    def before(self, text: str) -> str:
+        return text[: match.start()] if (match := search_outside(self._start(), text)) else text
+
+    def _id(self, text: str) -> str:
+        match = re.match(self.id, text) if self.id else None
+        return match[1] if match else ""
+
+    def _start(self) -> re.Pattern[str]:
+        return re.compile(re.escape(self.prefix) + NAME + self.between)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedCalls(CallReader):
+    """Calls as a tool's name, then each argument with its value; values other than strings are JSON.
+
+    Attributes:
+        prefix: what stands before the name, such as `<function=`.
+        opening: what stands before an argument's name, such as `<parameter=`.
+        separator: what stands between an argument's name and its value; a line break at its end is not the value's.
+        closing: what stands after a value; a line break at its beginning is not the value's.
+        end: what ends a call; "": nothing of its own.
+        properties: {tool: {argument: its schema}}.
+    """
+
+    prefix: str
+    opening: str
+    separator: str
+    closing: str
+    end: str
+    properties: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    def calls(self, text: str) -> list[Call]:
+        starts = [*self._start().finditer(without_reasoning(text))]
+        ends = [*(match.start() for match in starts), len(text)][1:]
+        return [self._call(m["name"], text[m.end() : end]) for m, end in zip(starts, ends, strict=bool(starts))]
+
+    def before(self, text: str) -> str:
+        return text[: match.start()] if (match := search_outside(self._start(), text)) else text
+
+    def _start(self) -> re.Pattern[str]:
+        return re.compile(re.escape(self.prefix) + NAME + r"(?![\w.-])")
+
+    def _call(self, name: str, body: str) -> Call:
+        arguments, rest, properties = {}, body, self.properties.get(name, {})
+        for match in self._argument().finditer(body):
+            value = match["value"]
+            value = value.removeprefix("\n") if self.separator.endswith("\n") else value
+            value = value.removesuffix("\n") if self.closing.startswith("\n") else value
+            value = cdata[1] if (cdata := CDATA.fullmatch(value)) else value
+            is_text = properties.get(match["key"], {}).get("type", "string") == "string"
+            arguments[match["key"]] = well_formed(value) if is_text else json_or_text(value)
+            rest = rest.replace(match[0], "", 1)
+        if (self.opening in rest and not self.end) or self.opening in rest.partition(self.end or "\0")[0]:
+            example = f"{self.opening}<argument>{self.separator}<value>{self.closing}".replace("\n", "")
+            return unreadable(body, f"an argument of this call has no end; write it as {example}", name)
+        written = body.partition(self.end)[0] if self.end else body
+        return Call(name=well_formed(name), arguments=arguments, written=well_formed(written.strip()))
+
+    def _argument(self) -> re.Pattern[str]:
+        separator = _spaced(self.separator)
+        if self.separator[:1] in "\"'":  # further attributes may tell the value's type: `name="a" string="true">`
+            last = self.separator.rindex(self.separator[0])
+            separator = re.escape(self.separator[0]) + r"[^<>\n]*?" + _spaced(self.separator[last + 1 :])
+        key = r"(?P<key>[^\s<>\"'=]+)"
+        closing = re.escape(self.closing.strip())
+        return re.compile(f"{re.escape(self.opening)}{key}{separator}(?P<value>.*?){closing}", re.DOTALL)
+
+
+# -- finding the form --------------------------------------------------------------------------------------------------
+def form_of(
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
+) -> CallReader | None:
+    """The form in which the tokenizer's template writes calls; None if it is not known."""
+    tool = schemas[0]["function"]["name"]
+    one = written_turn(tokenizer, schemas, opening, [(tool, PAIR)])
+    if tool not in one:
+        return explained_form(tokenizer, schemas, opening)
+    two = written_turn(tokenizer, schemas, opening, [(tool, PAIR), (tool, PAIR)])
+    special = special_pattern(special_tokens(tokenizer))
+    prompt = render(tokenizer, opening, tools=schemas, start=True)
+    for form in (_json_form(one, tool), _named_form(one, two, tool, special, prompt),
+                 _listed_form(one, two, tool, special, prompt, schemas)):  # fmt: skip
+        if form is not None and [(c.name, c.arguments, c.problem) for c in form.calls(one)] == [(tool, PAIR, "")]:
+            return replace(form, tools=names_of(schemas)) if isinstance(form, TemplateCalls) else form
+    return None
+
+
+def writes_without_showing(
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether the template writes calls of tools in a known form, but no schemas, which DeepSeek-V3.1 has in a text."""
+    name = schemas[0]["function"]["name"]
+    try:
+        shows = name in render(tokenizer, opening, tools=schemas, start=True)
+    except Exception:  # a template is a program of somebody else's: it may raise anything
+        return False
+    return not shows and form_of(tokenizer, schemas, opening) is not None
+
+
+def explained_form(
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
+) -> TemplateCalls | None:
+    """The form that the template explains in the prompt, where it writes no calls itself; None if there is none."""
+    try:
+        prompt = render(tokenizer, opening, tools=schemas, start=True)
+    except Exception:  # a template is a program of somebody else's: it may raise anything
+        return None
+    match = EXPLAINED.search(prompt)
+    return None if match is None else TemplateCalls(**match.groupdict(), tools=names_of(schemas))
+
+
+def _json_form(one: str, tool: str) -> TemplateCalls | None:
+    for match in re.finditer(r"\{", one):
+        value, _, error = decoded(one[match.start() :])
+        if not error and (keys := _keys(value, tool)) is not None:
+            marker = one[: match.start()].rpartition(SAID)[2].strip()
+            return TemplateCalls(marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1])
+    return None
+
+
+def _named_form(one: str, two: str, tool: str, special: re.Pattern[str], prompt: str) -> NamedCalls | None:
+    for match in re.finditer(r"\{", one):
+        if decoded(one[match.start() :])[0] == PAIR and (at := one.rfind(tool, 0, match.start())) >= 0:
+            prefix = _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
+            between = one[at + len(tool) : match.start()]
+            tokens = [*special.finditer(between)]
+            pattern = re.sub(r"\d+", r"\\d+", _spaced(between))
+            if tokens:  # as models write it, other words may stand before the last token
+                pattern = rf"[^{{}}]{{0,{MAX_BETWEEN}}}?{re.escape(between[tokens[-1].start() :].rstrip())}"
+            return (
+                NamedCalls(prefix=prefix, between=pattern, id=_id_in(between, special)) if prefix and between else None
+            )
+    return None
+
+
+def _id_in(between: str, special: re.Pattern[str]) -> str:
+    """A regular expression of where a call's id stands; "" if it has none.
+
+    It stands between two tokens (Mistral), or it is the name with what is around it (Kimi-K2: `functions.add:0`).
+    """
+    before, found, after = between.partition(CALL_ID)
+    if found:
+        return rf".*?{re.escape(before)}(.*?){re.escape(after.strip())}"
+    own = between[: match.start()] if (match := special.search(between)) else ""
+    return rf"(?:{special.pattern})(.*?)(?:{special.pattern})" if re.search(r"\d", own) else ""
+
+
+def _listed_form(
+    one: str, two: str, tool: str, special: re.Pattern[str], prompt: str, schemas: Sequence[Schema]
+) -> ListedCalls | None:
+    places = re.search(".*?".join(f"({text})" for pair in PAIR.items() for text in pair), one, re.DOTALL)
+    at = -1 if places is None else one.rfind(tool, 0, places.start())
+    if places is None or at < 0:
+        return None
+    joint, after = one[places.end(2) : places.start(3)], one[places.end(4) :]
+    cut = joint.rfind("<")
+    closing, opening = joint[:cut], joint[cut:]
+    separator, prefix = one[places.end(1) : places.start(2)], _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
+    if cut < 0 or not closing.strip() or not separator.strip() or not prefix:
+        return None
+    end = re.match(r"\s*(</[^<>\n]+>)", after[num_common(closing, after) :])
+    properties = {s["function"]["name"]: s["function"]["parameters"].get("properties", {}) for s in schemas}
+    return ListedCalls(
+        prefix=prefix,
+        opening=opening,
+        separator=separator,
+        closing=closing.rstrip(),
+        end=end[1] if end else "",
+        properties=properties,
+    )
+
+
+def _prefix(before: str, before_second: str, special: re.Pattern[str], prompt: str) -> str:
+    """What stands before the name of every call: the last token or line of what stands before that of the first one."""
+    if before_second.startswith(before) and len(before_second) > len(before):
+        before = before[len(before) - num_common(before[::-1], before_second[::-1]) :]
+    tokens = [*special.finditer(before)]
+    line = before[tokens[-1].start() :] if tokens else before
+    start = prompt[[0, *(match.start() for match in special.finditer(prompt))][-1] :]
+    line = line[len(start) :] if line.startswith(start) else line
+    return line.strip("\n").rpartition("\n")[2].rpartition(SAID)[2]
+
+
+def _spaced(text: str) -> str:
+    """A regular expression of this text, in which white space may differ."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+
+
+def written_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: Sequence[Schema],
+    opening: Sequence[Mapping[str, Any]],
+    calls: Sequence[tuple[str, Mapping[str, Any]]],
+) -> str:
+    """The turn with these calls, (name, arguments), as the template writes it; "" if it fails."""
+    made = [
+        {"type": "function", "id": f"{number:09d}", "function": {"name": name, "arguments": dict(arguments)}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    turn = {"role": "assistant", "content": SAID, "tool_calls": made}
+    try:
+        prompt_text = render(tokenizer, opening, tools=schemas, start=True)
+        text = render(tokenizer, [*opening, turn], tools=schemas)
+    except Exception:  # a template is a program of somebody else's: it may raise anything
+        return ""
+    return text[len(prompt_text) :] if text.startswith(prompt_text) else text[num_common(prompt_text, text) :]
+
+
+def _keys(value: Any, tool: str) -> tuple[str, str] | None:
+    """The keys of name and arguments in a call as a template has written it."""
+    if not isinstance(value, dict):
+        return None
+    names = [key for key, each in value.items() if each == tool]
+    arguments = [k for k, each in value.items() if each in (PAIR, json.dumps(PAIR))]
+    return (names[0], arguments[0]) if names and arguments else None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def decoded(text: str) -> tuple[Any, int, str]:
+    """(the JSON value that the text begins with, the characters that it takes, "") or (None, 0, what is wrong with it).
+
+    The policy may have written anything: line breaks inside strings are accepted, and values that are nested too deeply
+    to be written or sent are refused.
+
+    >>> decoded(' {"a": 1} and more'), decoded("[1,")[2]
+    (({'a': 1}, 9, ''), 'Expecting value')
+    """
+    bare = text.lstrip()
+    try:
+        value, length = json.JSONDecoder(strict=False).raw_decode(bare)
+    except json.JSONDecodeError as error:
+        return None, 0, error.msg
+    except ValueError:
+        return None, 0, "a number has too many digits"
+    except RecursionError:
+        return None, 0, "too deep"
+    if depth(value) > MAX_DEPTH:
+        return None, 0, "too deep"
+    return value, len(text) - len(bare) + length, ""
+
+
+def depth(value: Any) -> int:
+    """How deeply a JSON value is nested; 0 for one that is neither a list nor an object.
+
+    >>> depth(5), depth([]), depth({"a": [1]})
+    (0, 1, 2)
+    """
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        outer, level = waiting.pop()
+        if isinstance(outer, dict | list):
+            deepest = max(deepest, level)
+            waiting += [(inner, level + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return deepest
+
+
+def well_formed(text: str) -> str:
+    """The text with `?` for lone surrogates, which JSON can express but no tokenizer or file accepts."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:
+    """The call that a JSON value describes."""
+    if not isinstance(value, Mapping) or not isinstance(value.get(name_key), str):
+        return unreadable(json.dumps(value, ensure_ascii=False), f"this call names no tool; write it as {example}")
+    name, arguments = value[name_key], value.get(arguments_key, {})
+    if isinstance(arguments, str):  # JSON in a string, as OpenAI's API has it
+        arguments = json_or_text(arguments)
+    written = well_formed(json.dumps(arguments, ensure_ascii=False))
+    if not isinstance(arguments, Mapping):
+        problem = f"the {arguments_key} of this call are no JSON object; write it as {example}"
+        return unreadable(written, problem, name)
+    call_id = well_formed(value["id"]) if isinstance(value.get("id"), str) else ""
+    named = {str(key): each for key, each in arguments.items()}
+    return Call(name=well_formed(name), arguments=named, written=written, id=call_id)
+
+
+def is_call_of(value: Any, name_key: str, arguments_key: str, tools: Collection[str]) -> bool:
+    """Whether a JSON value without a marker is a call: an object that names a tool, or that is nothing but a call.
+
+    >>> is_call_of({"name": "Bob", "age": 3}, "name", "arguments", ["add"])
+    False
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get(name_key), str):
+        return False
+    is_bare = arguments_key in value and set(value) <= {name_key, arguments_key} | KEYS_OF_CALLS
+    return value[name_key] in tools or is_bare
+
+
+def names_of(schemas: Sequence[Schema]) -> frozenset[str]:
+    return frozenset(schema["function"]["name"] for schema in schemas)
+
+
+def unreadable(written: str, problem: str, name: str = "") -> Call:
+    """A call that cannot be made, as the policy wrote it; `problem` says why, as a sentence for the policy."""
+    return Call(name=well_formed(name), arguments={}, written=well_formed(written), problem=well_formed(problem))
+
+
+def json_or_text(text: str) -> Any:
+    """The JSON value, or else the Python value, that the text is; or else the text."""
+    value, length, problem = decoded(text)
+    if not problem and not text[length:].strip():
+        return value
+    try:  # as templates that print values write them: ['a'], True
+        literal = ast.literal_eval(text.strip())
+        return literal if isinstance(literal, list | dict | bool) and depth(literal) <= MAX_DEPTH else text
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
