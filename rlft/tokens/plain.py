@@ -95,7 +95,8 @@ class PlainText:
 
     def _check(self, part: str, first: int, ids: Sequence[int]) -> None:
         written = {self._special[text] for text in self._given.findall(part)}  # by the template
-        made = {*self._special.values()} & {*ids} - {*written, self._tokenizer.unk_token_id}
+        unknown: Any = self._tokenizer.unk_token_id
+        made = {*self._special.values()} & {*ids} - {*written, unknown}
         if made or first != self._special[self._some_special]:
             problem = "its tokenizer makes a special token of a text that spells one, and cannot be told not to"
             remedy = "leave it out of the data, or use another model"

@@ -164,7 +164,7 @@ def rendered(
 def _applied(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[list[dict[str, Any]]],
-    tools: list[dict[str, Any]] | None,
+    tools: list[Any] | None,
     *,
     start: bool,
 ) -> list[str]:

@@ -235,6 +235,11 @@ def whole_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
+def shown(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    """The text with its special tokens."""
+    return str(tokenizer.decode(list(ids)))
+
+
 def prompt_of(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> Prompt:
     return scan([Prompt(id="p", messages=messages, answer="5")], tokenizer, 4000, "refuse", Split.train).prompts[0]
 
@@ -289,14 +294,14 @@ def test_variables_of_a_template_are_in_every_rendering(name: str) -> None:
     for variables, begun in zip(FAMILIES[name].thinks, FAMILIES[name].begun, strict=True):
         tokenizer = tokenizer_of(name, **variables)
         prompt = prompt_of(tokenizer, QUESTION)
-        texts.append(tokenizer.decode(prompt.token_ids))
+        texts.append(shown(tokenizer, prompt.token_ids))
         plain = tokenizer.apply_chat_template(
             [[QUESTION]], add_generation_prompt=True, tokenize=False, strftime_now=lambda _: "", **variables
         )
-        assert len(texts[-1]) >= len(plain[0])
+        assert len(texts[-1]) >= len(str(plain[0]))
         assert prompt.tail == begun, (name, variables)
         opening = Dialect(Adding(tools=[ADD]), tokenizer, [QUESTION]).opened([QUESTION], "")[1]  # type: ignore[arg-type]
-        assert tokenizer.decode(opening).endswith(texts[-1][-20:])
+        assert shown(tokenizer, opening).endswith(texts[-1][-20:])
     assert len(set(texts)) == len(texts)
 
 
@@ -366,16 +371,16 @@ def test_a_tokenizer_that_makes_a_special_token_of_a_part_is_refused(monkeypatch
 def test_calls_are_written_and_read_as_the_family_does(name: str) -> None:
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     dialect = Dialect(Adding(), tokenizer, [QUESTION])  # type: ignore[arg-type]
-    assert "add" in str(tokenizer.decode(dialect.opened([QUESTION], "")[1]))
+    assert "add" in shown(tokenizer, dialect.opened([QUESTION], "")[1])
     assert dialect.written("add", ARGUMENTS).endswith(family.call), name
     sampled = whole_ids(tokenizer, family.call)
     [call] = dialect.calls(sampled)
     assert (call.name, call.arguments, call.problem) == ("add", ARGUMENTS, ""), name
     assert dialect.calls(whole_ids(tokenizer, "Add 2 {a} <b> 5.")) == []
-    assert tokenizer.decode(dialect.suffix(sampled, [("add", "5")])) == family.answered, name
+    assert shown(tokenizer, dialect.suffix(sampled, [("add", "5")])) == family.answered, name
     ends = specials(tokenizer, whole_ids(tokenizer, family.answered))[:1]
     ended = [*sampled, *whole_ids(tokenizer, ends[0])]
-    assert family.answered == ends[0] + str(tokenizer.decode(dialect.suffix(ended, [("add", "5")])))
+    assert family.answered == ends[0] + shown(tokenizer, dialect.suffix(ended, [("add", "5")]))
 
 
 @each("name", [name for name, family in FAMILIES.items() if family.call])
@@ -429,4 +434,4 @@ def test_answers_have_the_ids_of_their_calls() -> None:
     dialect = Dialect(Adding(), tokenizer, [QUESTION])  # type: ignore[arg-type]
     for written, read in (("abcdefghi", "abcdefghi"), ("ab", "000000000")):  # the template takes nine characters
         sampled = whole_ids(tokenizer, f'[TOOL_CALLS]add[CALL_ID]{written}[ARGS]{{"a": 2}}')
-        assert f"[TOOL_RESULTS]{read}[TOOL_CONTENT]" in str(tokenizer.decode(dialect.suffix(sampled, [("add", "5")])))
+        assert f"[TOOL_RESULTS]{read}[TOOL_CONTENT]" in shown(tokenizer, dialect.suffix(sampled, [("add", "5")]))
