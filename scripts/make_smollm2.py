@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     make(options.out, getattr(torch, options.dtype))
-    print(f"wrote {options.out} in {options.dtype}; train it with model.path={options.out}")
+    folder = options.out if options.out.is_absolute() else f"./{options.out}"
+    print(f"wrote {folder} in {options.dtype}; train it with model.path={folder}")
 
 
 def make(out: Path, dtype: torch.dtype = torch.float32) -> None:
