@@ -117,6 +117,7 @@ WHOLE = "logger=[jsonl] eval.every=0 examples_per_step=4 demonstrations.path=emb
 WITHOUT_REWARD_MODEL = "~reward.learned critic.init=base reward.exact_match.weight=1.0"
 TOLD = {
     "grpo_gsm8k": GSM8K,
+    "grpo_smollm2_sums": "model.path=embedded:tiny-arithmetic prompts.max_tokens=192",
     "gspo_gsm8k": GSM8K,
     "ppo_gsm8k": GSM8K,
     "opd_arithmetic": "snapshot.teacher=embedded:tiny-arithmetic",
