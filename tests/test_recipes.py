@@ -25,6 +25,7 @@ WITHOUT_REWARD_MODEL = ["~reward.learned", "critic.init=base", "reward.exact_mat
 TOLD = {
     "r1_keepers_arithmetic": LESSONS,
     "distill_arithmetic": LESSONS,
+    "grpo_smollm2_sums": ["model.path=embedded:tiny-arithmetic"],  # a folder that a script makes
     "opd_arithmetic": ["snapshot.teacher=embedded:tiny-arithmetic"],
     "r1_final_arithmetic": WITHOUT_REWARD_MODEL,
     "rlhf_ppo_arithmetic": WITHOUT_REWARD_MODEL,
