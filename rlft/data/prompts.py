@@ -273,7 +273,7 @@ def _tokenise(
         for prompt, text in zip(prompts, texts, strict=True):
             _check_words(prompt, prompt.messages, text)
             _check_tools(prompt, text)
-        return texts, plain.ids(*plain.cut_texts(texts, said=False), partial(begun, tokenizer))
+        return texts, plain.ids(*plain.cut_texts(texts, said=False), partial(raw_prompt_ids, tokenizer))
     from jinja2.exceptions import TemplateError
 
     conversations = [shown.messages(p.messages) for p in prompts]
@@ -299,7 +299,7 @@ def _tokenise(
     return texts, ids
 
 
-def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def raw_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """The tokens of each text that a model is to continue: the tokenizer's own beginning once, and no end.
 
     Some tokenizers also put an end token behind a text, which the policy would take for the end of what it continues.
@@ -311,8 +311,9 @@ def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer puts before a text, or is configured to (`add_bos_token`)."""
-    whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    begin: list[int] = list(takewhile(lambda token: token != text[0], whole))  # type: ignore[index, arg-type]
+    encoded: Any = [tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)]
+    whole, text = encoded
+    begin: list[int] = list(takewhile(lambda token: token != text[0], whole))
     bos = tokenizer.bos_token_id
     if not begin and isinstance(bos, int) and tokenizer.init_kwargs.get("add_bos_token"):
         return [bos]

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.records import identity, split_of
-from rlft.data.templates import check_template, typed
+from rlft.data.templates import check_template, prompt_of
 from rlft.system.process import signals
 from rlft.types import Prompt, Split, UserError, require
 
@@ -67,7 +67,7 @@ class ReasoningGym:
     def _prompt(self, number: int, entry: Entry) -> Prompt:
         return Prompt(
             id=f"{self.task}:{number}",
-            messages=typed(entry["question"], self.system_prompt, self.prompt_template),
+            messages=prompt_of(entry["question"], self.system_prompt, self.prompt_template),
             answer=entry["answer"] if isinstance(entry["answer"], str) else "",
             metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options or {}), "entry": entry}},
         )

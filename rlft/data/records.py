@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from rlft.config.bounds import NonNegativeInt
 from rlft.data.fields import TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.lazy import mapped
-from rlft.data.templates import asked, chat, check_template, filled, placeholders, question_of
+from rlft.data.templates import chat, check_template, filled, filled_turns, placeholders, question_of
 from rlft.types import Message, Prompt, Split, UserError, require
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class RecordKeys(RowSource):
             problem = f"field {TOOLS!r} has tools, which prompts show only of an environment"
             raise RowError(problem, remedy="use environment=tools (docs/tools.md), or leave the field out")
         answer, *others = dict.fromkeys(map(self._answer, worked_answers)) if worked_answers else [""]
-        turns, question = asked(turns, self.prompt_template, fields)
+        turns, question = filled_turns(turns, self.prompt_template, fields)
         made = Question(
             id=row_id,
             turns=turns,

@@ -101,7 +101,7 @@ def _reads(fields: Mapping[str, Any] | None, name: str, key: str) -> bool:
     return True
 
 
-def asked(
+def filled_turns(
     turns: Sequence[Message], template: str, fields: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """(the turns with the template, filled with the last one, in place of the last; the same with its values alone).
@@ -115,9 +115,9 @@ def asked(
     return (*earlier, {**last, "content": text}), (*earlier, {**last, "content": values})
 
 
-def typed(question: str, system_prompt: str | None, template: str) -> tuple[Message, ...]:
+def prompt_of(question: str, system_prompt: str | None, template: str) -> tuple[Message, ...]:
     """The messages of a prompt whose question is no field of a row."""
-    return chat(asked([{"role": "user", "content": question}], template)[0], system_prompt)
+    return chat(filled_turns([{"role": "user", "content": question}], template)[0], system_prompt)
 
 
 def question_of(fields: Mapping[str, Any], name: str, template: str) -> tuple[Message, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlft.environment.protocol import Call
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.reasoning import search_outside, without_reasoning
-from rlft.tokens.text import CALL_ID, render
+from rlft.tokens.text import CALL_ID, render, rendered_if_taken
 from rlft.types import Schema
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TemplateCalls(CallReader):
         """(the calls of the objects or lists that stand here one after the other, where they end)."""
         example = f'{self.marker}{{"{self.name}": "<tool>", "{self.arguments}": {{..}}}}'
         calls: list[Call] = []
-        position = _OPENED_FENCE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+        position = _end_of(_OPENED_FENCE, text, start)
         while not calls or text.startswith("{", position):
             value, length, error = decoded(text[position:])
             if error:
@@ -115,7 +115,7 @@ class TemplateCalls(CallReader):
                 return [*calls, unreadable(written, NOT_JSON.format(error, example))], position
             values = value if isinstance(value, list) else [value]
             calls += [call_of(each, self.name, self.arguments, example) for each in values]
-            position = _SEPARATORS.match(text, position + length).end()  # type: ignore[union-attr]  # as above
+            position = _end_of(_SEPARATORS, text, position + length)
         return calls, position
 
 
@@ -200,7 +200,7 @@ class ListedCalls(CallReader):
             is_text = properties.get(match["key"], {}).get("type", "string") == "string"
             arguments[match["key"]] = well_formed(value) if is_text else json_or_text(value)
             rest = rest.replace(match[0], "", 1)
-        if (self.opening in rest and not self.end) or self.opening in rest.partition(self.end or "\0")[0]:
+        if self.opening in (rest.partition(self.end)[0] if self.end else rest):
             example = f"{self.opening}<argument>{self.separator}<value>{self.closing}".replace("\n", "")
             return unreadable(body, f"an argument of this call has no end; write it as {example}", name)
         written = body.partition(self.end)[0] if self.end else body
@@ -239,23 +239,15 @@ def writes_without_showing(
     tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
 ) -> bool:
     """Whether the template writes calls of tools in a known form, but no schemas, which DeepSeek-V3.1 has in a text."""
-    name = schemas[0]["function"]["name"]
-    try:
-        shows = name in render(tokenizer, opening, tools=schemas, start=True)
-    except Exception:  # a template is a program of somebody else's: it may raise anything
-        return False
-    return not shows and form_of(tokenizer, schemas, opening) is not None
+    prompt, name = rendered_if_taken(tokenizer, opening, tools=schemas, start=True), schemas[0]["function"]["name"]
+    return prompt is not None and name not in prompt and form_of(tokenizer, schemas, opening) is not None
 
 
 def explained_form(
     tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
 ) -> TemplateCalls | None:
     """The form that the template explains in the prompt, where it writes no calls itself; None if there is none."""
-    try:
-        prompt = render(tokenizer, opening, tools=schemas, start=True)
-    except Exception:  # a template is a program of somebody else's: it may raise anything
-        return None
-    match = EXPLAINED.search(prompt)
+    match = EXPLAINED.search(rendered_if_taken(tokenizer, opening, tools=schemas, start=True) or "")
     return None if match is None else TemplateCalls(**match.groupdict(), tools=names_of(schemas))
 
 
@@ -348,10 +340,9 @@ def written_turn(
         for number, (name, arguments) in enumerate(calls)
     ]
     turn = {"role": "assistant", "content": SAID, "tool_calls": made}
-    try:
-        prompt_text = render(tokenizer, opening, tools=schemas, start=True)
-        text = render(tokenizer, [*opening, turn], tools=schemas)
-    except Exception:  # a template is a program of somebody else's: it may raise anything
+    prompt_text = rendered_if_taken(tokenizer, opening, tools=schemas, start=True)
+    text = rendered_if_taken(tokenizer, [*opening, turn], tools=schemas)
+    if prompt_text is None or text is None:
         return ""
     return text[len(prompt_text) :] if text.startswith(prompt_text) else text[num_common(prompt_text, text) :]
 
@@ -435,6 +426,12 @@ def is_call_of(value: Any, name_key: str, arguments_key: str, tools: Collection[
         return False
     is_bare = arguments_key in value and set(value) <= {name_key, arguments_key} | KEYS_OF_CALLS
     return value[name_key] in tools or is_bare
+
+
+def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Where what the pattern matches at this position ends; the position itself if it matches nothing there."""
+    match = pattern.match(text, position)
+    return match.end() if match else position
 
 
 def names_of(schemas: Sequence[Schema]) -> frozenset[str]:

@@ -286,7 +286,7 @@ class Dialect:
         ids = [call.id for call in self.calls(sampled)] if self._as_messages_of_tools else []
         if len(ids) == len(messages) and all(ids):
             named = [{**message, "tool_call_id": each} for message, each in zip(messages, ids, strict=True)]
-            with contextlib.suppress(Exception):  # some templates refuse ids that are not of their form
+            with contextlib.suppress(TemplateError):  # some templates refuse ids that are not of their form
                 return self.template.suffix(sampled, named)
         return self.template.suffix(sampled, messages)
 

@@ -250,14 +250,16 @@ class ClassifierReward:
         return self._tokenize(messages, truncation=True, max_length=self._max_tokens)
 
     def _tokenize(self, messages: list[dict[str, str]], **limits: Any) -> list[int]:
+        whole: Any
         if self.tokenizer.chat_template is None:
-            text = "\n".join(message["content"] for message in messages)
-            return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[return-value]  # for one text it is a list
+            whole = self.tokenizer("\n".join(message["content"] for message in messages), **limits)["input_ids"]
+            return whole
         plain = PlainText(self.tokenizer)
         [cut], _, gap = plain.cut([messages])
         text = render(self.tokenizer, cut)
         if not gap:
-            return self.tokenizer(text, add_special_tokens=False, **limits)["input_ids"]  # type: ignore[return-value]  # as above
+            whole = self.tokenizer(text, add_special_tokens=False, **limits)["input_ids"]
+            return whole
         [ids], most = plain.ids([text], gap), limits.get("max_length")
         return ids[-most:] if self.tokenizer.truncation_side == "left" and most else ids[:most]
 

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -80,9 +79,9 @@ class Roles:
         self.forward: Forward = choose(backbone.model, backbone.kernels)
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None
-        self._teacher, self._teacher_engine = (teacher, None) if isinstance(teacher, Forward) else (None, teacher)
+        self._teacher = teacher if isinstance(teacher, Forward) else None
+        self._teacher_engine = None if isinstance(teacher, Forward) else teacher
         self._learning = {POLICY}
-        self._layers: dict[tuple[str, ...], list[BaseTunerLayer]] = {}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora, backbone.model)
         self._base = BaseWeights(backbone.model)
@@ -365,7 +364,10 @@ class Roles:
     def using(self, role: str | None) -> Iterator[PeftModel]:
         """The model with this role's adapter active (None: the bare base). Only for passes without gradient."""
         assert not torch.is_grad_enabled(), "switching roles inside a policy forward would lose its gradients"
-        self.tuner.disable_adapter_layers() if role is None else self._activate(role)
+        if role is None:
+            self.tuner.disable_adapter_layers()
+        else:
+            self._activate(role)
         try:
             yield self.model
         finally:
@@ -421,12 +423,7 @@ class Roles:
                 scale_down(parameter)
 
     def _activate(self, role: str) -> None:
-        """As PEFT's `set_adapter`, which each time looks for the layers with adapters among all modules of the base."""
-        if (names := tuple(self.model.peft_config)) not in self._layers:
-            self._layers = {names: [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]}
-        for layer in self._layers[names]:
-            layer.set_adapter(role, inference_mode=role not in self._learning)
-        self.tuner.active_adapter = role
+        self.tuner.set_adapter(role, inference_mode=role not in self._learning)
 
     def load_role(self, role: str, path: str, key: str, *, frozen: bool = False) -> None:
         """Copies this folder's adapter to the role; a frozen role gets one with the folder's rank, scale and targets.

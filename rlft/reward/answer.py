@@ -122,9 +122,9 @@ class AnswerKeys:
     def _compared(self, group: Group) -> list[bool | None]:
         """Whether each is right, whatever a subclass makes of it; one after the other, for a worker watches them."""
         references = reference_answer(group.prompt), *group.prompt.other_answers
-        return [self._is_any(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
+        return [self._matches_any(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
 
-    def _is_any(self, answer: str | None, references: Sequence[str]) -> bool | None:
+    def _matches_any(self, answer: str | None, references: Sequence[str]) -> bool | None:
         """Whether it is one of them; None if it is none of those that were compared in time, and one was not."""
         if answer is None:
             return False

@@ -104,7 +104,8 @@ class PlainText:
 
     def _tokenised(self, texts: list[str]) -> Sequence[Sequence[int]]:
         # Not verbose: what exceeds the model's context is refused, cut or dropped afterwards.
-        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+        ids: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     def _of(self, message: Mapping[str, Any]) -> re.Pattern[str]:
         return self._said if message.get("role") == "assistant" else self._given

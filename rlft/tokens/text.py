@@ -189,6 +189,16 @@ def render(
     return rendered(tokenizer, [conversation], tools=tools, start=start)[0]
 
 
+def rendered_if_taken(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, tools: Conversation = (), start: bool = False
+) -> str | None:
+    """As `render`; None if the template does not take the conversation, whatever it raises then."""
+    try:
+        return render(tokenizer, conversation, tools=tools, start=start)
+    except Exception:  # a template is a program of somebody else's: it may raise anything
+        return None
+
+
 def _as_templates_take_it(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its thoughts under each name, and with the arguments of its calls in the template's form."""
     thoughts = next((message[name] for name in THINKING_FIELDS if message.get(name)), None)
@@ -318,10 +328,9 @@ def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str]:
         return
     with_tools = (WITH_TOOLS, WITH_TOOLS[:3])  # some templates take no question right after an answer of a tool
     for conversation, tools in (*((spoken, ()) for spoken in SPOKEN), *((each, (TOOL,)) for each in with_tools)):
-        try:
-            yield BLOCK.sub("", render(tokenizer, conversation, tools=tools))
-        except Exception:  # a template is a program of somebody else's: it may raise anything
-            continue
+        text = rendered_if_taken(tokenizer, conversation, tools=tools)
+        if text is not None:
+            yield BLOCK.sub("", text)
 
 
 def tail(tokenizer: PreTrainedTokenizerBase, prompt: str, *, by_template: bool) -> str:
@@ -346,9 +355,8 @@ def _opening_of_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> str |
 
     None if the header cannot be found out.
     """
-    try:
-        spoken, prompt = render(tokenizer, SPOKEN[0]), render(tokenizer, SPOKEN[0][:1], start=True)
-    except Exception:  # as above
+    spoken, prompt = rendered_if_taken(tokenizer, SPOKEN[0]), rendered_if_taken(tokenizer, SPOKEN[0][:1], start=True)
+    if spoken is None or prompt is None:
         return None
     header = spoken[: spoken.find(FIRST)]
     if FIRST not in spoken or not prompt.startswith(header):

@@ -12,7 +12,7 @@ from in_one_test import each
 
 from rlft.data.fields import RowError, value_of
 from rlft.data.prompts import fingerprinted
-from rlft.data.templates import filled, for_typed, typed
+from rlft.data.templates import filled, for_typed, prompt_of
 from rlft.types import Prompt, Split, UserError
 
 ROW = {
@@ -70,7 +70,7 @@ def test_every_item_of_a_list_is_reached_by_a_star() -> None:
 
 def test_a_question_that_is_typed_has_no_fields() -> None:
     assert for_typed("{Body} {Question}") == "{question}"
-    assert typed("2+2?", "Add.", r"{question} in \boxed{answer}, as {{x}} or {y z}") == (
+    assert prompt_of("2+2?", "Add.", r"{question} in \boxed{answer}, as {{x}} or {y z}") == (
         {"role": "system", "content": "Add."},
         {"role": "user", "content": r"2+2? in \boxed{answer}, as {x} or {y z}"},
     )

@@ -232,7 +232,7 @@ def tokenizer_of(name: str, **variables: Any) -> PreTrainedTokenizerFast:
 
 
 def whole_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def shown(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
@@ -300,7 +300,7 @@ def test_variables_of_a_template_are_in_every_rendering(name: str) -> None:
         )
         assert len(texts[-1]) >= len(str(plain[0]))
         assert prompt.tail == begun, (name, variables)
-        opening = Dialect(Adding(tools=[ADD]), tokenizer, [QUESTION]).opened([QUESTION], "")[1]  # type: ignore[arg-type]
+        opening = Dialect(Adding(tools=[ADD]), tokenizer, [QUESTION]).opened([QUESTION], "")[1]
         assert shown(tokenizer, opening).endswith(texts[-1][-20:])
     assert len(set(texts)) == len(texts)
 
@@ -333,7 +333,7 @@ def test_special_tokens_that_data_spell_stay_text(name: str) -> None:
         rows.append(learned(tokenizer, Demonstration(prompt=prompt, completion=f"It {text}"))[0])
         if family.call:
             tool = {"type": "function", "function": {**ADD["function"], "description": f"Adds {text}."}}
-            dialect = Dialect(Adding(tools=[tool]), tokenizer, [question])  # type: ignore[arg-type]
+            dialect = Dialect(Adding(tools=[tool]), tokenizer, [question])
             rows.append(list(dialect.opened([question], f"More {text}")[1]))
             sampled = whole_ids(tokenizer, dialect.written("add", ARGUMENTS))
             rows.append(list(dialect.suffix(sampled, [("add", f"It {text}")])))
@@ -370,7 +370,7 @@ def test_a_tokenizer_that_makes_a_special_token_of_a_part_is_refused(monkeypatch
 @each("name", [name for name, family in FAMILIES.items() if family.call])
 def test_calls_are_written_and_read_as_the_family_does(name: str) -> None:
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
-    dialect = Dialect(Adding(), tokenizer, [QUESTION])  # type: ignore[arg-type]
+    dialect = Dialect(Adding(), tokenizer, [QUESTION])
     assert "add" in shown(tokenizer, dialect.opened([QUESTION], "")[1])
     assert dialect.written("add", ARGUMENTS).endswith(family.call), name
     sampled = whole_ids(tokenizer, family.call)
@@ -405,7 +405,7 @@ def test_families_without_tools_are_refused_by_name() -> None:
         with pytest.raises(
             UserError, match=r"^model\.path: its chat template cannot show tools .* \(add is not shown\)"
         ):
-            Dialect(Adding(), tokenizer_of(name), [QUESTION])  # type: ignore[arg-type]
+            Dialect(Adding(), tokenizer_of(name), [QUESTION])
 
 
 def test_calls_as_models_write_them_are_read() -> None:
@@ -422,7 +422,7 @@ def test_calls_as_models_write_them_are_read() -> None:
         ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>[1</arg_value></tool_call>", [{"a": "[1"}]),
     ):  # fmt: skip
         tokenizer = tokenizer_of(name)
-        calls = Dialect(Adding(), tokenizer, [QUESTION]).calls(whole_ids(tokenizer, text))  # type: ignore[arg-type]
+        calls = Dialect(Adding(), tokenizer, [QUESTION]).calls(whole_ids(tokenizer, text))
         if expected is None:
             assert [bool(call.problem) for call in calls] == [True], name
         else:
@@ -431,7 +431,7 @@ def test_calls_as_models_write_them_are_read() -> None:
 
 def test_answers_have_the_ids_of_their_calls() -> None:
     tokenizer = tokenizer_of("mistral-small")
-    dialect = Dialect(Adding(), tokenizer, [QUESTION])  # type: ignore[arg-type]
+    dialect = Dialect(Adding(), tokenizer, [QUESTION])
     for written, read in (("abcdefghi", "abcdefghi"), ("ab", "000000000")):  # the template takes nine characters
         sampled = whole_ids(tokenizer, f'[TOOL_CALLS]add[CALL_ID]{written}[ARGS]{{"a": 2}}')
         assert f"[TOOL_RESULTS]{read}[TOOL_CONTENT]" in shown(tokenizer, dialect.suffix(sampled, [("add", "5")]))

@@ -18,7 +18,7 @@ import yaml
 from rlft.config.instantiate import component_name
 from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
 from rlft.data.files import is_data_file
-from rlft.data.templates import PLACEHOLDER, for_typed, typed
+from rlft.data.templates import PLACEHOLDER, for_typed, prompt_of
 from rlft.generation.vllm.engine import VLLM
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
@@ -340,7 +340,7 @@ def messages_code(config: Config) -> list[str]:
     """Python code of the messages that the run would make of a question."""
     data = config.get("data") or {}
     template = for_typed(data.get("prompt_template") or PLACEHOLDER)
-    messages = typed("What is 17 + 25?", data.get("system_prompt"), template)
+    messages = prompt_of("What is 17 + 25?", data.get("system_prompt"), template)
     return ["messages = [", *(f"    {json.dumps(dict(m), ensure_ascii=False)}," for m in messages), "]"]
 
 
