@@ -12,7 +12,7 @@ from in_one_test import each
 
 from rlft.data.fields import RowError, value_of
 from rlft.data.prompts import fingerprinted
-from rlft.data.templates import filled, for_typed, prompt_of
+from rlft.data.templates import check_template, filled, for_typed, prompt_of
 from rlft.types import Prompt, Split, UserError
 
 ROW = {
@@ -59,6 +59,27 @@ def test_a_name_that_is_no_field_is_refused(name: str, problem: str) -> None:
     with pytest.raises(RowError) as refusal:
         filled(f"{{question}} {{{name}}}", "Q", ROW)
     assert problem in str(refusal.value)
+
+
+@each(
+    ("template", "answer_field", "problem"),
+    [
+        ("{question} {solution}", "solution", "would show the reference answer"),
+        ("{Body} {tests}", "{tests}\n{setup}", "would show the reference answer"),
+        ("Add.", "solution", r"has no \{question\}"),
+        (r"Add. \boxed{answer}", "answer", r"has no \{question\}"),
+    ],
+)
+def test_a_template_without_a_question_or_with_the_answer_is_refused(
+    template: str, answer_field: str, problem: str
+) -> None:
+    with pytest.raises(UserError, match=f"^data.prompt_template: {problem}"):
+        check_template(template, "data.prompt_template", answer_field)
+
+
+@each("template", ["{question} {{solution}}", r"{question} \boxed{solution}", "{Body}"])
+def test_a_template_may_name_the_field_of_the_answer_where_it_does_not_show_it(template: str) -> None:
+    check_template(template, "data.prompt_template", "solution")
 
 
 def test_every_item_of_a_list_is_reached_by_a_star() -> None:
