@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from rlft.batch import select, to_device
 from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer
-from rlft.model.kernels.attention import NAME, obstacle, on_this_device, prepare
-from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprobs, widened
+from rlft.model.kernels.attention import NAME, NotPackableError, asked_of, hidden_states, on_this_device, prepare
+from rlft.model.kernels.decoder_layer import FAMILIES
+from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import (
     Layout,
@@ -66,6 +67,10 @@ def scale_down(parameter: Parameter) -> None:
 PROBED_WINDOW = 512
 """The largest attention window, in tokens, beyond which `choose` compares rows: longer ones would take time and memory
 at each start, and the code that computes them is the same."""
+
+
+SERVED = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Kinds of layers (`layer_types` of a config) that a packed row goes through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +226,7 @@ def packed_forward(
     top_k: bool = False,
 ) -> Outputs:
     packed = _packed(batch, layout)
-    hidden_MH, head = _predicting(model, packed), _head(model)
+    hidden_MH, head = _predicting(model, packed), head_of(model)
     logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
     values_M = None if value_head is None else value_head(hidden_MH)
     top_k_MK = None
@@ -236,19 +241,13 @@ def packed_most_likely(
     model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = _packed(batch, layout)
-    results = most_likely(_head(model), _predicting(model, packed), packed.target, k, vocabulary)
+    results = most_likely(head_of(model), _predicting(model, packed), packed.target, k, vocabulary)
     logprobs_BT, ids_BTK, ids_logprobs_BTK = (_placed(values, packed, batch) for values in results)
     return logprobs_BT, ids_BTK, ids_logprobs_BTK
 
 
 def _packed(batch: Batch, layout: Layout | None) -> PackedRows:
     return layout if isinstance(layout, PackedRows) else pack(batch)
-
-
-def _head(model: PreTrainedModel) -> nn.Module:
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module), "a causal language model has an output embedding"
-    return head
 
 
 def _teachers_ids(batch: Batch) -> Tensor:
@@ -264,17 +263,7 @@ def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """`[M, hidden]` of the positions that predict the completion tokens, after the final norm."""
-    # Every model passes a 4-D mask on as it is; this one is never read, and only keeps transformers from building the
-    # N x N mask that positions which start again would need.
-    unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device)
-    output = model.base_model(
-        input_ids=packed.token_ids,
-        position_ids=packed.position_ids,
-        attention_mask=unread_mask,
-        use_cache=False,
-        packed=packed,
-    )
-    hidden = output.last_hidden_state[0]
+    [hidden] = hidden_states(model, packed.token_ids, packed.position_ids, packed=packed)
     return hidden if decoder_layer.narrows(model) else packed.predicting(hidden)
 
 
@@ -367,9 +356,9 @@ def _masked(batch: Batch, *found: Tensor | None) -> Outputs:
 def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
-    Known obstacles are recognised by name. For every other model the two are compared on a small batch, since scaled
-    logits, layers that ignore unknown arguments, or a new architecture may change the numbers. The comparison is with
-    the model's own modules; kernels that give other log-probs also in padded rows are removed.
+    The model's layers say how they attend (`attention.asked_of`). If packed rows have that, the two are compared on a
+    small batch, since a new architecture may change the numbers in other ways. The comparison is with the model's own
+    modules; kernels that give other log-probs also in padded rows are removed.
 
     `kernels` are those installed in the model; None if nothing but its attention was replaced.
     """
@@ -415,24 +404,42 @@ def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | No
 
 
 def _refusal(model: PreTrainedModel) -> str | None:
-    config = model.config.get_text_config()
-    if obstacle(model) is None and config._attn_implementation != NAME:
-        return f"model.attn_implementation is {config._attn_implementation}"
-    return known_refusal(model)
+    reason, chosen = known_refusal(model), model.config.get_text_config()._attn_implementation
+    if reason is None and chosen != NAME:
+        return f"model.attn_implementation is {chosen}"
+    if reason is None:
+        try:
+            asked_of(model)
+            head_of(model)
+        except NotPackableError as error:
+            return str(error)
+    return reason
 
 
 def known_refusal(model: PreTrainedModel) -> str | None:
-    """Why this kind of model cannot be packed, as far as config and class tell; None if they tell no reason."""
-    config = model.config.get_text_config()
-    problem = obstacle(model)
-    if problem is not None:
-        return problem
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return f"{type(model).__name__} mixes attention kinds (sliding window or linear layers)"
-    # Llama-like configs carry the window without layer types (Mistral); Qwen2's window is off unless it says so.
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-        return f"{type(model).__name__} has a sliding window of {config.sliding_window} tokens"
-    return None
+    """Why this kind of model cannot be packed, as far as config and class tell; None if they tell no reason.
+
+    A model without weights is also asked how its layers attend, unless its type is known.
+    """
+    name, kinds = type(model).__name__, getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if not model._can_set_attn_implementation():
+        return f"{name} has an attention of its own"
+    other = sorted(set(kinds) - SERVED)
+    if other:
+        return f"{name} has layers of other kinds than attention ({', '.join(other)})"
+    return _refusal_of_empty(model) if model.device.type == "meta" and model.config.model_type not in FAMILIES else None
+
+
+def _refusal_of_empty(model: PreTrainedModel) -> str | None:
+    own = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        asked = asked_of(model)
+    except NotPackableError as error:
+        return None if error.__cause__ is not None else str(error)  # such as numbers that it does not have
+    finally:
+        model.set_attn_implementation(own)
+    return None if asked else f"{type(model).__name__} has an attention of its own"
 
 
 def _probe(model: PreTrainedModel) -> Batch:

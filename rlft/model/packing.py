@@ -12,19 +12,21 @@ that it is a tree, too. For a forward on padded rows, every path becomes a row (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rlft.batch import to_device
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
-from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks, padded_places
+from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks
 from rlft.system.repeatable import repeatable
 from rlft.types import Batch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,45 +163,37 @@ class PackedRows:
         """`[.., M, H]` of `[.., N, H]`: the hidden states from which a sampled token is predicted."""
         return cast(Tensor, _RowsAt.apply(hidden, self.predictor))
 
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks for `split_attention`, which are made once for all layers, forward and backward."""
-        return make_blocks(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
+    def blocks(self, window: int | None = None) -> tuple[Block, ...]:
+        """The blocks for `split_attention`, which are made once for all layers with this sliding window."""
+        window = self._exceeded(window)
+        spans = (self.prompts, self.completions, self.owner)
+        return self._made(f"blocks {window}", lambda device: make_blocks(*spans, device, self.branches, window))
 
-    @cached_property
-    def lengths(self) -> RowLengths | None:
-        """The lengths for `flash_attention`; None if it cannot take this row."""
+    def lengths(self, window: int | None = None) -> RowLengths | None:
+        """The lengths for `flash_attention` with this sliding window; None if it cannot take this row."""
         if self.branches:
             return None
-        return row_lengths(self.prompts, self.completions, self.owner, self.token_ids.device)
+        window = self._exceeded(window)
+        spans = (self.prompts, self.completions, self.owner)
+        return self._made(f"lengths {window}", lambda device: row_lengths(*spans, device, window))
+
+    def _exceeded(self, window: int | None) -> int | None:
+        """The window, or None if no row exceeds it."""
+        return window if window is not None and window < self._longest else None
 
     @cached_property
-    def padded(self) -> PaddedRows:
-        """The padded rows for attention through a mask."""
-        return pad_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
+    def _longest(self) -> int:
+        """Tokens of the longest path."""
+        completions = [self.prompts[u][1] + length for u, (_, length) in zip(self.owner, self.completions, strict=True)]
+        branches = [sum(length for _, length in (*read, own)) for own, read in self.branches]
+        return max([length for _, length in self.prompts] + completions + branches)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedRows:
-    """Prompts and completions of a packed row as rows of their own.
-
-    Attributes:
-        prompt_index: int64 `[U, Pmax]`, positions in the packed row, 0 where padded.
-        prompt_mask: bool of the same shape, True on real tokens.
-        completion_index: int64 `[R, Cmax]`, positions in the packed row, 0 where padded.
-        completion_mask: bool of the same shape, True on real tokens.
-        owner: int64 `[R]`, index of each completion's prompt.
-        unpack: int64 `[N]`, where each packed token is in (flattened prompts, flattened completions, branches).
-        branches: (the places that it reads, its own places) of each branch, in the order of the packed row.
-    """
-
-    prompt_index: Tensor
-    prompt_mask: Tensor
-    completion_index: Tensor
-    completion_mask: Tensor
-    owner: Tensor
-    unpack: Tensor
-    branches: tuple[tuple[Tensor, Tensor], ...] = ()
+    def _made(self, name: str, make: Callable[[torch.device], T]) -> T:
+        """Made on the device of the row at the first call, and kept, so that `to_device` moves it as well."""
+        made = vars(self)
+        if name not in made:
+            made[name] = make(self.token_ids.device)
+        return made[name]
 
 
 class _RowsAt(torch.autograd.Function):
@@ -415,35 +409,3 @@ def _prefixes(tokens_BT: Tensor, prompts_B: list[int]) -> list[bytes]:
     """Each row's tokens before the first sampled one, as bytes."""
     ids_BT = tokens_BT.numpy()
     return [ids_BT[b, :length].tobytes() for b, length in enumerate(prompts_B)]
-
-
-def pad_rows(
-    prompts: Sequence[Span],
-    completions: Sequence[Span],
-    owner: Sequence[int],
-    device: torch.device,
-    branches: Sequence[BranchSpans] = (),
-) -> PaddedRows:
-    """Prompts and completions of a packed row as padded rows."""
-    prompt_index, prompt_mask = padded_places(prompts)
-    completion_index, completion_mask = padded_places(completions)
-    branch_places = [(torch.cat([_range(span) for span in read]), _range(own)) for own, read in branches]
-    own_places = [own for _, own in branch_places]
-    flat = torch.cat([prompt_index.flatten(), completion_index.flatten(), *own_places])
-    real = torch.cat([prompt_mask.flatten(), completion_mask.flatten(), *map(torch.ones_like, own_places)]).bool()
-    unpack = torch.empty(int(real.sum()), dtype=torch.int64)
-    unpack[flat[real]] = torch.arange(len(flat))[real]
-    return PaddedRows(
-        prompt_index=prompt_index.to(device),
-        prompt_mask=prompt_mask.to(device),
-        completion_index=completion_index.to(device),
-        completion_mask=completion_mask.to(device),
-        owner=torch.tensor(owner, device=device),
-        unpack=unpack.to(device),
-        branches=tuple((read.to(device), own.to(device)) for read, own in branch_places),
-    )
-
-
-def _range(span: Span) -> Tensor:
-    start, length = span
-    return torch.arange(start, start + length)

@@ -44,6 +44,7 @@ def forward(
     debug: bool,
     *,
     scale: float | None = None,
+    window_size_left: int | None = None,
     seqused_k: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -54,7 +55,7 @@ def forward(
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
     for queries, keys in _runs(query_starts, key_starts, seqused_k):
-        scores = _scores(query[queries], key[keys], scale, causal)
+        scores = _scores(query[queries], key[keys], scale, causal, window_size_left)
         lse[:, queries] = scores.logsumexp(-1)
         out[queries] = (scores.softmax(-1) @ _heads(value[keys], query).to(wide)).transpose(0, 1).to(query.dtype)
     return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), query.new_empty(0)
@@ -77,6 +78,7 @@ def backward(
     unused: Tensor,
     *,
     scale: float | None = None,
+    window_size_left: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     CALLS.append("backward")
@@ -86,7 +88,7 @@ def backward(
     shared = (key.shape[1], query.shape[1] // key.shape[1])
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for queries, keys in _runs(query_starts, key_starts):
-        weights = (_scores(query[queries], key[keys], scale, causal) - lse[:, queries, None]).exp()
+        weights = (_scores(query[queries], key[keys], scale, causal, window_size_left) - lse[:, queries, None]).exp()
         g, o, q = (x[queries].transpose(0, 1).to(weights.dtype) for x in (grad, out, query))
         k, v = (_heads(x[keys], query).to(weights.dtype) for x in (key, value))
         of_scores = weights * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * factor
@@ -108,10 +110,11 @@ def _check(
     for tensor, starts in ((query, query_starts), (key, key_starts)):
         assert tensor.stride(-1) == 1, "the last dimension is contiguous"
         assert starts.dtype == torch.int32
-        assert (starts[0], starts[-1]) == (0, len(tensor))
+        if used is None or tensor is query:
+            assert (starts[0], starts[-1]) == (0, len(tensor))
     keys = key_starts.diff() if used is None else used
     assert keys.dtype == torch.int32
-    assert (keys <= key_starts.diff()).all(), "more keys than a run has"
+    assert (key_starts[:-1] + keys <= len(key)).all(), "more keys than there are"
     assert longest_query in (longest := int(query_starts.diff().max()), max(2, longest))
     assert keys.max() == longest_key
     assert not ((query_starts.diff() > 0) & (keys == 0)).any(), "a query without a key: lse = +inf"
@@ -138,11 +141,15 @@ def _heads(x_NKD: Tensor, query: Tensor) -> Tensor:
     return x_NKD.repeat_interleave(query.shape[1] // x_NKD.shape[1], 1).transpose(0, 1)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float | None, causal: bool) -> Tensor:
+def _scores(query: Tensor, key: Tensor, scale: float | None, causal: bool, window: int | None = None) -> Tensor:
+    """window: how many keys before its own place a query sees, counted from the ends of both runs."""
     wide = torch.promote_types(query.dtype, torch.float32)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query.transpose(0, 1).to(wide) @ _heads(key, query).to(wide).transpose(1, 2) * factor
     if not causal:
         return scores
     rows, columns = scores.shape[1:]
-    return scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows), -torch.inf)
+    seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    if window is not None:
+        seen = seen.triu(columns - rows - window)
+    return scores.masked_fill(~seen, -torch.inf)

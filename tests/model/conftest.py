@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Everything that asks for a CUDA GPU gets yes; counts the branches that are computed as one function."""
     library = flash_stand_in.install()
     flash_stand_in.CALLS.clear()
-    monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
     monkeypatch.setattr(forward, "pack", lambda batch, **_: pack(batch, prompts_first=True))
     calls: Counter[str] = Counter()
@@ -105,6 +105,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 3.0}),
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "falcon": ("FalconConfig", {}),
+    "diffllama": ("DiffLlamaConfig", {}),
+    "doge": ("DogeConfig", {}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 48}),
+    "mamba2": ("Mamba2Config", {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2}),
     "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | SIZES_GPT),
 }
 

@@ -13,17 +13,16 @@ from rlft.model.critic import ScalarHead
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
 from rlft.model.kernels import lm_head as head
 from rlft.model.kernels.attention import NAME
+from rlft.model.kernels.lm_head import head_of
 from rlft.model.packing import micro_batches, num_packed_tokens, pack
 
 PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
-PADDED = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss", "falcon"]
+MORE = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss"]
+PADDED = ["falcon", "lfm2", "doge"]
 REASONS = {
-    "mistral_window": "MistralForCausalLM has a sliding window of 4 tokens",
-    "qwen2_window": "Qwen2ForCausalLM mixes attention kinds (sliding window or linear layers)",
-    "gemma2": "Gemma2ForCausalLM caps its attention logits (attn_logit_softcapping=0.5)",
-    "gemma2_full": "Gemma2ForCausalLM caps its attention logits (attn_logit_softcapping=0.5)",
-    "gpt_oss": "GptOssForCausalLM needs more than scaled dot-product attention",
     "falcon": "FalconForCausalLM has an attention of its own",
+    "lfm2": "Lfm2ForCausalLM has layers of other kinds than attention (conv)",
+    "doge": "DogeAttention has a mask of its own",
 }
 
 
@@ -53,8 +52,9 @@ def results(run, batch, parameters):
 
 # -- exactness -------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [*((kind, t) for kind in PACKED for t in (1.0, 0.6)), *((kind, 0.6) for kind in MORE)]
+)
 def test_packed_rows_have_the_logprobs_entropies_and_gradients_of_rows_run_one_by_one(
     kind, temperature, random_model, with_lora, plain, awkward_batch
 ):
@@ -69,7 +69,7 @@ def test_packed_rows_have_the_logprobs_entropies_and_gradients_of_rows_run_one_b
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("kind", PACKED + PADDED)
+@pytest.mark.parametrize("kind", [*PACKED, *MORE, "falcon"])
 def test_padded_rows_have_the_logprobs_entropies_and_gradients_of_rows_run_one_by_one(
     kind, random_model, with_lora, plain, awkward_batch
 ):
@@ -105,14 +105,11 @@ def folded(values, linear, own, trees):
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("attention", ["blocks", "mask"])
 @pytest.mark.parametrize("prompts_first", [False, True])
-@pytest.mark.parametrize("kind", ["gpt2", "llama_one_kv_head", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama_one_kv_head", "qwen3", "gemma2", "gpt_oss"])
 def test_rows_with_branches_have_the_numbers_of_their_paths_run_one_by_one(
-    kind, prompts_first, attention, random_model, with_lora, plain, tree_batch, monkeypatch
+    kind, prompts_first, random_model, with_lora, plain, tree_batch
 ):
-    if attention == "mask":
-        monkeypatch.setattr("rlft.model.kernels.attention.spans_of", lambda packed, x, head_size: None)
     dtype, tolerance = (torch.float64, 1e-12) if kind == "gpt2" else (torch.float32, 1e-5)
     model = random_model(kind, dtype)
     parameters = with_lora(model)
@@ -151,7 +148,7 @@ def test_a_tree_goes_through_the_network_once(random_model, tree_batch):
     trees, linear, _ = tree_batch
     # Prompts of 6 and 4, completions of 12 + 9 + 1 and 5 tokens; the paths one by one have 87.
     assert num_packed_tokens(trees) == 10 + 27 == pack(trees).num_tokens
-    assert pack(trees, prompts_first=True).lengths is None  # a GPU's kernel knows no branches
+    assert pack(trees, prompts_first=True).lengths() is None  # a GPU's kernel knows no branches
     assert int(linear.attention_mask.sum()) == 87
     model = random_model("llama")
     forward = Forward(model=model, packed=False, reason="")
@@ -455,7 +452,7 @@ def test_what_lies_under_the_padding_does_not_reach_the_values(packed, random_mo
 
 
 # -- which forward ---------------------------------------------------------------------------------------------------
-@each("kind", PACKED)
+@each("kind", PACKED + MORE)
 def test_these_models_are_packed(kind, random_model):
     chosen = choose(random_model(kind))
     assert (chosen.packed, chosen.reason) == (True, "packed rows, each prompt once per group")
@@ -468,11 +465,25 @@ def test_a_model_that_cannot_be_packed_is_padded_for_a_reason_that_names_why(kin
     assert chosen.reason == f"padded rows: {REASONS[kind]}"
 
 
-def test_a_model_that_does_something_after_its_head_is_found_out_by_its_numbers(random_model):
-    chosen = choose(random_model("granite"))  # divides its logits by 3
-    assert not chosen.packed
-    assert chosen.reason.startswith("padded rows: packed and padded log-probs differ by ")
-    assert chosen.reason.endswith(" for GraniteForCausalLM")
+def test_a_model_that_does_something_else_behind_its_head_is_found_out(random_model, monkeypatch):
+    model = random_model("llama")
+    plain = type(model).forward
+
+    def squared(self, *args, **keys):
+        output = plain(self, *args, **keys)
+        output.logits = output.logits.square()
+        return output
+
+    monkeypatch.setattr(type(model), "forward", squared)
+    words = "LlamaForCausalLM makes something else of its head's numbers than to scale or cap them"
+    assert choose(model).reason == f"padded rows: {words}"
+
+
+def test_scale_and_cap_behind_a_head_are_those_of_the_config(random_model):
+    heads = {kind: head_of(random_model(kind))[1:] for kind in ("llama", "granite", "gemma2")}
+    assert heads == {
+        "llama": (1.0, None), "granite": (pytest.approx(1 / 3), None), "gemma2": (pytest.approx(1.0), 2.0),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -526,12 +537,12 @@ def test_the_chosen_padded_forward_is_exact(kind, random_model, plain, awkward_b
 
 def test_token_counts_say_what_enters_the_network(random_model, awkward_batch):
     # Rows are 10, 14, 2, 7, 5 and 13 tokens long, 51 in all; packed, 37 (see above).
-    packed, padded = choose(random_model("llama")), choose(random_model("mistral_window"))
+    packed, padded = choose(random_model("llama")), choose(random_model("falcon"))
     assert (packed.real_tokens(awkward_batch), packed.network_tokens(awkward_batch)) == (37, 37)
     assert (padded.real_tokens(awkward_batch), padded.network_tokens(awkward_batch)) == (51, 6 * 14)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@pytest.mark.parametrize("kind", ["llama", "falcon"])
 def test_micro_batches_keep_to_the_budget_in_tokens_that_enter_the_network(kind, random_model, awkward_batch):
     chosen = choose(random_model(kind))
     parts = chosen.micro_batches(awkward_batch, torch.arange(6), 28)

@@ -147,15 +147,6 @@ def test_a_first_token_is_predicted_from_the_end_of_the_prompt_and_the_others_fr
     assert packed.columns.tolist() == [4, 5, 4, 5, 6, 4, 3, 4, 5, 6, 7, 3, 4]
 
 
-def test_unpack_undoes_the_split_into_prompts_and_completions(two_groups):
-    packed = pack(two_groups)
-    ids = packed.token_ids[0]
-    rows = packed.padded
-    flat = torch.cat([ids[rows.prompt_index].flatten(), ids[rows.completion_index].flatten()])
-    assert torch.equal(flat[rows.unpack], ids)
-    assert rows.prompt_mask.sum() + rows.completion_mask.sum() == packed.num_tokens
-
-
 def test_the_number_of_packed_tokens_is_known_without_packing(two_groups, many_rows, make_batch):
     for batch in (two_groups, many_rows(make_batch), select(two_groups, torch.tensor([4, 0, 2]))):
         assert num_packed_tokens(batch) == pack(batch).num_tokens

@@ -21,7 +21,7 @@ from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import LOGIT_CHUNK
-from rlft.model.kernels.lm_head import top_k_logprobs
+from rlft.model.kernels.lm_head import Head, top_k_logprobs
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
     TEACHER_SHARE,
@@ -169,7 +169,7 @@ def test_what_is_counted_of_a_second_pass_through_the_head_is_what_is_alive_at_m
     states = torch.randn(tokens, hidden, requires_grad=True)
     teacher = torch.randn(tokens, vocabulary).log_softmax(-1).topk(top_k, -1)
     with Alive(head.weight) as alive:
-        student = top_k_logprobs(head, states, teacher.indices, 1.0)
+        student = top_k_logprobs(Head(head), states, teacher.indices, 1.0)
         top_k_divergence(student, teacher.values, Divergence.jensen_shannon).sum().backward()
     counted = TOP_K_LOGITS * tokens * vocabulary * 4 + TOP_K_FIELDS * tokens * top_k * 4
     assert alive.peak == pytest.approx(counted, rel=0.02)

@@ -1,13 +1,16 @@
 """Attention over a packed row: each prompt attends to itself, each completion to its prompt and to itself.
 
 Registered with transformers under `NAME`, so that any model whose attention goes through the AttentionInterface can use
-it; without a `packed` or `prefix_cache` argument it is plain SDPA. No N x N mask is ever made.
+it; without a `packed` or `prefix_cache` argument it is plain SDPA. No N x N mask is ever made. Scale, cap and sinks are
+arguments of a layer's own call, and its sliding window comes with its mask, so that no model is known by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +20,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlft.model.kernels import elementwise, flash_attention, split_attention
+from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.flash_attention import RowLengths
 from rlft.model.kernels.split_attention import Block
 
 if TYPE_CHECKING:
     from rlft.model.kernels.prefix_cache import PrefixCache
-    from rlft.model.packing import PackedRows, PaddedRows
+    from rlft.model.packing import PackedRows
 
 NAME = "rlft_packed"
 
 Spans = Sequence[Block] | RowLengths
-"""Which tokens of a packed row see which: blocks for a CPU's attention, lengths for a CUDA GPU's."""
+"""Which tokens of a packed row see which: blocks, or lengths for flash attention on a CUDA GPU."""
 
 
 def packed_attention(
@@ -38,55 +42,295 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed: PackedRows | None = None,
+    packed: PackedRows | Question | None = None,
     prefix_cache: PrefixCache | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
+    """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K).
+
+    Args:
+        softcap: scores are `softcap * tanh(score / softcap)`.
+        s_aux: `[H]`, the scores of sinks, which take a share of each query's attention and give nothing.
+    """
+    if isinstance(packed, Question):
+        return packed.answer(module, query, value, attention_mask, softcap, kwargs), None
     if packed is None and prefix_cache is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+            )
+        return _row_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
+    assert dropout == 0, "dropout is set to 0 where models are loaded"
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    window, size = window_of(attention_mask), value.shape[-1]
+    width = max(query.shape[-1], size)
+    # Zeros behind heads change no score, and nothing of what is before them.
+    query_NHD, key_NKD, value_NKD = (_widened(x[0].transpose(0, 1), width) for x in (query, key, value))
     if prefix_cache is not None:
-        layer = cast(int, module.layer_idx)
-        return prefix_cache.attend(layer, query_NHD, key_NKD, value_NKD, scaling)[None], None
-    assert packed is not None
-    assert kwargs.get("sliding_window") is None, "sliding windows go through the padded forward"
-    head_size = query.shape[-1]
-    spans = spans_of(packed, query, head_size) if dropout == 0 and head_size == value.shape[-1] else None
-    if spans is not None:
-        return cast(Tensor, _Attention.apply(query_NHD, key_NKD, value_NKD, spans, scaling))[None], None
-    return _masked_attention(query[0], key[0], value[0], packed.padded, scaling, dropout)[None], None
+        out = prefix_cache.attend(query_NHD, key_NKD, value_NKD, scoring, window, s_aux)
+    else:
+        assert packed is not None
+        spans = spans_of(packed, query, width, window, softcap)
+        out = cast(Tensor, _Attention.apply(query_NHD, key_NKD, value_NKD, s_aux, spans, scoring))
+    return out[None, ..., :size], None
 
 
-# -- without a mask ----------------------------------------------------------------------------------------------------
-def spans_of(packed: PackedRows, x: Tensor, head_size: int) -> Spans | None:
-    """Which tokens of this row see which; None if no kernel takes heads of this size and of the dtype of x."""
-    if flash_attention.takes(x.dtype, head_size, x.device) and packed.lengths is not None:
-        return packed.lengths
-    return packed.blocks if x.device.type == "cpu" else None
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _row_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`[B, N, H, D]` of rows as transformers has them, by plain products; the mask is SDPA's, True where a key is seen.
+
+    SDPA itself leaves out caps and sinks.
+    """
+    heads, (width, reach) = query.shape[1], (query.shape[2], key.shape[2])
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if mask is None:  # left out by transformers where all is causal
+        mask = torch.ones(width, reach, dtype=torch.bool, device=query.device).tril(reach - width)
+    # A query without keys, in the padding, gives no NaN.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., :reach].to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+# -- what a layer asks for ---------------------------------------------------------------------------------------------
+class PackedMask(Tensor):
+    """Stands for a mask in a pass over a packed row, and is never read.
+
+    A model gets it as a mask of tokens `[1, N]`. Where transformers would make a mask of it for a kind of layers, they
+    get another one, which says what a mask would let a token see.
+
+    Attributes:
+        window: the sliding window in tokens; None: everything before the token.
+        rule: transformers' function that says which places see which; None in the mask of tokens.
+    """
+
+    window: int | None = None
+    rule: Callable[..., Any] | None = None
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+
+
+def packed_mask(num_tokens: int, device: torch.device) -> PackedMask:
+    """The mask with which a packed row of this many tokens goes through a model."""
+    return torch.ones(1, num_tokens, dtype=torch.bool, device=device).as_subclass(PackedMask)
+
+
+def _mask_of_layers(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    if not isinstance(attention_mask, PackedMask):
+        return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    mask = attention_mask[None, None, :1, :1].as_subclass(PackedMask)
+    mask.window, mask.rule = kwargs.get("local_size"), kwargs.get("mask_function")
+    return mask
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """The sliding window of a layer with this mask in a pass over a packed row."""
+    return mask.window if isinstance(mask, PackedMask) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """How a layer attends.
+
+    Attributes:
+        module: the class of its attention.
+        head_size: numbers in a head, of queries or of values.
+        window: its sliding window in tokens; None: it has none.
+        cap: whether its scores are capped.
+        problem: what a packed row cannot do, in words that follow the name of the class; None if it can do it all.
+    """
+
+    module: str
+    head_size: int
+    window: int | None
+    cap: bool
+    problem: str | None
+
+
+KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"})
+"""Arguments of an attention function that change nothing beside the mask, or nothing at all."""
+
+
+class Question:
+    """Stands for a packed row in a pass in which each layer is asked how it attends, and no token sees another.
+
+    What else serves packed rows must give 0 as well, if its `packed` is a Question.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def answer(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        cap: float | None,
+        others: Mapping[str, Any],
+    ) -> Tensor:
+        """Attention that gives nothing, `[1, N, H, D]`."""
+        unset = (None, False)
+        unknown = [name for name, given in others.items() if name not in KNOWN and not any(given is x for x in unset)]
+        problem = f"gives its attention {', '.join(unknown)}" if unknown else _problem(module, mask, others)
+        size = max(query.shape[-1], value.shape[-1])
+        self.asked.append(
+            Asked(
+                module=type(module).__name__,
+                head_size=size,
+                window=window_of(mask),
+                cap=cap is not None,
+                problem=problem,
+            )
+        )
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+def _problem(module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) -> str | None:
+    """What keeps this mask from being causal with or without a window, in words; None if it is."""
+    if mask is None:
+        causal = others.get("is_causal")
+        return None if (getattr(module, "is_causal", True) if causal is None else causal) else "sees the tokens behind"
+    if not isinstance(mask, PackedMask) or mask.rule is None:
+        return "has a mask of its own"
+    reach = mask.window or 4
+    keys = {0: mask.window is None, reach: mask.window is None, reach + 1: True, 2 * reach: True, 2 * reach + 1: False}
+    try:
+        places = [torch.tensor(place) for place in (0, 0, 2 * reach)]
+        seen = [bool(mask.rule(*places, torch.tensor(key))) for key in keys]
+    except (RuntimeError, TypeError, IndexError):  # it depends on what is in the row
+        seen = []
+    return None if seen == list(keys.values()) else "sees neither all tokens before one nor those in a sliding window"
+
+
+_asked: WeakKeyDictionary[nn.Module, tuple[Asked, ...]] = WeakKeyDictionary()
+
+
+def asked_of(model: PreTrainedModel) -> tuple[Asked, ...]:
+    """How the layers of a model with this attention attend, found out by passes over three tokens.
+
+    A model without weights tells how its layers attend, but not whether anything else passes numbers on.
+
+    Raises:
+        NotPackableError: a layer attends in a way that packed rows do not have, or something else passes numbers from
+            token to token.
+    """
+    if model not in _asked:
+        _asked[model] = _ask(model)
+    return _asked[model]
+
+
+class NotPackableError(Exception):
+    """A model that does not compute packed rows; the text says why."""
+
+
+MIXED = 0.05
+"""By which share of its norm a token's hidden state may differ beside other tokens: experts that compute it beside
+other tokens round it otherwise."""
+
+
+@torch.no_grad()
+def _ask(model: PreTrainedModel) -> tuple[Asked, ...]:
+    questions, found, name = [], [], type(model).__name__
+    try:
+        for others in (1,) if model.device.type == "meta" else (1, 2):
+            ids = torch.tensor([[others, others, 1]], device=model.device)
+            questions.append(Question())
+            hidden = hidden_states(model, ids, torch.arange(3, device=ids.device)[None], packed=questions[-1])
+            found.append(hidden[0, 2].float())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's code does with arguments that it does not know
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise NotPackableError(f"{name} takes no packed row ({type(error).__name__}: {first_line})") from error
+    asked, one, other = questions[0].asked, found[0], found[-1]
+    problem = next((f"{each.module} {each.problem}" for each in asked if each.problem is not None), None)
+    if problem is None and not one.is_meta and not (other - one).norm() <= MIXED * one.norm():
+        layers = "layers, other than attention," if asked else "layers"
+        problem = f"{name} has {layers} in which a token sees those before it, and which are not those of packed rows"
+    if problem is not None:
+        raise NotPackableError(problem)
+    return tuple(asked)
+
+
+def hidden_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
+    """`[1, N, hidden]`, after the final norm, of tokens `[1, N]` at these positions, in a pass over a packed row."""
+    return model.base_model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=packed_mask(ids.shape[1], ids.device),
+        use_cache=False,
+        **kwargs,
+    ).last_hidden_state
+
+
+# -- with kernels ------------------------------------------------------------------------------------------------------
+def spans_of(
+    packed: PackedRows, x: Tensor, head_size: int, window: int | None = None, cap: float | None = None
+) -> Spans:
+    """Which tokens of this row see which, for heads of this size and of the dtype of x."""
+    if flash_attention.takes(x.dtype, head_size, x.device, caps=cap is not None):
+        lengths = packed.lengths(window)
+        if lengths is not None:
+            return lengths
+    return packed.blocks(window)
 
 
 def prepare(packed: PackedRows, model: PreTrainedModel) -> None:
     """Makes what attention on the model's device reads of a packed row, so that it goes there together with the row."""
     if model.device.type == "cpu":
         return
-    takes = flash_attention.takes(model.dtype, flash_attention.head_size(model), model.device)
-    _ = packed.lengths if takes and packed.lengths is not None else packed.padded
+    for asked in set(asked_of(model)):
+        x = torch.empty(0, dtype=model.dtype, device=model.device)
+        spans_of(packed, x, asked.head_size, asked.window, 1.0 if asked.cap else None)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scoring: Scoring, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(attention `[N, H, D]`, three further tensors that `attention_gradients` needs); no gradient."""
+    random = unused = None
     if isinstance(spans, RowLengths):
-        return flash_attention.attend(query, key, value, spans, scale)
-    return *split_attention.attend(query, key, value, spans, scale), None, None
+        out, lse, random, unused = flash_attention.attend(query, key, value, spans, scoring.scale)
+    else:
+        out, lse = split_attention.attend(query, key, value, spans, scoring)
+    if sinks is not None:
+        with_sinks(out, _by_token(lse, spans), sinks)
+    return out, lse, random, unused
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Overwrites attention `[N, H, D]` and log-sum-exp `[N, H, 1]` by those that sinks `[H]` take a share of."""
+    scores = sinks.detach().to(lse.dtype)[:, None]
+    out.mul_((lse - scores).sigmoid().to(out.dtype))
+    lse.copy_(torch.logaddexp(lse, scores))
+
+
+def _by_token(lse: Tensor, spans: Spans) -> Tensor:
+    """`[N, H, 1]`; the same memory."""
+    return lse.t()[..., None] if isinstance(spans, RowLengths) else lse
 
 
 def attention_gradients(
-    grad: Tensor, kept: Sequence[Tensor], spans: Spans, scale: float | None
+    grad: Tensor, kept: Sequence[Tensor], spans: Spans, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (new tensors) from that of the attention.
 
@@ -94,89 +338,31 @@ def attention_gradients(
     """
     query, key, value, out, lse, random, unused = kept
     if isinstance(spans, RowLengths):
-        return flash_attention.attention_gradients(grad, query, key, value, out, lse, random, unused, spans, scale)
-    return split_attention.attention_gradients(grad, query, key, value, out, lse, spans, scale)
+        of_kernel = (out, lse, random, unused, spans, scoring.scale)
+        return flash_attention.attention_gradients(grad, query, key, value, *of_kernel)
+    return split_attention.attention_gradients(grad, query, key, value, out, lse, spans, scoring)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, spans: Spans, scoring: Scoring
+    ) -> Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        out, *kept = attend(query, key, value, spans, scale)
-        ctx.save_for_backward(query, key, value, out, *kept)
-        ctx.spans, ctx.scale = spans, scale
+        out, *kept = attend(query, key, value, spans, scoring, sinks)
+        ctx.save_for_backward(sinks, query, key, value, out, *kept)
+        ctx.spans, ctx.scoring = spans, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        [grad] = grad_outputs
-        return *attention_gradients(grad.contiguous(), ctx.saved_tensors, ctx.spans, ctx.scale), None, None
-
-
-# -- through a mask ----------------------------------------------------------------------------------------------------
-def _masked_attention(
-    query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, rows: PaddedRows, scaling: float | None, dropout: float
-) -> Tensor:
-    """`[N, H, D]` through two calls of SDPA: prompts causally, completions with a mask of C x (P + C).
-
-    Each branch needs another call.
-    """
-    repeat = query_HND.shape[0] // key_KND.shape[0]
-    key_HND, value_HND = _repeat(key_KND, repeat), _repeat(value_KND, repeat)
-    prompt_q, prompt_k, prompt_v = (_gather(x, rows.prompt_index) for x in (query_HND, key_HND, value_HND))
-    prompt_out = F.scaled_dot_product_attention(
-        prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, dropout_p=dropout
-    )
-    own_q, own_k, own_v = (_gather(x, rows.completion_index) for x in (query_HND, key_HND, value_HND))
-    keys = torch.cat([prompt_k[rows.owner], own_k], dim=2)
-    values = torch.cat([prompt_v[rows.owner], own_v], dim=2)
-    completion_out = F.scaled_dot_product_attention(
-        own_q, keys, values, attn_mask=_completion_mask(rows), scale=scaling, dropout_p=dropout
-    )
-    branches = [_branch(query_HND, key_HND, value_HND, *places, scaling, dropout) for places in rows.branches]
-    return torch.cat([_flatten(prompt_out), _flatten(completion_out), *branches])[rows.unpack]
-
-
-def _branch(
-    query_HND: Tensor,
-    key_HND: Tensor,
-    value_HND: Tensor,
-    read_K: Tensor,
-    own_C: Tensor,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
-    """`[C, H, D]` of one branch, which attends to all that it reads, and causally to itself."""
-    keys_index = torch.cat([read_K, own_C])
-    mask = torch.ones(len(own_C), len(keys_index), dtype=torch.bool, device=keys_index.device).tril(len(read_K))
-    query, key, value = query_HND[:, own_C], key_HND[:, keys_index], value_HND[:, keys_index]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout).transpose(
-        0, 1
-    )
-
-
-def _repeat(x_KND: Tensor, repeat: int) -> Tensor:
-    return x_KND if repeat == 1 else x_KND.repeat_interleave(repeat, dim=0)
-
-
-def _gather(x_HND: Tensor, index_RC: Tensor) -> Tensor:
-    """`[R, H, C, D]`: the packed tokens at these places; padded places get token 0."""
-    heads, _, size = x_HND.shape
-    rows, width = index_RC.shape
-    return x_HND.index_select(1, index_RC.flatten()).view(heads, rows, width, size).transpose(0, 1)
-
-
-def _completion_mask(rows: PaddedRows) -> Tensor:
-    """Bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see keys, too: no NaN."""
-    number, width = rows.completion_index.shape
-    causal = torch.ones(width, width, dtype=torch.bool, device=rows.owner.device).tril()
-    prompt = rows.prompt_mask[rows.owner][:, None, :].expand(number, width, -1)
-    return torch.cat([prompt, causal.expand(number, width, width)], dim=2)[:, None]
-
-
-def _flatten(x_RHCD: Tensor) -> Tensor:
-    """`[R * C, H, D]`."""
-    return x_RHCD.transpose(1, 2).flatten(0, 1)
+        grad, (sinks, *kept), sinks_grad = grad_outputs[0].contiguous(), ctx.saved_tensors, None
+        if ctx.needs_input_grad[3]:  # their share of each token's attention, times what they lack: the mean
+            out, lse = kept[3], _by_token(kept[4], ctx.spans)
+            mean = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
+            shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+            sinks_grad = -(shares * mean).sum((0, 2)).to(sinks.dtype)
+        return *attention_gradients(grad, kept, ctx.spans, ctx.scoring), sinks_grad, None, None
 
 
 # -- which models have it ----------------------------------------------------------------------------------------------
@@ -184,25 +370,24 @@ def on_this_device(model: PreTrainedModel) -> str:
     """How a packed row is computed on the model's device, in words; empty on a CPU, where there is only one way."""
     if model.device.type == "cpu":
         return ""
-    size = flash_attention.head_size(model)
-    flash_obstacle = flash_attention.obstacle(model.dtype, size, model.device)
+    asked = ((asked.head_size, asked.cap) for asked in asked_of(model))
+    problems = (flash_attention.obstacle(model.dtype, size, model.device, caps=cap) for size, cap in asked)
+    why_not = next(filter(None, problems), None)
     fusion_obstacle = elementwise.obstacle(model.device)
     return ", ".join(
         [
             "attention by variable-length flash calls"
-            if flash_obstacle is None
-            else f"attention through a mask, since {flash_obstacle}",
+            if why_not is None
+            else f"attention by plain products, since {why_not}",
             "fused steps" if fusion_obstacle is None else f"steps one by one, since {fusion_obstacle}",
         ]
     )
 
 
 def install(model: PreTrainedModel) -> None:
-    """Gives the model this attention, or leaves it transformers' own if only that is right for it (`obstacle`)."""
-    if obstacle(model) is None:
+    """Gives the model this attention, if it lets its attention be chosen."""
+    if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
-    else:
-        install_plain(model)
 
 
 def install_plain(model: PreTrainedModel) -> None:
@@ -210,21 +395,10 @@ def install_plain(model: PreTrainedModel) -> None:
 
     SDPA silently leaves out what it does not know; eager attention is always complete.
     """
-    if obstacle(model) is not None and model._can_set_attn_implementation():
+    caps = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if (caps or not model._supports_sdpa) and model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
 
 
-def obstacle(model: PreTrainedModel) -> str | None:
-    """Why plain scaled dot-product attention would give this model wrong numbers; None if it gives the right ones."""
-    name, cap = type(model).__name__, getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is not None:
-        return f"{name} caps its attention logits (attn_logit_softcapping={cap:g})"
-    if not model._can_set_attn_implementation():
-        return f"{name} has an attention of its own"
-    if not model._supports_sdpa:
-        return f"{name} needs more than scaled dot-product attention"
-    return None
-
-
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, _mask_of_layers)

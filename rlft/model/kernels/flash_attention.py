@@ -5,23 +5,26 @@ as one run of queries, attend to that prompt. Their results are merged by log-su
 output and the log-sum-exp of the whole, as in `split_attention`, which explains why that is exact. No mask is made and
 no key is copied, neither for siblings nor for heads that share it.
 
+A sliding window that rows exceed is an argument of the kernel, which counts it from the ends of queries and keys that
+stand side by side. The two calls are then one for prompts, and one for completions whose keys are copied behind those
+of their prompt that the window reaches.
+
 The row holds all prompts and then all completions (`rlft.model.packing.pack`), so that the queries and keys of both
 calls are slices of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlft.model.kernels.elementwise import fused
-from rlft.model.kernels.split_attention import Span
+from rlft.model.kernels.split_attention import Span, places_of
 from rlft.system.repeatable import repeatable
 
 # The operations behind torch.nn.attention.varlen, whose public function has no gradient of a merged result.
@@ -68,18 +71,30 @@ class RowLengths:
         own: all prompts and completions that are not empty.
         prompts: every prompt.
         regions: for each prompt all its completions as one run, counted from the first completion.
+        window: the attention's sliding window in tokens; None if it exceeds every row.
+        completions: every completion that is not empty, counted from the first one; only with a window.
+        reach: for each of these, the keys that it sees, as runs of `reached`.
+        reached: int64, the places of these keys.
     """
 
     num_prompt_tokens: int
     own: Runs
     prompts: Runs
     regions: Runs
+    window: int | None = None
+    completions: Runs | None = None
+    reach: Runs | None = None
+    reached: Tensor | None = None
 
 
 def row_lengths(
-    prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
+    prompts: Sequence[Span],
+    completions: Sequence[Span],
+    owner: Sequence[int],
+    device: torch.device,
+    window: int | None = None,
 ) -> RowLengths | None:
-    """The lengths of a packed row (as in `PackedRows`), on its device.
+    """The lengths of a packed row (as in `PackedRows`), on its device; `window` is None if it exceeds every row.
 
     None if prompts do not come first, or one is empty, which the kernel cannot take.
     """
@@ -92,11 +107,26 @@ def row_lengths(
     regions = [0] * len(prompts)
     for (_, length), unit in zip(completions, owner, strict=True):
         regions[unit] += length
-    return RowLengths(
+    lengths = RowLengths(
         num_prompt_tokens=sum(length for _, length in prompts),
         own=runs_of([length for _, length in spans if length], device),
         prompts=runs_of([length for _, length in prompts], device),
         regions=runs_of(regions, device),
+        window=window,
+    )
+    reached = [
+        [(sum(prompts[unit]) - seen, seen), span]
+        for span, unit in zip(completions, owner, strict=True)
+        if span[1] and window is not None
+        for seen in [min(prompts[unit][1], window - 1)]
+    ]
+    if not reached:
+        return lengths
+    return replace(
+        lengths,
+        completions=runs_of([own for _, (_, own) in reached], device),
+        reach=runs_of([seen + own for (_, seen), (_, own) in reached], device),
+        reached=torch.cat([places_of(spans) for spans in reached]).to(device),
     )
 
 
@@ -106,8 +136,8 @@ def runs_of(lengths: Sequence[int], device: torch.device) -> Runs:
     return Runs(starts=starts, longest=max(lengths))
 
 
-def obstacle(dtype: torch.dtype, head_size: int, device: torch.device) -> str | None:
-    """Why the kernel cannot take such heads; None if it can."""
+def obstacle(dtype: torch.dtype, head_size: int, device: torch.device, *, caps: bool = False) -> str | None:
+    """Why the kernel cannot take such heads, or scores that are capped; None if it can."""
     if device.type != "cuda":
         return f"flash attention runs on CUDA GPUs, not on {device.type}"
     if torch.version.hip is not None:
@@ -116,6 +146,8 @@ def obstacle(dtype: torch.dtype, head_size: int, device: torch.device) -> str | 
         return f"flash attention needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash attention computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
+    if caps:
+        return "torch's flash attention does not cap scores"
     if head_size > MAX_HEAD_SIZE or head_size % HEAD_SIZE_STEP:
         return f"flash attention takes heads of 8, 16 .. up to {MAX_HEAD_SIZE} numbers, not of {head_size}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -126,28 +158,45 @@ def obstacle(dtype: torch.dtype, head_size: int, device: torch.device) -> str | 
     return None
 
 
-def head_size(model: PreTrainedModel) -> int:
-    """The size of a query's head."""
-    text = model.config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-def takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
-    """Whether the kernel takes keys and values with heads of this size."""
-    return obstacle(dtype, head_size, device) is None
+def takes(dtype: torch.dtype, head_size: int, device: torch.device, *, caps: bool = False) -> bool:
+    """Whether the kernel takes such heads and scores."""
+    return obstacle(dtype, head_size, device, caps=caps) is None
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two tensors for the kernel's backward); no gradient."""
-    own, first = lengths.own, lengths.num_prompt_tokens
-    own_runs = (own.starts, own.starts, own.longest_query, own.longest)
-    out, lse, random, unused, _ = _FORWARD(query, key, value, *own_runs, 0.0, True, False, scale=scale)
+    first = lengths.num_prompt_tokens
+    if lengths.window is not None:
+        parts = [
+            _FORWARD(
+                query[own], key[keys], value[keys], *_starts(queries, reach), 0.0, True, False, scale=scale, **window
+            )
+            for own, keys, queries, reach, window in _windowed(lengths)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1), *parts[0][2:4]
+    own = lengths.own
+    out, lse, random, unused, _ = _FORWARD(query, key, value, *_starts(own, own), 0.0, True, False, scale=scale)
     if len(query) > first:
         prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale)
         merge_into(out[first:], lse[:, first:], *prompt)
     return out, lse, random, unused
+
+
+def _starts(queries: Runs, keys: Runs) -> tuple[Tensor, Tensor, int, int]:
+    """What the kernel's forward gets of runs."""
+    return queries.starts, keys.starts, queries.longest_query, keys.longest
+
+
+def _windowed(lengths: RowLengths) -> Iterator[tuple[slice, slice | Tensor, Runs, Runs, dict[str, int]]]:
+    """The calls with a window, none of which shares a query with another: (queries, keys, their runs, the window)."""
+    assert lengths.window is not None
+    window = {"window_size_left": lengths.window - 1, "window_size_right": 0}
+    first = lengths.num_prompt_tokens
+    yield slice(first), slice(first), lengths.prompts, lengths.prompts, window
+    if lengths.completions is not None and lengths.reach is not None and lengths.reached is not None:
+        yield slice(first, None), lengths.reached, lengths.completions, lengths.reach, window
 
 
 def one_call(
@@ -163,7 +212,7 @@ def one_call(
 
     `used` (int32 `[n]`) is how many keys at the beginning of each run are used; None: all.
     """
-    runs = (queries.starts, keys.starts, queries.longest_query, keys.longest)
+    runs = _starts(queries, keys)
     out, lse, *_ = _FORWARD(query, key, value, *runs, 0.0, False, False, scale=scale, seqused_k=used)
     return out, lse
 
@@ -181,6 +230,8 @@ def attention_gradients(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
+    if lengths.window is not None:
+        return _windowed_gradients(grad, query, key, value, out, lse, random, unused, lengths, scale)
     own, first = lengths.own, lengths.num_prompt_tokens
     own_runs = (own.starts, own.starts, own.longest, own.longest)
     with repeatable():
@@ -197,6 +248,35 @@ def attention_gradients(
         key_grad[:first] += parts[1]
         value_grad[:first] += parts[2]
     return query_grad, key_grad, value_grad
+
+
+def _windowed_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    random: Tensor,
+    unused: Tensor,
+    lengths: RowLengths,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query_grad = torch.empty_like(query)
+    # In 32 bits, since siblings add to the same keys one after the other.
+    key_grad, value_grad = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, lse.dtype)) for x in (key, value))
+    for own, keys, queries, reach, window in _windowed(lengths):
+        tensors = (grad[own], query[own], key[keys], value[keys], out[own], lse[:, own].contiguous())
+        runs = (queries.starts, reach.starts, queries.longest, reach.longest)
+        with repeatable():
+            parts = _BACKWARD(*tensors, *runs, 0.0, True, random, unused, scale=scale, **window)
+            query_grad[own] = parts[0]
+            for total, part in zip((key_grad, value_grad), parts[1:], strict=True):
+                if isinstance(keys, slice):
+                    total[keys] += part
+                else:
+                    total.index_add_(0, keys, part.to(total.dtype))
+    return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
 
 
 @fused

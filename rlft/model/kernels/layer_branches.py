@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlft.model.kernels.attention import Spans, attend, attention_gradients
+from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.elementwise import (
     Norm,
     as_written,
@@ -81,7 +82,7 @@ def _attention(
     """(x plus the branch, tensors that its gradients need)."""
     x = x.detach()  # else it would be compiled once for an x that needs a gradient, and once for one that does not
     q_NHD, k_NKD, v_NKD, *kept = _attention_inputs(x, heads, layers[:3])
-    out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, spans, scale)
+    out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, spans, Scoring(scale))
     y, low_o = _attention_output(x, out_NHD, layers[3:])
     return y, (x, q_NHD, k_NKD, v_NKD, out_NHD, *attention_kept, low_o, *kept)
 
@@ -163,7 +164,7 @@ class _Attention(torch.autograd.Function):
         x, q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused, low_o, *kept = ctx.saved_tensors
         out_grad, o_grads = _output_gradients(grad, out_NHD, low_o, layers[3:])
         of_attention = (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused)
-        head_grads = attention_gradients(out_grad, of_attention, ctx.spans, ctx.scale)
+        head_grads = attention_gradients(out_grad, of_attention, ctx.spans, Scoring(ctx.scale))
         x_grad, qkv_grads = _input_gradients(grad, head_grads, x, ctx.heads, kept, layers[:3], ctx.needs_input_grad[0])
         return x_grad, None, None, None, None, *qkv_grads, *o_grads
 

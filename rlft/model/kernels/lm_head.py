@@ -7,30 +7,109 @@ known as soon as the probabilities are:
 
 with W the head's rows and T the temperature. The forward makes these vectors from the same logits, a chunk at a time,
 and the backward multiplies them with the incoming gradients: logits are computed once, and never kept.
+
+Some models scale the head's numbers z, or cap them: their logits are cap tanh(scale z / cap). Each p_v and each W_y
+above then gets the factor d logit / d z. What a model does is found out by giving its forward numbers of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from rlft.model.activations import LOGIT_CHUNK
+from rlft.model.kernels.attention import NotPackableError
 from rlft.model.kernels.elementwise import fused
 
 
+class Head(NamedTuple):
+    """An LM head, and what its model makes of its numbers z: `scale * z`, or with a cap `cap * tanh(scale * z / cap)`.
+
+    Attributes:
+        module: the head.
+        scale: the factor.
+        cap: no logit exceeds it.
+    """
+
+    module: nn.Module
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[.., V]` from hidden states `[.., H]`."""
+        return self.made_of(self.module(hidden))
+
+    def made_of(self, numbers: Tensor) -> Tensor:
+        """The logits that become of the module's numbers."""
+        if self.cap is not None:
+            return (numbers * (self.scale / self.cap)).tanh() * self.cap
+        return numbers if self.scale == 1 else numbers * self.scale
+
+
+_heads: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The LM head of a model, and what the model does behind it.
+
+    Raises:
+        NotPackableError: it is neither a factor nor a cap.
+    """
+    module = model.get_output_embeddings()
+    assert isinstance(module, nn.Module), "a causal language model has an output embedding"
+    if model not in _heads:
+        _heads[model] = _behind(model, module)
+    return Head(module, *_heads[model])
+
+
+LARGE, SMALL = 2.0**60, 2.0**-20
+"""Numbers of a head at which a cap is reached, and at which it has no effect."""
+
+
+@torch.no_grad()
+def _behind(model: PreTrainedModel, module: nn.Module) -> tuple[float, float | None]:
+    """(factor, cap): the model's forward gets numbers that the head has not computed."""
+    numbers = torch.tensor([LARGE, SMALL, -3.0, 0.5, 7.0, 40.0], dtype=torch.float64, device=model.device)
+
+    def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return numbers.expand(*output.shape[:-1], -1)
+
+    hook = module.register_forward_hook(replaced)
+    try:
+        ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it expects as many numbers as there are tokens
+        logits = numbers.new_zeros(0)
+    finally:
+        hook.remove()
+    if logits.shape == numbers.shape:
+        limit, scale = logits[0].item(), logits[1].item() / SMALL
+        cap = limit if limit < LARGE * scale / 2 else None
+        if torch.allclose(logits, Head(module, scale, cap).made_of(numbers), rtol=1e-5, atol=0):
+            return scale, cap
+    name = type(model).__name__
+    raise NotPackableError(f"{name} makes something else of its head's numbers than to scale or cap them")
+
+
 def head_logprobs(
-    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
+    head: Head, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs `[M]`, entropy in nats `[M]` or None), float32, or float64 if the hidden states are.
 
     A head that is more than a frozen matrix goes through autograd.
     """
-    if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
-        logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, head.weight, target_M, temperature, entropy)
+    module = head.module
+    if type(module) is nn.Linear and module.bias is None and not module.weight.requires_grad:
+        settings = (temperature, entropy, head.scale, head.cap)
+        logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, module.weight, target_M, *settings)
         return logprobs_M, entropy_M if entropy else None
     logprobs_M, *rest = _in_chunks(_of_targets, head, (hidden_MH, target_M), temperature, entropy)
     return logprobs_M, rest[0] if rest else None
@@ -39,7 +118,14 @@ def head_logprobs(
 class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, target_M: Tensor, temperature: float, entropy: bool
+        ctx: Any,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        entropy: bool,
+        scale: float,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
         slopes = [torch.empty_like(hidden_MH)] if ctx.needs_input_grad[0] else []
@@ -54,6 +140,11 @@ class _FrozenHead(torch.autograd.Function):
             target_C = target_M[chunk]
             # Every step is in place: a chunk's logits become log-probs or, if those are not needed again, probs.
             logits_CV = torch.mm(hidden_MH[chunk], weight_VH.t(), out=buffer_CV[: len(target_C)])
+            factor_CV = None
+            if cap is not None:
+                logits_CV, factor_CV = _capped(logits_CV, scale, cap, bool(slopes))
+            elif scale != 1:
+                logits_CV.mul_(scale)
             if not (slopes or entropy):
                 logprobs_M[chunk] = _logprobs(logits_CV, target_C, temperature, wide)
                 continue
@@ -61,12 +152,17 @@ class _FrozenHead(torch.autograd.Function):
                 logits_CV, target_C, temperature, wide, None if entropy else weight_VH.dtype
             )
             if slopes:  # the division by the total comes last, when there are only H numbers to divide
-                mean_CH = (p_CV.to(weight_VH.dtype) @ weight_VH).div_(total_C[:, None])
-                slopes[0][chunk] = weight_VH.index_select(0, target_C).sub_(mean_CH).div_(temperature)
+                weighted_CV = p_CV if factor_CV is None else p_CV * factor_CV
+                mean_CH = (weighted_CV.to(weight_VH.dtype) @ weight_VH).div_(total_C[:, None])
+                own_CH = weight_VH.index_select(0, target_C)
+                if factor_CV is not None:
+                    own_CH.mul_(factor_CV.gather(1, target_C[:, None]))
+                slopes[0][chunk] = own_CH.sub_(mean_CH).div_(temperature / scale)
             if logp_CV is not None:
                 entropy_M[chunk], slope_CV = _entropy(p_CV, logp_CV, total_C, bool(slopes))
                 if slope_CV is not None:
-                    slopes[1][chunk] = (slope_CV.to(weight_VH.dtype) @ weight_VH).div_(-temperature)
+                    slope_CV = slope_CV if factor_CV is None else slope_CV.mul_(factor_CV)
+                    slopes[1][chunk] = (slope_CV.to(weight_VH.dtype) @ weight_VH).div_(-temperature / scale)
         ctx.save_for_backward(*slopes)
         return logprobs_M, entropy_M
 
@@ -76,7 +172,15 @@ class _FrozenHead(torch.autograd.Function):
         for slope_MH, grad_M in zip(ctx.saved_tensors, grad_outputs, strict=False):
             part = slope_MH * grad_M[:, None].to(slope_MH.dtype)
             total = part if total is None else total.add_(part)
-        return total, None, None, None, None
+        return total, None, None, None, None, None, None
+
+
+@fused
+def _capped(numbers_CV: Tensor, scale: float, cap: float, slope: bool) -> tuple[Tensor, Tensor | None]:
+    """(capped logits `[C, V]`, which overwrite the numbers; their derivative, divided by the scale, or None)."""
+    share_CV = numbers_CV.mul_(scale / cap).tanh_()
+    factor_CV = share_CV.square().neg_().add_(1) if slope else None
+    return share_CV.mul_(cap), factor_CV
 
 
 @fused
@@ -125,13 +229,13 @@ def chunk_rows(weight_VH: Tensor) -> int:
 
 
 def _in_chunks(
-    compute: Callable[..., tuple[Tensor, ...]], head: nn.Module, tensors: Sequence[Tensor], *settings: Any
+    compute: Callable[..., tuple[Tensor, ...]], head: Head, tensors: Sequence[Tensor], *settings: Any
 ) -> tuple[Tensor, ...]:
     """The results of `compute(head, *tensors, *settings)`, for some rows at a time.
 
     Logits are computed a chunk at a time, and again in the backward.
     """
-    rows = chunk_rows(cast(Tensor, head.weight))
+    rows = chunk_rows(cast(Tensor, head.module.weight))
     parts = [
         checkpoint(compute, head, *chunks, *settings, use_reentrant=False, preserve_rng_state=False)
         for chunks in zip(*(tensor.split(rows) for tensor in tensors), strict=True)
@@ -139,10 +243,8 @@ def _in_chunks(
     return tuple(torch.cat(chunks) for chunks in zip(*parts, strict=True))
 
 
-def _of_targets(
-    head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, ...]:
-    logits = widened(head(hidden)) / temperature
+def _of_targets(head: Head, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
+    logits = widened(head.logits(hidden)) / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
     if not entropy:
@@ -150,19 +252,19 @@ def _of_targets(
     return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
 
 
-def top_k_logprobs(head: nn.Module, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
+def top_k_logprobs(head: Head, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
     """Log-probs `[M, K]` of K tokens at each position, with the dtype of `head_logprobs`."""
     return _in_chunks(_of_ids, head, (hidden_MH, ids_MK), temperature)[0]
 
 
-def _of_ids(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor]:
-    logits = widened(head(hidden)) / temperature
+def _of_ids(head: Head, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor]:
+    logits = widened(head.logits(hidden)) / temperature
     return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
 
 @torch.no_grad()
 def most_likely(
-    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, k: int, vocabulary: int
+    head: Head, hidden_MH: Tensor, target_M: Tensor, k: int, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs of the targets `[M]`, the k most likely tokens `[M, K]`, their log-probs `[M, K]`), at temperature 1.
 
@@ -172,8 +274,8 @@ def most_likely(
     return logprobs, ids, ids_logprobs
 
 
-def _best(head: nn.Module, hidden: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    logp_CV = widened(head(hidden)).log_softmax(-1)
+def _best(head: Head, hidden: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    logp_CV = widened(head.logits(hidden)).log_softmax(-1)
     best = logp_CV[:, :vocabulary].topk(k, -1)
     return logp_CV.gather(-1, target[:, None])[:, 0], best.indices, best.values
 

@@ -16,12 +16,18 @@ from typing import Any, NamedTuple, cast
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 
 def install(config: LoraConfig) -> None:
-    """Makes adapters of this config use `LoraLinear` instead of PEFT's own layer."""
-    config._register_custom_module({nn.Linear: LoraLinear})
+    """Makes adapters of this config use `LoraLinear` instead of PEFT's own layer, except where a base computes more."""
+    config._register_custom_module({nn.Linear: _layer_of})
+
+
+def _layer_of(target: nn.Module, *args: Any, **kwargs: Any) -> Linear:
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    return (LoraLinear if type(base).forward is nn.Linear.forward else Linear)(target, *args, **kwargs)
 
 
 class Operands(NamedTuple):

@@ -3,20 +3,26 @@
 Nothing of a prompt is repeated for its completions: their queries attend to its keys together, and each to its own
 keys; the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts
 nor completions are padded there. On a CUDA GPU these are two variable-length flash calls a layer, which get the
-beginnings of runs and the numbers of real tokens: nothing is padded, masked or copied.
+beginnings of runs and the numbers of real tokens: nothing is padded, masked or copied. A layer with a sliding window
+attends to the tokens inside it, of the prompt and of the completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from rlft.model.kernels import flash_attention, split_attention
+from rlft.model.kernels.attention import asked_of, hidden_states, with_sinks
+from rlft.model.kernels.block_attention import Scoring, flash
 from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
-from rlft.model.kernels.split_attention import Span, flash, make_blocks, padded_places
+from rlft.model.kernels.lm_head import head_of
+from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_places
 
 if TYPE_CHECKING:
     from rlft.model.forward import Forward
@@ -41,20 +47,20 @@ class PrefixCache:
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._last = (ends - 1).to(device)
         self._lengths = torch.tensor(lengths, device=device)
+        # By number of the call of attention in a pass: a layer may call it twice.
         self._prompt: list[tuple[Tensor, Tensor]] = []
         self._own: list[tuple[Tensor, Tensor]] = []
+        self._calls = 0
         self._owner = torch.empty(0, dtype=torch.int64, device=device)
         self._decoded = 0
         self._prepare(spans)
 
     def _prepare(self, spans: Sequence[Span]) -> None:
         """Prepares what attention needs to know about the prompts."""
-        self._blocks = make_blocks(spans, (), (), self.model.device)
-        index, mask = padded_places(spans)
+        self._spans = spans
+        self._blocks: dict[int | None, tuple[Block, ...]] = {}
+        index, self._real = padded_places(spans)
         self._prompt_index = index.flatten()
-        # The bias must have the queries' dtype: the kernel reads it as such numbers, whatever type it has.
-        zeros = torch.zeros(mask.shape, dtype=self.model.dtype)
-        self._bias = None if mask.all() else zeros.masked_fill(~mask, -torch.inf)[:, None, None]
 
     def prefill(self, n: int) -> Tensor:
         """Logits `[U * n, V]` of the first completion token; each prompt goes through the network once."""
@@ -79,51 +85,95 @@ class PrefixCache:
         self._own = [(self._kept(k, rows), self._kept(v, rows)) for k, v in self._own]
         self._arrange(self._owner[rows])
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in."""
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: Scoring,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in.
+
+        As in `attention.packed_attention`; a window is None if there is none.
+        """
         if not self._decoded:
-            self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
-            return split_attention.attend(query, key, value, self._blocks, scale)[0]
-        rows, heads, size = query.shape
-        keys, values = self._put(layer, key, value)
-        own, own_lse = flash(query.view(rows, keys.shape[1], -1, size), keys, values, None, scale)
+            out, lse = self._attend_to_prompts(query, key, value, scoring, window)
+        else:
+            layer, self._calls = self._calls, self._calls + 1
+            self._put(layer, key, value)
+            first = 0 if window is None else max(0, self._decoded - window)
+            # How many of a prompt's last tokens the window reaches.
+            reach = self._longest if window is None else window - self._decoded
+            out, lse = self._attend_to_own(layer, query, scoring, first)
+            if reach > 0:
+                self._merge_prompts(layer, query, scoring, min(reach, self._longest), out, lse)
+        if sinks is not None:
+            with_sinks(out, lse, sinks)
+        return out
+
+    @property
+    def _longest(self) -> int:
+        return self._real.shape[1]
+
+    def _attend_to_prompts(
+        self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """(attention `[N, H, D]` of the prompts' tokens, its log-sum-exp `[N, H, 1]`); their keys are kept."""
+        self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
+        window = None if window is None or window >= self._longest else window
+        if window not in self._blocks:
+            self._blocks[window] = make_blocks(self._spans, (), (), self.model.device, (), window)
+        return split_attention.attend(query, key, value, self._blocks[window], scoring)
+
+    def _attend_to_own(self, layer: int, query: Tensor, scoring: Scoring, first: int) -> tuple[Tensor, Tensor]:
+        """(attention `[R, H, D]`, its log-sum-exp `[R, H, 1]`) of each row's new token over the row's own tokens, from
+        number `first` on.
+
+        A token sees all of them, so the query heads that share a key head can be passed as a run of queries.
+        """
+        keys, values = (self._filled(x)[:, :, first:] for x in self._own[layer])
+        own, lse = flash(query.unflatten(1, (keys.shape[1], -1)), keys, values, None, scoring)
+        return own.flatten(1, 2), lse.flatten(1)[..., None]
+
+    def _merge_prompts(self, layer: int, query: Tensor, scoring: Scoring, reach: int, out: Tensor, lse: Tensor) -> None:
+        """Adds attention over the last `reach` tokens of each prompt to that over the rows' own."""
+        _, heads, size = query.shape
         arranged = query if self._in_order else query.index_select(0, self._arranged)
         arranged = arranged.view(-1, self._siblings, heads, size).transpose(1, 2)
-        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias, scale)
+        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias(reach), scoring)
         prompt, prompt_lse = (x.transpose(1, 2).flatten(0, 1) for x in (prompt, prompt_lse[..., None]))
         if not self._in_order:
             prompt, prompt_lse = (x.index_select(0, self._back) for x in (prompt, prompt_lse))
-        return split_attention.merge(own.flatten(1, 2), own_lse.flatten(1)[..., None], prompt, prompt_lse)[0]
+        lse.copy_(split_attention.merge(out, lse, prompt, prompt_lse)[1])
+
+    def _bias(self, reach: int) -> Tensor | None:
+        """`[U, 1, 1, P]`, 0 for the last `reach` tokens of each prompt and -inf for others; None if all are among
+        them."""
+        last = torch.arange(self._longest) >= self._lengths[:, None].cpu() - reach
+        seen = self._real & last
+        return None if seen.all() else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
 
     def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         """`[N, hidden]` of these tokens, after the final norm."""
-        unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_N.device)
-        return self.model.base_model(
-            input_ids=token_N[None],
-            position_ids=position_N[None],
-            attention_mask=unread_mask,
-            use_cache=False,
-            prefix_cache=self,
-        ).last_hidden_state[0]
+        self._calls = 0
+        return hidden_states(self.model, token_N[None], position_N[None], prefix_cache=self)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
-        assert isinstance(head, nn.Module), "a causal language model has an output embedding"
-        return head(hidden)
+        return head_of(self.model).logits(hidden)
 
     def _as_prompts(self, x_NKD: Tensor) -> Tensor:
         """`[U, K, P, D]`, contiguous, since it is read at every step."""
         rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
         return rows.transpose(1, 2).contiguous()
 
-    def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds these keys and values to the completions' own; returns all of them so far."""
+    def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> None:
+        """Adds these keys and values to the completions' own."""
         if layer == len(self._own):
             self._own.append((self._buffer(key_RKD), self._buffer(value_RKD)))
-        pair = self._own[layer]
-        for buffer, new in zip(pair, (key_RKD, value_RKD), strict=True):
+        for buffer, new in zip(self._own[layer], (key_RKD, value_RKD), strict=True):
             buffer.select(self.token_axis, self._decoded - 1).copy_(new)
-        return self._filled(pair[0]), self._filled(pair[1])
 
     def _buffer(self, x_RKD: Tensor) -> Tensor:
         """A buffer for all tokens that may come; its pages take no memory until something is written to them."""
@@ -156,50 +206,50 @@ class FlashPrefixCache(PrefixCache):
 
     token_axis = 1
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in."""
-        if not self._decoded:
-            self._prompt.append((key.contiguous(), value.contiguous()))
-            return flash_attention.attend(query, key, value, self._row, scale)[0]
-        rows, heads, size = query.shape
-        own, own_lse = self._attend_to_own(layer, query, key, value, scale)
-        prompt, prompt_lse = one_call(query, *self._prompt[layer], self._siblings_of, self._row.prompts, scale)
-        own = own.view(rows, heads, size)
-        flash_attention.merge_into(own, own_lse, prompt, prompt_lse)
-        return own
-
-    def _attend_to_own(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    def _attend_to_prompts(
+        self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """(attention `[R, H, D]`, its log-sum-exp `[H, R]`) of each row's new token over the row's own tokens.
+        self._prompt.append((key.contiguous(), value.contiguous()))
+        row = self._row if window is None or window >= self._longest else replace(self._row, window=window)
+        out, lse, *_ = flash_attention.attend(query, key, value, row, scoring.scale)
+        return out, lse.t()[..., None]
 
-        A token sees all tokens of its row, so the query heads that share a key head can be passed as a run of queries:
-        each key is read once for them.
-        """
-        self._put(layer, key, value)
+    def _attend_to_own(self, layer: int, query: Tensor, scoring: Scoring, first: int) -> tuple[Tensor, Tensor]:
         rows, heads, size = query.shape
-        key_heads = key.shape[1]
+        keys, values = (x.flatten(0, 1)[first:] for x in self._own[layer])
+        key_heads = keys.shape[1]
         shared = heads // key_heads
         queries = query.view(rows, key_heads, shared, size).transpose(1, 2).reshape(rows * shared, key_heads, size)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-        keys, values = self._own[layer]
-        used = starts.new_full((rows,), self._decoded)
+        number = self._decoded - first
         out, lse = one_call(
             queries,
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
+            keys,
+            values,
             Runs(starts=starts * shared, longest=shared),
-            Runs(starts=starts * self.max_tokens, longest=self._decoded),
-            scale,
-            used=used,
+            Runs(starts=starts * self.max_tokens, longest=number),
+            scoring.scale,
+            used=starts.new_full((rows,), number),
         )
         out = out.view(rows, shared, key_heads, size).transpose(1, 2).reshape(rows, heads, size)
-        return out, lse.view(key_heads, rows, shared).transpose(1, 2).reshape(heads, rows)
+        return out, lse.view(key_heads, rows, shared).permute(1, 0, 2).reshape(rows, heads, 1)
+
+    def _merge_prompts(self, layer: int, query: Tensor, scoring: Scoring, reach: int, out: Tensor, lse: Tensor) -> None:
+        keys, used = self._row.prompts, None
+        if reach < self._longest:
+            used = keys.starts.diff().clamp(max=reach)
+            keys = Runs(starts=F.pad(keys.starts[1:] - used, (0, 1)), longest=reach)
+        prompt = one_call(query, *self._prompt[layer], self._siblings_of, keys, scoring.scale, used)
+        flash_attention.merge_into(out, lse[..., 0].t(), *prompt)
 
     def _prepare(self, spans: Sequence[Span]) -> None:
         row = row_lengths(spans, (), (), self.model.device)
         assert row is not None, "prompts stand side by side and none is empty"
         self._row = row
+
+    @property
+    def _longest(self) -> int:
+        return self._row.prompts.longest
 
     def _arrange(self, owner_R: Tensor) -> None:
         """Notes which rows belong to which prompt; they stay in the order of prompts, so that siblings are a run."""
@@ -209,11 +259,12 @@ class FlashPrefixCache(PrefixCache):
 
 
 def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
-    """A cache for decoding these prompts; None if the model's attention is not rlft's, or its heads are such that flash
-    attention does not take them on a CUDA GPU."""
+    """A cache for decoding these prompts; None if the model computes no packed rows, or if flash attention does not
+    compute its layers on a CUDA GPU."""
     if not forward.packed:
         return None
     model = forward.model
-    if flash_attention.takes(model.dtype, flash_attention.head_size(model), model.device):
+    sizes = {(asked.head_size, asked.cap) for asked in asked_of(model)}
+    if all(flash_attention.takes(model.dtype, size, model.device, caps=cap) for size, cap in sizes):
         return FlashPrefixCache(model, prompts, max_tokens)
     return PrefixCache(model, prompts, max_tokens) if model.device.type == "cpu" else None

@@ -1,9 +1,10 @@
 """The interface of the kernels: which of them a model gets, and what the rest of rlft needs from them.
 
-`auto` replaces transformers' attention, rotary positions, norms, gated MLPs and decoder layers and PEFT's LoRA layers
-by rlft's functions, for the model types in `FAMILIES` and the releases of transformers in `TESTED`. `plain` leaves
-transformers and PEFT as they are. Both compute the same: if log-probs differ (`rlft.model.forward.choose` compares
-them), or a type or release is not listed, a model is plain, and the reason is reported when a run starts.
+`auto` replaces transformers' attention, norms, gated MLPs and PEFT's LoRA layers by rlft's functions, wherever modules
+do what these do, for the releases of transformers in `TESTED`; for the model types in `FAMILIES` rotary positions and
+decoder layers as well. `plain` leaves transformers and PEFT as they are. Both compute the same: if log-probs differ
+(`rlft.model.forward.choose` compares them), or a release is not listed, a model is plain, and the reason is reported
+when a run starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
 from rlft.model.kernels import attention, decoder_layer, elementwise, lora_linear
-from rlft.model.kernels.decoder_layer import FAMILIES, TESTED
+from rlft.model.kernels.decoder_layer import FAMILIES, TESTED, Family
 
 Replaced = tuple[nn.Module, Any, Any]
 """(module, original forward: one from another library, or None for that of its class, rlft's forward)."""
@@ -54,11 +55,13 @@ def decide(setting: KernelChoice, model_type: str) -> Decision:
     if not is_tested(version):
         reason = f"transformers {version} is not among the tested releases ({TESTED[0]} to {TESTED[1]})"
         return Decision(choice=KernelChoice.plain, reason=reason, requested=False)
-    if model_type not in FAMILIES:
-        reason = f"model type {model_type} is not among {', '.join(sorted(FAMILIES))}"
-        return Decision(choice=KernelChoice.plain, reason=reason, requested=False)
     reason = f"{model_type} with transformers {version}"
-    return Decision(choice=KernelChoice.auto, reason=reason, joint_layers=FAMILIES[model_type].layer)
+    return Decision(choice=KernelChoice.auto, reason=reason, joint_layers=family_of(model_type).layer)
+
+
+def family_of(model_type: str) -> Family:
+    """What can be replaced in this model type beside what is known by what it does."""
+    return FAMILIES.get(model_type, Family())
 
 
 def is_tested(version: str) -> bool:
@@ -130,7 +133,7 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
         return Kernels(decision=decision)
     if own_attention:
         attention.install(model)
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config.model_type)
     originals = {module: vars(module).get("forward") for module in model.modules()}
     decision = replace(decision, modules=elementwise.install(model))
     if family.attention:

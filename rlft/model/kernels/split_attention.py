@@ -1,8 +1,12 @@
-"""Attention over a packed row on a CPU, in blocks of equal shape that need no mask: torch's flash kernel.
+"""Attention over a packed row, in blocks of equal shape (`block_attention`).
 
 A prompt sees itself, causally, and so does a completion; in addition, all completions of a prompt see all of it. A
 branch sees itself and each of the spans that it reads. The parts that a token sees are attended to separately and
 merged by their log-sum-exp, so that no key is copied for siblings and no N x N mask is made.
+
+With a sliding window a token sees the keys at the last `window` positions up to its own, whether they are its prompt's
+or its completion's. Spans are then cut into chunks of a window: a chunk sees itself causally, and of what is before it
+as much as the window reaches. Only blocks at the window's edge need a mask.
 
 A token's attention over two sets of keys is the mean of its attentions over each, weighted by their shares of the
 normaliser: out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The kernel's backward needs out and lse
@@ -12,12 +16,15 @@ block's backward gives exactly its part of the gradients (as in ring attention, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlft.model.kernels.block_attention import Scoring, flash, flash_gradients, wide
 
 T = TypeVar("T")
 
@@ -33,6 +40,9 @@ ones ..."""
 
 SMALL_BLOCK = 2**16
 """... or at most this many in all: below that a further kernel call costs more than the padding."""
+
+TILE = 256
+"""Queries that share a block at a window's edge, whose mask grows with the square of their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +81,15 @@ class Block:
         shape: (R, C, K).
         queries: places of the R * C queries in the packed row; token 0 where padded.
         keys: places of the R * K keys; those of the queries in a causal block.
-        key_bias: `[R, 1, 1, K]`, 0 for real keys and -inf for padded ones; None if none is padded, and for causal
-            blocks, in which padding comes last.
+        bias: `[R, 1, C, K]`, or with 1 for C, 0 for keys that are seen and -inf for others; None if all are, and for
+            causal blocks, in which padding comes last.
         causal: whether each query sees only keys up to its own place.
     """
 
     shape: tuple[int, int, int]
     queries: Places
     keys: Places
-    key_bias: Tensor | None
+    bias: Tensor | None
     causal: bool
 
 
@@ -89,20 +99,120 @@ def make_blocks(
     owner: Sequence[int],
     device: torch.device,
     branches: Sequence[BranchSpans] = (),
+    window: int | None = None,
 ) -> tuple[Block, ...]:
     """The blocks of a packed row (as in `PackedRows`), without empty spans, on its device.
 
-    Causal blocks come first: in them every token is a query once.
+    Causal blocks come first: in them every token is a query once. `window` is None if it exceeds every row.
     """
     spans = [span for span in (*prompts, *completions, *(own for own, _ in branches)) if span[1]]
-    causal = [_block([(s, s) for s in part], device, causal=True) for part in _buckets(spans, [n for _, n in spans])]
+    if window is not None:
+        return _window_blocks(spans, prompts, completions, owner, device, branches, window)
     pairs = [(region, prompts[u]) for u, region in _regions(completions, owner).items() if prompts[u][1] and region[1]]
     cross = [
-        _block(part, device, causal=False)
+        _block([Pair(places_of([queries]), places_of([keys])) for queries, keys in part], device)
         for crossing in (pairs, *_apart([(own, span) for own, spans in branches for span in spans]))
         for part in _buckets(crossing, [queries[1] + keys[1] for queries, keys in crossing])
     ]
-    return (*causal, *cross)
+    return (*_causal_blocks(spans, device), *cross)
+
+
+def _causal_blocks(spans: Sequence[Span], device: torch.device) -> list[Block]:
+    return [_causal_block(part, device) for part in _buckets(spans, [length for _, length in spans])]
+
+
+class Pair(NamedTuple):
+    """A row of a block: places of queries `[C]` and of keys `[K]`, and which see which, `[C, K]`; None: each sees all.
+
+    Each query sees a key, and each key is seen.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    sees: Tensor | None = None
+
+
+def places_of(spans: Sequence[Span]) -> Tensor:
+    """int64, all places of these spans, in order."""
+    return torch.cat([torch.arange(start, start + length) for start, length in spans])
+
+
+def _window_blocks(
+    spans: Sequence[Span],
+    prompts: Sequence[Span],
+    completions: Sequence[Span],
+    owner: Sequence[int],
+    device: torch.device,
+    branches: Sequence[BranchSpans],
+    window: int,
+) -> tuple[Block, ...]:
+    """The same with a sliding window."""
+    chunks = [
+        (start + first, min(window, length - first)) for start, length in spans for first in range(0, length, window)
+    ]
+    within = [
+        ([(start + first, min(window, length - first))], (start + first - window, window), 0)
+        for start, length in spans
+        for first in range(window, length, window)
+    ]
+    siblings: dict[int, list[Span]] = {}
+    for span, unit in zip(completions, owner, strict=True):
+        siblings.setdefault(unit, []).append(span)
+    after = [(group, prompts[unit], 0) for unit, group in siblings.items() if prompts[unit][1]]
+    reading = []
+    for own, read in branches:
+        between = 0
+        for span in reversed(read):
+            reading.append([([own], span, between)])
+            between += span[1]
+    cross = [block for group in (within, after, *reading) for block in _edge_blocks(group, window, device)]
+    return (*_causal_blocks(chunks, device), *cross)
+
+
+def _edge_blocks(
+    group: Sequence[tuple[Sequence[Span], Span, int]], window: int, device: torch.device
+) -> Iterator[Block]:
+    """Blocks for (runs of queries, the keys before each of them, how many tokens are between), no two of which share
+    queries or keys. Tiles at the same place of their runs share blocks."""
+    longest = max((length for runs, _, _ in group for _, length in runs), default=0)
+    for first in range(0, min(longest, window - 1), TILE):
+        tiles = [_tile(*each, first, window) for each in group]
+        for pairs in zip(*tiles, strict=True):
+            real = [pair for pair in pairs if pair is not None]
+            for part in _buckets(real, [len(pair.queries) + len(pair.keys) for pair in real]):
+                yield _block(part, device)
+
+
+def _tile(runs: Sequence[Span], keys: Span, between: int, first: int, window: int) -> tuple[Pair | None, Pair | None]:
+    """The queries from number `first` of each run on, with (the keys that all of them see, those that only some see).
+
+    Query i sees a key if i + between + its distance from the end of the keys, which is 1 for the last, is less than the
+    window.
+    """
+    start, length = keys
+    last = min(first + TILE, max(size for _, size in runs))
+    by_all = min(length, max(0, window - last - between))  # so many of the last keys
+    by_some = min(length, max(0, window - 1 - first - between))
+    # The last query of the tile sees none of the keys that not all see; nor do others where the keys end before.
+    seeing = min(last, window - 1 - by_all - between)
+
+    def queries(end: int) -> tuple[Tensor, Tensor]:
+        """(places, numbers within their runs)."""
+        tiles = [(a, first, min(end, size)) for a, size in runs if min(end, size) > first]
+        return (
+            torch.cat([torch.arange(a + low, a + high) for a, low, high in tiles]),
+            torch.cat([torch.arange(low, high) for _, low, high in tiles]),
+        )
+
+    whole = edge = None
+    if by_all and last > first:
+        whole = Pair(queries(last)[0], places_of([(start + length - by_all, by_all)]))
+    if by_some > by_all and seeing > first:
+        places, numbers = queries(seeing)
+        distance = torch.arange(by_some, by_all, -1)
+        sees = numbers[:, None] + between + distance < window
+        edge = Pair(places, places_of([(start + length - by_some, by_some - by_all)]), sees)
+    return whole, edge
 
 
 def _apart(pairs: Sequence[tuple[Span, Span]]) -> list[list[tuple[Span, Span]]]:
@@ -146,19 +256,36 @@ def _buckets(items: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
     return result
 
 
-def _block(pairs: Sequence[tuple[Span, Span]], device: torch.device, *, causal: bool) -> Block:
-    query_index, query_mask = padded_places([queries for queries, _ in pairs])
-    queries = _places(query_index, query_mask, device)
-    if causal:
-        width = query_index.shape[1]
-        return Block(shape=(len(pairs), width, width), queries=queries, keys=queries, key_bias=None, causal=True)
-    key_index, key_mask = padded_places([keys for _, keys in pairs])
-    bias = None
-    if not key_mask.all():
-        bias = torch.zeros(key_mask.shape).masked_fill(~key_mask, -torch.inf)[:, None, None].to(device)
+def _causal_block(spans: Sequence[Span], device: torch.device) -> Block:
+    index, mask = padded_places(spans)
+    places = _places(index, mask, device)
+    rows, width = index.shape
+    return Block(shape=(rows, width, width), queries=places, keys=places, bias=None, causal=True)
+
+
+def _block(pairs: Sequence[Pair], device: torch.device) -> Block:
+    sides = [[pair.queries for pair in pairs], [pair.keys for pair in pairs]]
+    (query_index, query_mask), (key_index, key_mask) = ((_padded(x, 0), _padded(_ones(x), 0)) for x in sides)
     shape = (len(pairs), query_index.shape[1], key_index.shape[1])
-    keys = _places(key_index, key_mask, device)
-    return Block(shape=shape, queries=queries, keys=keys, key_bias=bias, causal=False)
+    seen = key_mask[:, None]
+    if any(pair.sees is not None for pair in pairs):
+        seen = seen.repeat(1, shape[1], 1)
+        for row, pair in zip(seen, pairs, strict=True):
+            if pair.sees is not None:
+                row[: len(pair.queries), : len(pair.keys)] = pair.sees
+    bias = None
+    if not seen.all():
+        bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None].to(device)
+    queries, keys = _places(query_index, query_mask, device), _places(key_index, key_mask, device)
+    return Block(shape=shape, queries=queries, keys=keys, bias=bias, causal=False)
+
+
+def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def _ones(rows: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(row, dtype=torch.bool) for row in rows]
 
 
 def _places(index_RC: Tensor, mask_RC: Tensor, device: torch.device) -> Places:
@@ -182,15 +309,6 @@ def padded_places(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """(attention `[R, H, C, D]` to all keys except those with a bias of -inf, its log-sum-exp `[R, H, C]`); no grad."""
-    return _FORWARD(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-
-
 def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """(attention over both sets of keys, which overwrites `one`; its log-sum-exp), from attentions over disjoint sets.
 
@@ -203,14 +321,14 @@ def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tup
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[N, H, 1]`); no gradient."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    lse = query.new_empty(*query.shape[:2], 1, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    lse = query.new_empty(*query.shape[:2], 1, dtype=wide(query))
     for block in blocks:
         q, k, v = _gathered(block, query, key, value)
-        part, part_lse = _FORWARD(q, k, v, 0.0, block.causal, attn_mask=_bias(block, q), scale=scale)
+        part, part_lse = flash(q, k, v, block.bias, scoring, block.causal)
         part, part_lse = _tokens(block.queries, part), _tokens(block.queries, part_lse[..., None])
         places = block.queries.real
         if not block.causal:
@@ -229,7 +347,7 @@ def attention_gradients(
     out: Tensor,
     lse: Tensor,
     blocks: Sequence[Block],
-    scale: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (new tensors) from that of `out`; `out` and `lse` are results of `attend`."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
@@ -239,10 +357,10 @@ def attention_gradients(
         normaliser = _rows(lse, block.queries, block)[..., 0].contiguous()
         if block.queries.slots is not None:
             # A padded query has no weight: exp(score - inf) = 0.
-            padded = torch.ones(block.shape[0] * block.shape[1], dtype=torch.bool)
+            padded = torch.ones(block.shape[0] * block.shape[1], dtype=torch.bool, device=g.device)
             padded = padded.index_fill_(0, block.queries.slots, False).view(block.shape[0], 1, block.shape[1])
             normaliser = normaliser.masked_fill(padded, torch.inf)
-        parts = _BACKWARD(g, q, k, v, o, normaliser, 0.0, block.causal, attn_mask=_bias(block, q), scale=scale)
+        parts = flash_gradients(g, q, k, v, o, normaliser, block.bias, scoring, block.causal)
         sides = (block.queries, block.keys, block.keys)
         for total, part, places in zip(grads, parts, sides, strict=True):
             _add(total, places.real, _tokens(places, part), first=block.causal)
@@ -262,10 +380,6 @@ def _tokens(places: Places, x_RHCD: Tensor) -> Tensor:
     """`[n, H, D]`: the tokens of the real places, in their order."""
     flat = x_RHCD.transpose(1, 2).flatten(0, 1)
     return flat if places.slots is None else flat.index_select(0, places.slots)
-
-
-def _bias(block: Block, query: Tensor) -> Tensor | None:
-    return None if block.key_bias is None else block.key_bias.to(query.dtype)
 
 
 def _add(total: Tensor, places: Tensor | slice, part: Tensor, *, first: bool) -> None:

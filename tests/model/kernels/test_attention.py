@@ -1,85 +1,248 @@
+"""Attention over a packed row against its definition, and what each layer says of its own."""
+
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import flash_stand_in
 import pytest
 import torch
+from dense_attention import masked
+from in_one_test import each
 from torch import nn
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    blockwise_overlay,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
-from rlft.model.kernels.attention import NAME, install, obstacle, packed_attention
+from rlft.model.kernels import block_attention, flash_attention, split_attention
+from rlft.model.kernels.attention import NAME, NotPackableError, asked_of, install, packed_attention, packed_mask
 from rlft.model.packing import pack
 
-
-def dense(query, key, value, scaling, batch):
-    """The same attention with an N x N mask, from its definition."""
-    owners, prompts, positions = [], [], []
-    unit = -1
-    for group in batch.group_ids.unique(sorted=False).sort().values.tolist():
-        rows = (batch.group_ids == group).nonzero()[:, 0].tolist()
-        unit += 1
-        length = int((batch.attention_mask[rows[0]] & ~batch.loss_mask[rows[0]]).sum())
-        for member, row in [(-1, rows[0]), *enumerate(rows)]:
-            size = length if member < 0 else int(batch.loss_mask[row].sum())
-            owners += [(unit, member)] * size
-            prompts += [member < 0] * size
-            positions += list(range(size)) if member < 0 else list(range(length, length + size))
-    n = len(owners)
-    mask = torch.tensor(
-        [
-            [
-                owners[j][0] == owners[i][0] and positions[j] <= positions[i] and (prompts[j] or owners[j] == owners[i])
-                for j in range(n)
-            ]
-            for i in range(n)
-        ]
-    )
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+CPU = torch.device("cpu")
+ROWS = [
+    (0, [5, 6, 7, 8, 3, 4, 5, 2], [20, 21]),
+    (0, [5, 6, 7, 8, 3, 4, 5, 2], [22, 23, 24, 25, 26, 27, 28, 29, 30, 31]),
+    (0, [5, 6, 7, 8, 3, 4, 5, 2], []),
+    (1, [9, 10], [26, 27, 28, 29, 30]),
+    (2, [14], [31]),
+    (3, [11, 12, 13], []),
+]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_packed_attention_is_that_of_the_mask_it_never_makes(kv_heads, make_batch):
-    batch = make_batch(
-        [
-            (0, [5, 6, 7, 8], [20, 21]),
-            (0, [5, 6, 7, 8], [22, 23, 24]),
-            (0, [5, 6, 7, 8], []),
-            (1, [9, 10], [26, 27, 28, 29, 30]),
-        ]
-    )
-    packed = pack(batch)
-    generator = torch.Generator().manual_seed(0)
+@pytest.fixture
+def stand_in() -> Iterator[None]:
+    library = flash_stand_in.install()
+    flash_stand_in.CALLS.clear()
+    yield
+    library._destroy()
 
-    def random(heads, size):
-        return torch.randn(1, heads, packed.num_tokens, size, generator=generator, dtype=torch.float64)
 
-    query, key, value = random(4, 8), random(kv_heads, 8), random(kv_heads, 6)  # value heads may have their own size
-    query.requires_grad_()
-    out, weights = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
-    expected = dense(query, key, value, 0.3, batch)
+def mask_of_a_layer(packed, window):
+    return AttentionMaskInterface()[NAME](attention_mask=packed_mask(packed.num_tokens, CPU), local_size=window)
+
+
+def compared(packed, window, cap, with_sinks, key_heads, sizes=(8, 8)):
+    """Attention and its gradients, to 1e-9 of their definition."""
+    dice = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=dice, dtype=torch.float64).requires_grad_()
+
+    heads = ((4, sizes[0]), (key_heads, sizes[0]), (key_heads, sizes[1]))
+    query, key, value = tensors = [random(1, number, packed.num_tokens, size) for number, size in heads]
+    sinks = random(4) if with_sinks else None
+    inputs = [x for x in (*tensors, sinks) if x is not None]
+    layer = {"scaling": 0.3, "softcap": cap, "s_aux": sinks, "packed": packed}
+    ours, weights = packed_attention(nn.Module(), query, key, value, mask_of_a_layer(packed, window), **layer)
     assert weights is None
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    (mine,) = torch.autograd.grad(out.square().sum(), query)
-    (its,) = torch.autograd.grad(expected.square().sum(), query)
-    torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+    theirs = masked(*(x[0].transpose(0, 1) for x in tensors), packed, 0.3, window, cap, sinks)[None]
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    factor = torch.randn(ours.shape, generator=dice, dtype=torch.float64)
+    gradients = [torch.autograd.grad((x * factor).sum(), inputs) for x in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "granite"])
-def test_a_model_whose_attention_is_plain_gets_the_packed_one(kind, random_model):
+WINDOWS = (None, 1, 2, 3, 5, 8, 9, 12, 100)
+
+
+@each(("window", "cap", "sinks"), product(WINDOWS, (None, 0.7), (False, True)))
+def test_attention_in_blocks_is_that_of_the_mask_it_never_makes(window, cap, sinks, make_batch):
+    for prompts_first, key_heads in ((False, 1), (True, 2)):
+        compared(pack(make_batch(ROWS), prompts_first=prompts_first), window, cap, sinks, key_heads)
+
+
+@each(("window", "cap", "tile", "at_once"), product((None, 3, 6), (None, 0.7), (2, 256), (40, 2**23)))
+def test_rows_with_branches_and_the_sizes_of_blocks_change_nothing(window, cap, tile, at_once, tree_batch, monkeypatch):
+    monkeypatch.setattr(split_attention, "TILE", tile)
+    monkeypatch.setattr(block_attention, "AT_ONCE", at_once)
+    monkeypatch.setattr(split_attention, "SMALL_BLOCK", tile)
+    compared(pack(tree_batch[0]), window, cap, True, 2)
+
+
+@each(("window", "sinks"), product(WINDOWS, (False, True)))
+def test_flash_attention_has_windows_and_sinks(window, sinks, make_batch, stand_in, monkeypatch):
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
+    packed = pack(make_batch(ROWS), prompts_first=True)
+    flash_stand_in.CALLS.clear()
+    compared(packed, window, None, sinks, 2)
+    assert flash_stand_in.CALLS == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_scores_that_are_capped_are_computed_in_blocks_beside_flash_attention(make_batch, stand_in, monkeypatch):
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, caps=False, **__: not caps)
+    compared(pack(make_batch(ROWS), prompts_first=True), 5, 0.7, True, 2)
+    assert flash_stand_in.CALLS == []
+
+
+@each("sizes", [(8, 6), (6, 8)])
+def test_heads_of_values_may_have_another_size_than_those_of_keys(sizes, make_batch):
+    compared(pack(make_batch(ROWS)), 5, None, True, 2, sizes)
+
+
+def test_a_window_costs_as_many_scores_as_it_has_keys():
+    """A row of 4,000 tokens with a window of 100: no token is a query of more than 200 keys."""
+    blocks = split_attention.make_blocks([(0, 4000)], (), (), CPU, window=100)
+    assert sum(rows * queries * keys for rows, queries, keys in (block.shape for block in blocks)) <= 4000 * 200
+
+
+def test_a_window_that_no_row_exceeds_is_none(make_batch):
+    packed = pack(make_batch(ROWS), prompts_first=True)
+    assert packed.blocks(18) is packed.blocks() is not packed.blocks(17)
+    assert packed.lengths(18) is packed.lengths() is not packed.lengths(17)
+
+
+# -- rows without packing --------------------------------------------------------------------------------------------
+@each("kind", ["gemma2", "gpt_oss", "mistral_window"])
+def test_padded_rows_and_decoding_with_transformers_cache_are_those_of_eager_attention(kind, random_model):
+    found = []
+    for attention in ("eager", NAME):
+        model = random_model(kind)
+        model.set_attn_implementation(attention)
+        ids = torch.tensor([[5, 6, 7, 8, 9, 3, 2], [0, 0, 0, 4, 9, 8, 7]])
+        mask = (ids != 0).long()
+        first = model(input_ids=ids, attention_mask=mask, use_cache=True)
+        cache = {name: first[name] for name in ("cache", "past_key_values") if name in first}  # renamed in 5.24
+        longer = torch.nn.functional.pad(mask, (0, 1), value=1)
+        second = model(input_ids=torch.tensor([[3], [4]]), attention_mask=longer, **cache)
+        found.append((first.logits[mask.bool()], second.logits))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+# -- what a layer says -------------------------------------------------------------------------------------------------
+def test_a_models_layers_say_how_they_attend(random_model):
+    asked = {
+        kind: [(a.head_size, a.window, a.cap) for a in asked_of(random_model(kind))] for kind in ("llama", "gemma2")
+    }
+    assert asked == {"llama": [(8, None, False)] * 3, "gemma2": [(16, 4, True), (16, None, True), (16, 4, True)]}
+
+
+def test_the_window_is_the_masks_and_not_what_is_in_the_config(random_model):
+    model = random_model("mistral", sliding_window=None)
+    model.config.sliding_window = 4  # its mask is made by the config
+    assert {a.window for a in asked_of(model)} == {4}
+
+
+SEEN = "in which a token sees those before it, and which are not those of packed rows"
+
+
+@each(
+    ("kind", "words"),
+    [
+        ("falcon", f"FalconForCausalLM has layers {SEEN}"),
+        ("mamba2", f"Mamba2ForCausalLM has layers {SEEN}"),
+        ("lfm2", f"Lfm2ForCausalLM has layers, other than attention, {SEEN}"),
+        ("doge", "DogeAttention has a mask of its own"),
+    ],
+)
+def test_what_a_packed_row_cannot_do_is_found_before(kind, words, random_model):
     model = random_model(kind)
-    model.set_attn_implementation("sdpa")
-    install(model)
-    assert obstacle(model) is None
-    assert model.config._attn_implementation == NAME
+    with pytest.raises(NotPackableError) as raised:
+        asked_of(model)
+    assert str(raised.value) == words
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
-def test_a_model_that_needs_more_gets_eager_attention_which_leaves_nothing_out(kind, random_model):
-    model = random_model(kind)
-    assert obstacle(model) is not None
-    assert model.config._attn_implementation == "eager"
+class Attention(nn.Module):
+    """A layer that asks for something of its attention."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.asks, self.is_causal = asks, True
+
+    def forward(self, x, attention_mask, packed):
+        heads = x[:, None]
+        asks = {"attention_mask": attention_mask} | self.asks
+        return packed_attention(self, heads, heads, heads, packed=packed, **asks)[0][:, :, 0]
 
 
-def test_a_model_with_an_attention_of_its_own_keeps_it(random_model):
-    model = random_model("falcon")
-    assert model.config._attn_implementation != NAME
+class Model(nn.Module):
+    """As much of a PreTrainedModel as is asked."""
+
+    device = CPU
+    base_model = property(lambda self: self)
+
+    def __init__(self, asks, rule):
+        super().__init__()
+        self.embedding, self.layer, self.rule = nn.Embedding(5, 4), Attention(asks), rule
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, position_ids, attention_mask, use_cache, packed):
+        x = self.embedding(input_ids)
+        mask = AttentionMaskInterface()[NAME](attention_mask=attention_mask, local_size=4, mask_function=self.rule)
+        output = nn.Identity()
+        output.last_hidden_state = x + self.layer(x, mask, packed)
+        return output
+
+
+WINDOW = sliding_window_causal_mask_function(4)
+OTHER = "Attention sees neither all tokens before one nor those in a sliding window"
+
+
+@each(
+    ("asks", "rule", "words"),
+    [
+        ({}, WINDOW, None),
+        ({"attention_mask": None}, WINDOW, None),
+        ({"attention_mask": None, "is_causal": False}, WINDOW, "Attention sees the tokens behind"),
+        ({"position_bias": torch.zeros(1)}, WINDOW, "Attention gives its attention position_bias"),
+        ({"indices": torch.zeros(1)}, WINDOW, "Attention gives its attention indices"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, WINDOW, "Attention has a mask of its own"),
+        ({}, sliding_window_causal_mask_function(5), OTHER),
+        ({}, sliding_window_bidirectional_mask_function(4), OTHER),
+        ({}, bidirectional_mask_function, OTHER),
+        ({}, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), OTHER),
+        ({}, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device="meta")), OTHER),
+        ({}, or_masks(WINDOW, blockwise_overlay(torch.zeros(1, 3, dtype=torch.int64))), OTHER),
+    ],
+)
+def test_a_layer_that_asks_for_more_is_named(asks, rule, words):
+    if words is None:
+        assert len(asked_of(Model(asks, rule))) == 1
+        return
+    with pytest.raises(NotPackableError, match=words):
+        asked_of(Model(asks, rule))
+
+
+def test_a_model_that_lets_its_attention_be_chosen_gets_this_one(random_model):
+    for kind in ("llama", "granite", "gemma2", "gpt_oss"):
+        model = random_model(kind)
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        install(model)
+        assert model.config._attn_implementation == NAME
+    assert random_model("falcon").config._attn_implementation != NAME
+
+
+def test_other_owners_have_no_lengths_and_take_blocks(make_batch, stand_in, monkeypatch):
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
+    packed = pack(make_batch(ROWS), prompts_first=True)
+    compared(replace(packed, owner=tuple(reversed(packed.owner))), None, None, False, 2)
+    assert flash_stand_in.CALLS == []

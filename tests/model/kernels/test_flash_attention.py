@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import flash_stand_in
 import pytest
 import torch
 from dense_attention import masked
-from torch import nn
 
-from rlft.model.kernels import flash_attention
-from rlft.model.kernels.attention import _Attention, on_this_device, packed_attention
+from rlft.model.kernels import attention, flash_attention
+from rlft.model.kernels.attention import _Attention, asked_of, on_this_device
+from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.flash_attention import obstacle, row_lengths
 from rlft.model.packing import PackedRows, pack
 
@@ -52,7 +51,7 @@ def tensors_of(packed: PackedRows, key_heads: int, dtype: torch.dtype) -> list[t
 def test_outputs_and_gradients_are_those_of_the_mask(key_heads, packed, stand_in):
     tensors = tensors_of(packed, key_heads, torch.float64)
     weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = _Attention.apply(*tensors, packed.lengths, 0.3)
+    ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
     theirs = masked(*tensors, packed, 0.3)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     mine = torch.autograd.grad((ours * weight).sum(), tensors)
@@ -66,7 +65,7 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
     # bits); the gradient of a prompt's key is rounded by two calls and once added up. Of numbers up to `largest`.
     tensors = tensors_of(packed, 2, torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    ours, theirs = _Attention.apply(*tensors, packed.lengths, 0.3), masked(*exact, packed, 0.3)
+    ours, theirs = _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3)), masked(*exact, packed, 0.3)
     mine = torch.autograd.grad(ours.sum(), tensors)
     its = torch.autograd.grad(theirs.sum(), exact)
     for one, other in zip((ours, *mine), (theirs, *its), strict=True):
@@ -76,7 +75,7 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
 def test_a_row_of_prompts_alone_is_one_call(make_batch, stand_in):
     packed = pack(make_batch([(0, [5, 6, 7], []), (1, [8], [])]), prompts_first=True)
     tensors = tensors_of(packed, 2, torch.float64)
-    ours = _Attention.apply(*tensors, packed.lengths, None)
+    ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring())
     torch.testing.assert_close(ours, masked(*tensors, packed, 8**-0.5), rtol=1e-12, atol=1e-12)
     ours.sum().backward()
     assert flash_stand_in.CALLS == ["forward", "backward"]
@@ -89,7 +88,7 @@ def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_
         packed = pack(make_batch(batch), prompts_first=True)
         for key_heads in (1, 2, 4):
             tensors = tensors_of(packed, key_heads, torch.float64)
-            ours = _Attention.apply(*tensors, packed.lengths, 0.3)
+            ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
             theirs = masked(*tensors, packed, 0.3)
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
             gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (ours, theirs)]
@@ -97,8 +96,8 @@ def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_
 
 
 def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
-    assert packed.lengths is not None
-    assert pack(make_batch(ROWS)).lengths is None, "completions stand between the prompts"
+    assert packed.lengths() is not None
+    assert pack(make_batch(ROWS)).lengths() is None, "completions stand between the prompts"
     assert row_lengths([(0, 2), (2, 0)], [(2, 3), (5, 1)], [0, 1], CPU) is None, "a prompt is empty"
     assert row_lengths([(0, 2), (2, 1)], [(3, 3), (6, 1)], [1, 0], CPU) is None, "completions in another order"
 
@@ -126,24 +125,10 @@ def test_a_models_log_probs_and_gradients_are_those_of_its_other_attention(
 
     theirs = passed(pack(batch))
     assert not flash_stand_in.CALLS
-    monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
     ours = passed(pack(batch, prompts_first=True))
     assert flash_stand_in.CALLS.count("forward") == 2 * backbone.model.config.num_hidden_layers
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(packed, stand_in, monkeypatch):
-    query, key, value = (x.detach()[None].transpose(1, 2) for x in tensors_of(packed, 2, torch.float64))
-    usual, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
-    assert not flash_stand_in.CALLS
-    monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
-    ours, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
-    torch.testing.assert_close(ours, usual, rtol=1e-12, atol=1e-12)
-    assert flash_stand_in.CALLS == ["forward"] * 2
-    other = replace(packed, owner=tuple(reversed(packed.owner)))  # no layout of the kernel's
-    packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=other)
-    packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed, dropout=0.5)
-    assert flash_stand_in.CALLS == ["forward"] * 2
 
 
 @pytest.mark.parametrize(
@@ -179,14 +164,16 @@ def test_there_is_none_on_a_cpu(backbone):
         (torch.bfloat16, "attention by variable-length flash calls, fused steps"),
         (
             torch.float32,
-            "attention through a mask, since flash attention computes in 16 bits, not in float32, fused steps",
+            "attention by plain products, since flash attention computes in 16 bits, not in float32, fused steps",
         ),
     ],
 )
 def test_a_run_says_which_attention_it_has_on_a_gpu(dtype, words, backbone, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("rlft.model.kernels.elementwise.obstacle", lambda device: None)
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, config=backbone.model.config)
+    asked = asked_of(backbone.model)
+    monkeypatch.setattr(attention, "asked_of", lambda model: asked)
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     assert on_this_device(model) == words
 
 
@@ -202,6 +189,6 @@ def test_the_backward_adds_up_in_a_fixed_order_and_leaves_torchs_setting(packed,
 
     monkeypatch.setattr(flash_attention, "_BACKWARD", recorded)
     tensors = [torch.randn(packed.num_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    _Attention.apply(*tensors, packed.lengths, 0.3).sum().backward()
+    _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3)).sum().backward()
     assert order == [(True, False)] * 2
     assert not torch.are_deterministic_algorithms_enabled()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
+
 import torch
+from in_one_test import each
 from torch import nn
 
 from rlft.model.kernels import lm_head as module
-from rlft.model.kernels.lm_head import head_logprobs
+from rlft.model.kernels.lm_head import Head, head_logprobs
 
 
 def made(dtype=torch.float64, bias=False):
@@ -17,20 +19,23 @@ def made(dtype=torch.float64, bias=False):
     return head, hidden, torch.randint(0, 40, (11,))
 
 
-def plain(head, hidden, target, temperature):
-    logp = (head(hidden) / temperature).log_softmax(-1)
+def plain(head, hidden, target, temperature, scale=1.0, cap=None):
+    logits = head(hidden) * scale
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logp = (logits / temperature).log_softmax(-1)
     return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("bias", [False, True], ids=["matrix", "through_autograd"])
-def test_values_and_gradients_are_autograds(bias, temperature, rows, monkeypatch):
+@each(
+    ("bias", "temperature", "rows", "behind"),
+    product((False, True), (1.0, 0.6), (1, 4, 100), ((1.0, None), (0.3, None), (1.0, 2.0), (0.3, 2.0))),
+)
+def test_values_and_gradients_are_autograds(bias, temperature, rows, behind, monkeypatch):
     monkeypatch.setattr(module, "LOGIT_CHUNK", {"cpu": rows * 40})
     head, hidden, target = made(bias=bias)
     weights = torch.randn(2, 11, dtype=torch.float64)
-    ours = head_logprobs(head, hidden, target, temperature, True)
-    theirs = plain(head, hidden, target, temperature)
+    ours = head_logprobs(Head(head, *behind), hidden, target, temperature, True)
+    theirs = plain(head, hidden, target, temperature, *behind)
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
     gradients = [
@@ -42,7 +47,7 @@ def test_values_and_gradients_are_autograds(bias, temperature, rows, monkeypatch
 
 def test_without_entropy_the_same_and_none():
     head, hidden, target = made()
-    logp, entropy = head_logprobs(head, hidden, target, 1.0, False)
+    logp, entropy = head_logprobs(Head(head), hidden, target, 1.0, False)
     assert entropy is None
     expected = plain(head, hidden, target, 1.0)[0]
     torch.testing.assert_close(logp, expected, rtol=1e-12, atol=1e-12)
@@ -53,14 +58,14 @@ def test_without_entropy_the_same_and_none():
 def test_a_head_that_learns_gets_its_gradient():
     head, hidden, target = made()
     head.requires_grad_(True)
-    (gradient,) = torch.autograd.grad(head_logprobs(head, hidden, target, 1.0, False)[0].sum(), head.weight)
+    (gradient,) = torch.autograd.grad(head_logprobs(Head(head), hidden, target, 1.0, False)[0].sum(), head.weight)
     (expected,) = torch.autograd.grad(plain(head, hidden, target, 1.0)[0].sum(), head.weight)
     torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_16_bits_give_float32_and_huge_logits_no_nan():
     head, hidden, target = made(torch.bfloat16)
-    logp, entropy = head_logprobs(head, hidden * 1000, target, 1.0, True)
+    logp, entropy = head_logprobs(Head(head), hidden * 1000, target, 1.0, True)
     assert logp.dtype == entropy.dtype == torch.float32
     (logp.sum() + entropy.sum()).backward()
     assert logp.isfinite().all()
@@ -73,7 +78,7 @@ def test_what_is_kept_for_backward_does_not_grow_with_the_vocabulary():
         head = nn.Linear(8, vocabulary, bias=False).requires_grad_(False)
         hidden, sizes = torch.randn(50, 8, requires_grad=True), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-            head_logprobs(head, hidden, torch.zeros(50, dtype=torch.int64), 1.0, True)
+            head_logprobs(Head(head), hidden, torch.zeros(50, dtype=torch.int64), 1.0, True)
         return sum(sizes)
 
     assert kept(100) == kept(10_000) == 2 * 50 * 8

@@ -260,3 +260,18 @@ def test_only_a_sum_of_the_same_matrices_in_the_same_dtype_is_lent():
     layer.add_up("sampler", torch.bfloat16)
     layer.lend("sampler", "default")
     assert not layer.lent, "it is rounded"
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_base_that_computes_more_than_its_product_has_pefts_own_layer():
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["0"])
+    lora_linear.install(config)
+    base = Doubled(6, 8)
+    model = get_peft_model(nn.Sequential(base), config)  # a new adapter, which adds 0
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(model(x), base(x))
+    assert not isinstance(model.base_model.model[0], LoraLinear)

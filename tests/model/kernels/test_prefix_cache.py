@@ -26,9 +26,12 @@ def kind_of_cache(request):
     return request.param
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_one_kv_head", "qwen3", "gemma"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama_one_kv_head", "qwen3", "gemma", "gpt_oss", "mistral_window", "granite", "diffllama"]
+)
 def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model, kind_of_cache):
     model = random_model(kind).double()
+    model.set_experts_implementation("eager")  # the others have no float64
     cache = open_prefix_cache(choose(model), PROMPTS, 7)
     assert type(cache) is kind_of_cache
     rows = [list(p) for p in PROMPTS for _ in range(3)]
@@ -46,8 +49,7 @@ def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_lef
             rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
             flash_stand_in.CALLS.clear()
             logits = cache.step(tokens)
-            flash_calls = 2 * model.config.num_hidden_layers * (kind_of_cache is FlashPrefixCache)
-            assert ["forward"] * flash_calls == flash_stand_in.CALLS
+            assert bool(flash_stand_in.CALLS) == (kind_of_cache is FlashPrefixCache)
 
 
 def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, kind_of_cache):
@@ -81,9 +83,21 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random
     assert errors[0] <= 1.4**2 * errors[1], errors
 
 
-@pytest.mark.parametrize("kind", ["mistral_window", "gemma2", "falcon"])
-def test_models_with_another_attention_have_none(kind, random_model):
-    assert open_prefix_cache(choose(random_model(kind)), PROMPTS, 4) is None
+def test_models_with_another_attention_have_none(random_model):
+    assert open_prefix_cache(choose(random_model("falcon")), PROMPTS, 4) is None
+
+
+def test_scores_that_are_capped_are_decoded_in_blocks(random_model, monkeypatch):
+    model = random_model("gemma2").double()
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, caps=False, **__: not caps)
+    cache = open_prefix_cache(choose(model), PROMPTS, 7)
+    assert type(cache) is PrefixCache
+    row = list(PROMPTS[0])
+    with torch.no_grad():
+        logits = cache.prefill(1)
+        for token in (7, 8, 9):
+            torch.testing.assert_close(logits[0], whole_logits(model, row), rtol=1e-6, atol=1e-6)
+            row, logits = [*row, token], cache.step(torch.tensor([token, 3, 4]))
 
 
 def test_a_gpu_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
@@ -91,7 +105,8 @@ def test_a_gpu_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
     assert type(open_prefix_cache(forward, PROMPTS, 4)) is PrefixCache
     asked = []
 
-    def takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
+    def takes(dtype: torch.dtype, head_size: int, device: torch.device, *, caps: bool) -> bool:
+        assert not caps
         asked.append((dtype, head_size, device.type))
         return True
 

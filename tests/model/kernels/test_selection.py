@@ -111,8 +111,7 @@ def gradients(roles: Roles, role: str) -> dict[str, Tensor]:
 
 # -- the same numbers ------------------------------------------------------------------------------------------------
 def test_every_model_type_with_kernels_is_among_the_shapes(random_model) -> None:
-    types = {random_model(kind, **keys).config.model_type for kind, keys, _ in SHAPES.values()}
-    assert types == FAMILIES.keys()
+    assert FAMILIES.keys() <= {random_model(kind, **keys).config.model_type for kind, keys, _ in SHAPES.values()}
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
@@ -247,15 +246,6 @@ def test_the_newest_and_the_oldest_tested_release_are_in(monkeypatch) -> None:
     for version in (f"{TESTED[0]}.0", f"{TESTED[1]}.9"):
         monkeypatch.setattr(selection.transformers, "__version__", version)
         assert decide(KernelChoice.auto, "qwen2").choice is KernelChoice.auto
-
-
-def test_an_unknown_architecture_falls_back_by_name(build, make_roles) -> None:
-    loaded = build("falcon", KernelChoice.auto)
-    decision = loaded.kernels.decision
-    assert (decision.choice, decision.requested) == (KernelChoice.plain, False)
-    assert decision.reason.startswith("model type falcon is not among gemma, gpt2, ")
-    roles: Roles = make_roles(backbone=loaded)
-    assert not forwards_of_rlft(roles.model)
 
 
 def test_a_known_architecture_that_computes_otherwise_is_found_out_by_its_numbers(

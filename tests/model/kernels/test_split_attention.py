@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlft.model.kernels import split_attention
-from rlft.model.kernels.split_attention import attend, attention_gradients, flash, make_blocks, merge, put, take
+from rlft.model.kernels.block_attention import Scoring, flash
+from rlft.model.kernels.split_attention import make_blocks, merge, put, take
 
 CPU = torch.device("cpu")
 
@@ -24,18 +25,21 @@ def pairs_of(block):
     for slot in slots:
         row, place = divmod(slot, width)
         for k in range(keys):
-            hidden = block.key_bias is not None and block.key_bias[row, 0, 0, k] == -torch.inf
+            hidden = (
+                block.bias is not None
+                and block.bias[row, 0, place if len(block.bias[row, 0]) > 1 else 0, k] == -torch.inf
+            )
             if not hidden and (not block.causal or k <= place):
                 yield int(queries[row, place]), int(key_places[row, k])
 
 
-def wanted(prompts, completions, owner):
+def wanted(prompts, completions, owner, window):
     """The same from the definition."""
     for start, length in (*prompts, *completions):
-        yield from ((start + i, start + j) for i in range(length) for j in range(i + 1))
+        yield from ((start + i, start + j) for i in range(length) for j in range(i + 1) if i - j < window)
     for (start, length), unit in zip(completions, owner, strict=True):
         first, size = prompts[unit]
-        yield from ((start + i, first + j) for i in range(length) for j in range(size))
+        yield from ((start + i, first + j) for i in range(length) for j in range(size) if size + i - j < window)
 
 
 def laid_out(prompt_lengths, completion_lengths):
@@ -57,8 +61,10 @@ def test_every_wanted_pair_is_in_one_block_and_no_other(seed, small_block, monke
     dice = random.Random(seed)
     lengths = [dice.randint(1, 9) for _ in range(4)]
     row = laid_out(lengths, [[dice.randint(0, 8) for _ in range(dice.randint(0, 3))] for _ in lengths])
-    found = Counter(pair for block in make_blocks(*row, CPU) for pair in pairs_of(block))
-    assert found == Counter(wanted(*row))
+    for window in (None, 1, 2, 4, 7, 11, 20):
+        monkeypatch.setattr(split_attention, "TILE", 3 if small_block else 256)
+        found = Counter(pair for block in make_blocks(*row, CPU, window=window) for pair in pairs_of(block))
+        assert found == Counter(wanted(*row, window or 100))
 
 
 def test_long_spans_do_not_inflate_short_ones():
@@ -85,46 +91,12 @@ def test_what_is_put_is_taken():
     assert take(x, places).tolist() == [1, 2]
 
 
-ROW = ([(0, 5), (14, 3)], [(5, 4), (9, 5), (17, 1), (18, 6)], [0, 0, 1, 1])
-NUM_TOKENS = 24
-
-
-def masked(query, key, value, scale):
-    prompts, completions, owner = ROW
-    mask = torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
-    for start, length in (*prompts, *completions):
-        mask[start : start + length, start : start + length] = torch.ones(length, length).tril().bool()
-    for (start, length), unit in zip(completions, owner, strict=True):
-        first, size = prompts[unit]
-        mask[start : start + length, first : first + size] = True
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)
-
-
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_outputs_and_gradients_are_those_of_the_mask(key_heads):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(NUM_TOKENS, heads, 8) for heads in (4, key_heads, key_heads)]
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-    weight = torch.randn(NUM_TOKENS, 4, 8, generator=generator, dtype=torch.float64)
-    blocks = make_blocks(*ROW, torch.device("cpu"))
-    assert any(block.queries.slots is not None for block in blocks), "some queries are padded"
-    assert any(block.key_bias is not None for block in blocks), "and some keys"
-    theirs = masked(*tensors, 0.3)
-    with torch.no_grad():
-        ours, lse = attend(*tensors, blocks, 0.3)
-        mine = attention_gradients(weight, *tensors, ours, lse, blocks, 0.3)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    its = torch.autograd.grad((theirs * weight).sum(), tensors)
-    torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
-
-
 def test_two_parts_make_the_whole():
     query, key, value = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, 9, 9))
-    one, other = (flash(query, key[:, :, part], value[:, :, part], None, 0.5) for part in (slice(0, 2), slice(2, 9)))
-    whole, whole_lse = flash(query, key, value, None, 0.5)
+    one, other = (
+        flash(query, key[:, :, part], value[:, :, part], None, Scoring(0.5)) for part in (slice(0, 2), slice(2, 9))
+    )
+    whole, whole_lse = flash(query, key, value, None, Scoring(0.5))
     merged, lse = merge(one[0], one[1][..., None], other[0], other[1][..., None])
     torch.testing.assert_close(merged, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse[..., 0], whole_lse, rtol=1e-12, atol=1e-12)
