@@ -1,4 +1,4 @@
-"""The command line: verbs and exit codes.
+"""The command line: commands and exit codes.
 
 Exit codes: 0 done, 1 the run stopped by itself (the message says why), 2 a mistake the user can fix, 130 interrupted.
 An unexpected error is printed in one line, too (rlft.system.crash); RLFT_DEBUG=1 prints tracebacks.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import rlft
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import compose_run
 from rlft.config.overrides import check_text, parse
 from rlft.system import interrupt
@@ -28,13 +28,13 @@ from rlft.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A verb that makes no run.
+    """A command that makes no run.
 
     Attributes:
         module: the module with `USAGE` and `command(arguments)`, which returns an exit code, or None for 0.
         usage: the words after the name, for `rlft --help`.
         help: what it does, in one line.
-        interrupted: the message for an interruption before the verb has set a more precise one.
+        interrupted: the message for an interruption before the command has set a more precise one.
     """
 
     module: str
@@ -120,12 +120,12 @@ HELP_COLUMN = 50
 
 
 def usage() -> str:
-    """The text of `rlft --help`: one line per verb, those of installed packages included."""
+    """The text of `rlft --help`: one line per command, those of installed packages included."""
     lines = ["rlft: fine-tune language models with reinforcement learning on the hardware you have", ""]
-    lines += [_line(name, *_usage_of(name)) for name in verbs.OWN]
+    lines += [_line(name, *_usage_of(name)) for name in commands.OWN]
     lines += [_line(name, tool.usage, tool.help) for name, tool in TOOLS.items()]
     lines += ["  rlft --version", ""]
-    if others := [name for name in verbs.names() if name not in verbs.OWN]:
+    if others := [name for name in commands.names() if name not in commands.OWN]:
         lines += ["From installed packages:", *(_line(name, *_usage_of(name)) for name in others), ""]
     return "\n".join([*lines, ABOUT])
 
@@ -135,12 +135,12 @@ def _line(name: str, usage: str, help: str) -> str:
 
 
 def _usage_of(name: str) -> tuple[str, str]:
-    """(the words after this verb's name, what it does), or why it cannot be loaded."""
+    """(the words after this command's name, what it does), or why it cannot be loaded."""
     try:
-        verb = verbs.named(name)
-    except verbs.UnknownVerbError as error:
+        command = commands.named(name)
+    except commands.UnknownCommandError as error:
         return "", error.problem
-    return verb.usage, verb.help
+    return command.usage, command.help
 
 
 def main() -> None:
@@ -164,43 +164,40 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         name, rest = arguments[0], list(arguments[1:])
         check_text(arguments)
-        verb, interrupted = _verb(name)
+        command, interrupted = _command(name)
         _quiet()
         with interrupt.ends_promptly(interrupted):
-            return _interruptible(verb, rest)
-    except KeyboardInterrupt:  # before or after the verb itself
+            return _interruptible(command, rest)
+    except KeyboardInterrupt:  # before or after the command itself
         print(interrupt.line(), file=sys.stderr)
         return interrupt.EXIT_CODE
-    except Exception as error:  # whatever escapes a verb is told by its kind, and ends with the exit code of its kind
+    except (
+        Exception
+    ) as error:  # whatever escapes a command is told by its kind, and ends with the exit code of its kind
         return _failed(error)
 
 
-def _verb(name: str) -> tuple[Callable[[list[str]], int], str]:
-    """(the function of this verb, the message if it is interrupted).
-
-    Raises:
-        UserError: there is no such verb.
-    """
+def _command(name: str) -> tuple[Callable[[list[str]], int], str]:
+    """(the function of this command, the message if it is interrupted). Raises UserError: there is no such command."""
     if name in TOOLS:
         return TOOLS[name], TOOLS[name].interrupted
-    known = [*verbs.names(), *TOOLS]
+    known = [*commands.names(), *TOOLS]
     if name in known:
         return partial(_make_run, name), "nothing was begun"
     close = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean rlft {close[0]}?" if close else f"use one of {', '.join(known)}"
-    raise UserError(name, "there is no such verb", remedy=remedy)
+    raise UserError(name, "there is no such command", remedy=remedy)
 
 
 def _make_run(name: str, words: list[str]) -> int:
-    """Does the run of these words, or with -m a sweep of runs."""
     from rlft.commands.arguments import check_resume, make_importable
     from rlft.commands.launch import begin
 
-    verb = verbs.named(name)
+    command = commands.named(name)
     parsed = parse(words, name)
     make_importable(parsed.config_dir)
     parsed = check_resume(parsed)
-    if verb.compose is not None and (run := verb.compose(parsed)) is not None:
+    if command.compose is not None and (run := command.compose(parsed)) is not None:
         begin(run.plain, run.folder)
     elif parsed.asks:
         from rlft.commands.arguments import ask
@@ -216,10 +213,10 @@ def _make_run(name: str, words: list[str]) -> int:
     return 0
 
 
-def _interruptible(verb: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Runs the verb; after an interruption a line says what is kept."""
+def _interruptible(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Runs the command; after an interruption a line says what is kept."""
     try:
-        return verb(arguments)
+        return command(arguments)
     except KeyboardInterrupt as interruption:
         interrupt.ignore_signals()
         if not isinstance(interruption, interrupt.Reported):

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -48,12 +47,9 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTurn:
-    """Where the conversation stands whose next turn is sampled.
+    """Where the conversation stands whose next turn is sampled: `turn` turns of the policy are before it.
 
-    Attributes:
-        turn: turns of the policy before it.
-        seed: of the conversation's first turn.
-        max_tokens: the most tokens of this turn, where that is less than `Sampling.max_tokens`.
+    `seed` is of the conversation's first turn; `max_tokens` bounds this turn, where it is less than the sampling's.
     """
 
     turn: int
@@ -86,12 +82,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a prompt shows of the environment beside its own messages.
-
-    Attributes:
-        tools: schemas for the chat template.
-        preamble: text before the first message of the user, for templates that cannot show tools; "" for none.
-    """
+    """What a prompt shows beside its own messages: schemas, and a text before the user's first message or ""."""
 
     tools: tuple[Schema, ...] = ()
     preamble: str = ""
@@ -137,11 +128,9 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call in a turn of the policy, and what it was answered.
+    """A call in a turn of the policy, name and arguments as the policy wrote them, and what it was answered.
 
     Attributes:
-        name: of the tool, as the policy wrote it.
-        arguments: as the policy wrote them.
         answer: the text that the policy reads next; the error's where the call failed.
         failed: whether the call was malformed, or its tool raised or ran out of time.
         cause: why it failed, a `rlft.environment.protocol.Cause`; "" where it did not.
@@ -160,10 +149,8 @@ class Turn:
 
     Attributes:
         end: number of the completion's tokens up to the last one that was sampled in this turn, that one included.
-        text: what was sampled, as a completion's text.
         answer: what the environment said then, without what the chat template puts around it.
         reward: what the environment gave for the turn; None: it gave nothing.
-        calls: the turn's calls of tools, in order.
     """
 
     end: int
@@ -399,10 +386,7 @@ class Sampling:
     """How completions are drawn. `top_k = 0`, `top_p = 1` and `min_p = 0` mean the full distribution.
 
     Attributes:
-        max_tokens: the most tokens of a completion.
         temperature: 0 takes the most likely token.
-        top_p: the most likely tokens with this probability together are kept.
-        top_k: this many of the most likely tokens are kept.
         min_p: tokens less likely than this share of the most likely one are dropped, before top_k and top_p.
         stop: a completion ends with the token that completes one of these texts; it is the last of its token_ids.
         stop_token_ids: a completion ends with one of these tokens.
@@ -436,9 +420,7 @@ class Reward(Protocol):
 class Unscored(RuntimeError):
     """A reward knows which completions it could not score, and why; trying them one at a time would tell nothing new.
 
-    Args:
-        problem: why completions could not be scored.
-        scores: one per completion, None for those without; None as a whole if no completion has a score.
+    `scores` has one per completion, None for those without; None as a whole if no completion has a score.
     """
 
     def __init__(self, problem: str, scores: tuple[float | None, ...] | None) -> None:
@@ -464,9 +446,8 @@ class Evaluation:
         step: the number of steps done before it.
         accuracy: the headline number in [0, 1] (mean@k of the primary reward); None if only a loss is measured.
         accuracy_se: its standard error over prompts; None without an accuracy.
-        metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts;
-            `eval/pass@<k>` and `eval/pass@<k>_se`; `eval/reward/<name>`; `eval/length/mean` and
-            `/truncated_fraction`; `eval/loss`.
+        metrics: `eval/<primary reward>` and `_se` as above; `eval/pass@<k>` and `eval/pass@<k>_se`;
+            `eval/reward/<name>`; `eval/length/mean` and `/truncated_fraction`; `eval/loss`.
         examples: completions of the same prompts every time.
         example_scores: the primary reward of each example, in the same order.
         alarms: {name: text}.
@@ -479,103 +460,6 @@ class Evaluation:
     examples: tuple[Rollout, ...]
     example_scores: tuple[float, ...] = ()
     alarms: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenValues:
-    """Values of each token of a completion, log-probs and entropies in nats; None where the policy did not sample it.
-
-    Attributes:
-        text: the text that the token adds.
-        old: its log-prob by the policy that sampled it, as the trainer computes it.
-        after: its log-prob by the policy after the update.
-        reference: its log-prob by the reference, or by the bare base if there is no reference.
-        entropy: the entropy of the policy's distribution at this token after the update.
-        advantage: the advantage that it was trained with.
-    """
-
-    text: Sequence[str]
-    old: Sequence[float | None]
-    after: Sequence[float | None]
-    reference: Sequence[float | None]
-    entropy: Sequence[float | None]
-    advantage: Sequence[float | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What the loggers get of a finished step.
-
-    Attributes:
-        step: the number of finished steps, from 1.
-        metrics: {name: value}.
-        groups: the completions that were trained on.
-        rewards: {reward: its unweighted scores, `[P, G]`}.
-        total_rewards: the weighted totals, `[P, G]`.
-        advantages: the mean advantage over each completion's tokens, `[P, G]`.
-        tokens: {row of the step's completions: the values of its tokens}, of a few completions.
-        alarms: {name: text}.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    groups: Sequence[Group]
-    rewards: Mapping[str, Sequence[Sequence[float]]]
-    total_rewards: Sequence[Sequence[float]]
-    advantages: Sequence[Sequence[float]]
-    tokens: Mapping[int, TokenValues] = field(default_factory=dict)
-    alarms: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo:
-    """What the loggers get at the start of a run.
-
-    Attributes:
-        folder: the run's folder.
-        name: the config's name.
-        config: the plain config.
-        step: 0, or the step of the checkpoint that a resumed run continues from.
-        steps: steps of the whole run.
-        sizes: rows of the start-up table, (what, value, explanation).
-        watched: (word, metric) of the number whose curve is shown.
-    """
-
-    folder: Path
-    name: str
-    config: Mapping[str, Any]
-    step: int
-    steps: int
-    sizes: Sequence[tuple[str, str, str]]
-    watched: tuple[str, str] = ("reward", "reward/mean")
-
-
-class Logger(Protocol):
-    """Where a run's numbers go. Calls come in order: start, then stage/step/evaluation, then finish exactly once.
-    One that inherits from this class ignores what it does not define.
-
-    A class may say what it is by an attribute: `writes_metrics = True`: it leaves metrics.jsonl and eval.jsonl in the
-    run's folder, which `rlft watch` and `rlft report` read; `has_page = True`: it draws on the terminal, where the page
-    of the run is printed at its end. What a YAML or a section is called decides nothing.
-    """
-
-    def start(self, run: RunInfo) -> None:
-        """The run begins, or goes on."""
-
-    def stage(self, name: str) -> None:
-        """The loop enters a stage: sample, score, credit, update, publish, evaluate, checkpoint."""
-
-    def step(self, record: StepRecord) -> None:
-        """A step is finished."""
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """The policy has been evaluated."""
-
-    def note(self, text: str) -> None:
-        """A plain-word hint or warning for the person watching."""
-
-    def finish(self, status: str) -> None:
-        """`finished`, `interrupted`, or the reason why the run stopped."""
 
 
 class UserError(Exception):

@@ -301,7 +301,7 @@ def chosen_names(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 
 
 def is_algorithm(name: str) -> bool:
-    """Whether the recipe shows an algorithm, or is a user's own; others are other verbs' or pipelines' stages."""
+    """Whether the recipe shows an algorithm, or is a user's own; others are other commands' or pipelines' stages."""
     if name in LEFT_OUT:
         return False
     of_rlft = name + SUFFIX in catalog.choices("recipe")

@@ -1,6 +1,6 @@
 """Whether two commits compute the same, bit for bit: short seeded runs of both on this machine, file by file.
 
-    python scripts/compare_commits.py HEAD~1 HEAD                 # every case: all algorithms, verbs and kinds of roles
+    python scripts/compare_commits.py HEAD~1 HEAD                 # every case: algorithms, commands and kinds of roles
     python scripts/compare_commits.py main WORKTREE --only grpo,ppo   # what is not committed yet (`.` says the same)
     python scripts/compare_commits.py A B --keep runs/compared    # keep the runs, in A/<case> and B/<case>
     python scripts/compare_commits.py --list
@@ -280,8 +280,8 @@ class Side:
             code, expected = self._hear("code"), case.codes.get(number, 0)
             if code != expected:
                 said = (folder / LOG).read_text().strip().splitlines()[-3:]
-                verb = order["arguments"][0]
-                return f"command {number + 1}, rlft {verb}, ended with {code} instead of {expected}: {' | '.join(said)}"
+                called = f"command {number + 1}, rlft {order['arguments'][0]},"
+                return f"{called} ended with {code} instead of {expected}: {' | '.join(said)}"
         return None
 
     def close(self) -> None:

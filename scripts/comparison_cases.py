@@ -1,4 +1,4 @@
-"""The runs by which two commits are compared: seconds each, all algorithms, verbs and kinds of roles between them.
+"""The runs by which two commits are compared: seconds each, all algorithms, commands and kinds of roles between them.
 
 A case is a few command lines of `rlft` in one folder, and nothing else: neither the package's modules nor its layout.
 """
@@ -152,7 +152,7 @@ CASES: tuple[Case, ...] = (
         f"reward=[math,format] model.path=embedded:tiny-arithmetic prompts.max_tokens=256 {RUN}",
         files={"questions/train.jsonl": lines(QUESTIONS[:8]), "questions/test.jsonl": lines(QUESTIONS[8:])},
     ),
-    # -- verbs
+    # -- commands
     case("sft", f"sft +recipe=sft_arithmetic {SFT} {RUN}"),
     case("whole_model", f"sft +recipe=r1_cold_start_arithmetic {WHOLE} {RUN}"),
     case(

@@ -234,7 +234,7 @@ def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words
             "eval.every=200",
             *words,
         ],
-        verb="sft",
+        command="sft",
     )
     launch(plain, folder)
     return next((folder / "checkpoints").glob("step_*")) / "model"

@@ -32,10 +32,10 @@ needs() {
     fail "$3 needs $1, which is not installed; run \`$python $here/install.py --extras $2\`, then this again"
 }
 
-# learn <verb> <folder> <words>: a stage that trains. sample <folder> <words>: one that samples.
+# learn <command> <folder> <words>: a stage that trains. sample <folder> <words>: one that samples.
 learn() {
-  local verb=$1 folder=$2; shift 2
-  "${rlft[@]}" "$verb" "$@" seed="$seed" logger=jsonl resume=auto hydra.run.dir="$out/$folder"
+  local command=$1 folder=$2; shift 2
+  "${rlft[@]}" "$command" "$@" seed="$seed" logger=jsonl resume=auto hydra.run.dir="$out/$folder"
 }
 sample() {
   local folder=$1; shift

@@ -42,12 +42,12 @@ HEADINGS = {
 def numbers(folder: Path) -> dict[str, float]:
     """What the stage reached, by the keys of HEADINGS; `accuracy_se` and `pairs_se` are standard errors."""
     config = read_config(folder)
-    if config["verb"] == "sample":
+    if config["command"] == "sample":
         state = json.loads((folder / "progress.json").read_text())
         return {"kept": state["kept"], "sampled": state["sampled"], "prompts": state["prompts_kept"]}
     last, steps = read_lines(folder / EVALUATIONS)[-1], read_lines(folder / METRICS)
     seconds = {"seconds": sum(line["time/step"] for line in steps)}
-    if config["verb"] == "rm":
+    if config["command"] == "rm":
         return {"pairs": last["accuracy"], "pairs_se": last["accuracy_se"], **seconds}
     taught = {} if not steps or AGREEMENT not in steps[-1] else {"agreement": steps[-1][AGREEMENT]}
     return measured(last) | taught | seconds
@@ -67,7 +67,7 @@ def stages(named: Sequence[tuple[str, Path]]) -> Iterator[dict[str, Any]]:
         model = config["model"]["path"]
         # What another stage made is a line of its own already.
         begins = (config.get("lora") or {}).get("path") is None and "/checkpoints/" not in model
-        if config["verb"] in ("sft", "train") and begins and model not in models:
+        if config["command"] in ("sft", "train") and begins and model not in models:
             models.add(model)
             yield {"stage": f"{model}, as it is", **measured(read_lines(folder / EVALUATIONS)[0])}
         yield {"stage": name, **numbers(folder)}

@@ -58,14 +58,14 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
-    "algorithms", "arguments", "chat", "doctor/command", "eval", "export/command", "launch", "own",
-    "plan_command", "policy", "recipes", "resume", "serve", "sweep/command",
+    "algorithms", "arguments", "chat", "doctor/command", "dpo", "eval", "export/command", "launch", "next_steps",
+    "plan_command", "policy", "recipes", "resume", "rm", "sample", "serve", "sft", "sweep/command", "train",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"recipes"},
+    "commands": {"dpo", "recipes", "rm", "sft", "train"},
     "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: verbs, exit codes, what is printed, and what is not imported."""
+"""The command line as a user meets it: commands, exit codes, what is printed, and what is not imported."""
 
 from __future__ import annotations
 
@@ -19,21 +19,13 @@ from slow_cases import slow
 import rlft as package
 from rlft import cli
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 
 # A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
 TINY = [
-    "+recipe=grpo_arithmetic",
-    "steps=2",
-    "prompts_per_step=2",
-    "group_size=2",
-    "generation.max_tokens=16",
-    "scoring.workers=1",
-    "eval.num_prompts=2",
-    "eval.num_samples=2",
-    "generation=transformers",
-    "model.device=cpu",
-]
+    "+recipe=grpo_arithmetic", "steps=2", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16",
+    "scoring.workers=1", "eval.num_prompts=2", "eval.num_samples=2", "generation=transformers", "model.device=cpu",
+]  # fmt: skip
 
 
 def fresh_rlft(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -90,17 +82,17 @@ def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixt
     assert "--config-dir" in shown
 
 
-@pytest.mark.parametrize("verb", verbs.OWN)
-def test_a_verbs_help_shows_its_own_groups_and_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([verb, "--help"]) == 0
+@pytest.mark.parametrize("command", commands.OWN)
+def test_a_commands_help_shows_its_own_groups_and_recipes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert f"Usage: rlft {verb} " in shown
+    assert f"Usage: rlft {command} " in shown
     told = dict(line.split(": ", 1) for line in shown.splitlines() if re.match(r"[a-z]+: ", line))
-    others = set(catalog.groups()) - set(catalog.groups(verb))
+    others = set(catalog.groups()) - set(catalog.groups(command))
     assert not told.keys() & others
-    for group in catalog.groups(verb):
-        if catalog.choices(group, verb):
-            assert told[group] == ", ".join(catalog.choices(group, verb))
+    for group in catalog.groups(command):
+        if catalog.choices(group, command):
+            assert told[group] == ", ".join(catalog.choices(group, command))
 
 
 def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,10 +101,10 @@ def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.Capture
     for name in catalog.choices("recipe"):
         first, second = (catalog.recipe_folder() / f"{name}.yaml").read_text().splitlines()[:2]
         assert first == "# @package _global_"
-        words = ["rlft", catalog.verb_of(name), f"+recipe={name}", second.removeprefix("# ")]
+        words = ["rlft", catalog.command_of(name), f"+recipe={name}", second.removeprefix("# ")]
         assert any(line.split(maxsplit=3) == words for line in lines)
     told = [line.split()[1] for line in lines]
-    assert told == sorted(told, key=verbs.OWN.index), "by verb"
+    assert told == sorted(told, key=commands.OWN.index), "by command"
 
 
 def test_cfg_job_prints_the_config_and_trains_nothing(
@@ -132,10 +124,10 @@ def test_the_version_is_told(arguments: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("rlft 0.")
 
 
-@each("verb", ["resume", "eval", "recipes", "algorithms"])
-def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([verb, "--help"]) == 0
-    assert f"rlft {verb}" in capsys.readouterr().out
+@each("command", ["resume", "eval", "recipes", "algorithms"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "--help"]) == 0
+    assert f"rlft {command}" in capsys.readouterr().out
 
 
 def evaluated(folder: Path) -> list[dict]:

@@ -109,7 +109,7 @@ def test_every_arithmetic_recipe_is_compared_and_no_other() -> None:
     assert "grpo_gsm8k" in recipes - {f"{name}_arithmetic" for name in names}
 
 
-def test_by_default_every_algorithm_without_a_teacher_is_compared_and_no_other_verb_or_stage(asked: Asked) -> None:
+def test_by_default_every_algorithm_without_a_teacher_is_compared_and_no_other_command_or_stage(asked: Asked) -> None:
     names = {job.name for job in compare.make_jobs(asked("--seeds", "0"))}
     algorithms = {file.stem for file in (SCRIPT.parents[1] / "configs" / "algorithm").glob("*.yaml")}
     assert names == algorithms - {"opd"} | {"iterative_grpo"}

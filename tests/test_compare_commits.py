@@ -28,12 +28,12 @@ from pathlib import Path
 
 
 def main():
-    verb = sys.argv[1]
+    command = sys.argv[1]
     Path("pid.txt").write_text("")
-    if verb == "sleep":
+    if command == "sleep":
         Path(sys.argv[2]).write_text(str(os.getpid()))
         time.sleep(100)
-    if verb == "fail":
+    if command == "fail":
         sys.exit("rlft: there is no such key")
     line = {"step": 1, "loss/total": 0.1 + 0.2, "time/step": time.monotonic()}
     Path("metrics.jsonl").write_text(json.dumps(line) + "\\n")
@@ -221,12 +221,12 @@ def test_of_a_key_that_is_given_twice_the_last_value_is_taken() -> None:
     assert (result.attempted, result.failed) == (1, 0)
 
 
-def test_every_algorithm_and_verb_is_in_a_case() -> None:
+def test_every_algorithm_and_command_is_in_a_case() -> None:
     commands = [command for case in script.CASES for command in case.commands]
     recipes = {word.removeprefix("+recipe=") for command in commands for word in command.split() if "+recipe=" in word}
     assert {f"{name}_arithmetic" for name in catalog.choices("algorithm")} <= recipes
     assert recipes <= set(catalog.choices("recipe"))
-    verbs = {command.split()[0] for command in commands}
-    assert verbs == {"train", "sft", "rm", "dpo", "sample", "eval", "export", "resume"}
+    called = {command.split()[0] for command in commands}
+    assert called == {"train", "sft", "rm", "dpo", "sample", "eval", "export", "resume"}
     names = [case.name for case in script.CASES]
     assert len(names) == len(set(names))

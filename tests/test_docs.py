@@ -29,7 +29,7 @@ from slow_cases import slow_but
 
 from rlft import cli
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.keys import is_below, keys_of
 from rlft.config.resolved import build, resolve
@@ -69,7 +69,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
         yield match[1], match[2] or "", match[3]
 
 
-def commands(text: str) -> Iterator[tuple[str, bool]]:
+def commands_of(text: str) -> Iterator[tuple[str, bool]]:
     """(command, whether it shall be refused) of each line."""
     for line in text.splitlines():
         command, _, remark = line.partition("  # ")
@@ -88,23 +88,23 @@ def filled(command: str, model: Path) -> str:
 
 def smaller(words: list[str], model: Path) -> list[str]:
     """The words with sizes that the page leaves open made small."""
-    verb, given = words[0], {word.partition("=")[0] for word in words}
-    if verb not in ("train", "sft", "rm", "dpo", "sample", "plan") or {"--help", "--cfg"} & set(words):
+    command, given = words[0], {word.partition("=")[0] for word in words}
+    if command not in ("train", "sft", "rm", "dpo", "sample", "plan") or {"--help", "--cfg"} & set(words):
         return words
-    names = [name for name in ONLY.get(verb, SMALL) if name not in given]
+    names = [name for name in ONLY.get(command, SMALL) if name not in given]
     if "run" in given:
         names = [name for name in names if not name.startswith(("lora.", "model."))]
-    if verb == "plan":  # of the sizes that it says itself
-        groups = catalog.groups(words[1] if words[1] in verbs.names() else "train")
+    if command == "plan":  # of the sizes that it says itself
+        groups = catalog.groups(words[1] if words[1] in commands.names() else "train")
         names = [name for name in names if name == "model.device" or name in {*groups} & {"generation"}]
     added = [f"{name}={SMALL[name]}" for name in names]
     recipe = next((word for word in words if word.startswith("+recipe=")), "")
-    if verb == "train" and "arithmetic" in recipe and not {"data", "resume"} & given:
+    if command == "train" and "arithmetic" in recipe and not {"data", "resume"} & given:
         added += [f"{name}={value}" for name, value in TASK.items() if name not in given]
     if "gsm8k" in recipe:
         places = {"model.path": str(model), "data.path": str(PROBLEMS), "prompts.max_tokens": "1200"}
         added += [f"{name}={value}" for name, value in places.items() if name not in given]
-        added = [word for word in added if not (verb == "plan" and word.startswith("generation="))]
+        added = [word for word in added if not (command == "plan" and word.startswith("generation="))]
     return [*words, *added]
 
 
@@ -159,17 +159,17 @@ def test_every_command_of_a_page_does_what_it_says(
             Path(file).write_text(text.replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
             if file == "pyproject.toml":
                 project = tomllib.loads(text)["project"]
-                install(tmp_path, project["name"], project["entry-points"][verbs.GROUP])
-                verbs.plugins.cache_clear()
+                install(tmp_path, project["name"], project["entry-points"][commands.GROUP])
+                commands.plugins.cache_clear()
         elif language == "sh":
-            for command, refused in commands(text):
+            for command, refused in commands_of(text):
                 if command.endswith(" &"):
                     request.addfinalizer(start(command, port).kill)
                     continue
                 code = run(filled(command, long_context_path), long_context_path)
                 told = capfd.readouterr()
                 assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"
-    verbs.plugins.cache_clear()
+    commands.plugins.cache_clear()
     if page.stem in TEACHES:
         assert_it_teaches(Path("runs") / TEACHES[page.stem])
 
@@ -198,7 +198,7 @@ def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
     paragraph = page.partition("Keys that change no number may differ:")[2].partition("Any other is refused")[0]
     of_engines = {*free_keys(compose([])["generation"])}
     told = {*re.findall(r"`([a-z_.]+)`", paragraph), "resume"}
-    tables = [keys_of(verbs.named(verb).root) for verb in verbs.OWN]
+    tables = [keys_of(commands.named(command).root) for command in commands.OWN]
     for table in tables:
         leaves = [key for key in table if not any(other.startswith(f"{key}.") for other in table)]
         assert [key for key in leaves if table[key].free] == [key for key in leaves if is_below(key, told)]

@@ -9,20 +9,20 @@ from in_one_test import each
 
 from rlft.commands.arguments import ask
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import compose, named_choices
 from rlft.config.overrides import parse
 from rlft.config.resolved import build
 from rlft.config.schema import SftConfig
 from rlft.types import UserError
 
-GROUPS = [(verb, group) for verb in verbs.OWN for group in catalog.groups(verb)]
+GROUPS = [(command, group) for command in commands.OWN for group in catalog.groups(command)]
 NO_NAMES = [
     "1", "-1", "1.5", "true", "nan", "inf", "''", "[[x]]", "[null]", "[1]", "[nan]", "[inf]", "[true]", "[{}]",
     "[{a: 1}]", "[exact_match,1]", "[exact_match,null]", "[exact_match,[]]", "9" * 5000,
 ]  # fmt: skip
 NO_CHOICES = ["x", "a/b", "../x", "[..]", "???"]
-MAY_BE_NULL = {(verb, group) for verb, group in GROUPS if group in ("reward", "logger", "environment")} | {
+MAY_BE_NULL = {(command, group) for command, group in GROUPS if group in ("reward", "logger", "environment")} | {
     ("sft", "data")
 }
 
@@ -31,26 +31,26 @@ def override(group: str, value: str) -> str:
     return f"{'+' if group == 'recipe' else ''}{group}={value}"
 
 
-@each(("verb", "group"), GROUPS)
-def test_what_is_no_name_is_refused_by_the_groups_key(verb: str, group: str) -> None:
+@each(("command", "group"), GROUPS)
+def test_what_is_no_name_is_refused_by_the_groups_key(command: str, group: str) -> None:
     for value in NO_NAMES:
         with pytest.raises(UserError) as refused:
-            compose([override(group, value)], verb=verb)
+            compose([override(group, value)], command=command)
         assert refused.value.key.lstrip("+") == group
         assert refused.value.remedy
 
 
-@each(("verb", "group"), GROUPS)
-def test_what_is_no_choice_is_refused(verb: str, group: str) -> None:
+@each(("command", "group"), GROUPS)
+def test_what_is_no_choice_is_refused(command: str, group: str) -> None:
     for value in NO_CHOICES:
         with pytest.raises(UserError):
-            compose([override(group, value)], verb=verb)
+            compose([override(group, value)], command=command)
 
 
-@each(("verb", "group"), [pair for pair in GROUPS if pair not in MAY_BE_NULL])
-def test_null_is_refused_where_something_must_be_chosen(verb: str, group: str) -> None:
+@each(("command", "group"), [pair for pair in GROUPS if pair not in MAY_BE_NULL])
+def test_null_is_refused_where_something_must_be_chosen(command: str, group: str) -> None:
     with pytest.raises(UserError, match="something must be chosen, got null; "):
-        compose([override(group, "null")], verb=verb)
+        compose([override(group, "null")], command=command)
 
 
 @pytest.mark.parametrize("group", ["base", "base/run", "hydra/help", "reward@x", "algorithm@x"])
@@ -65,11 +65,11 @@ def test_a_run_without_loggers_still_writes_its_own_files() -> None:
     usual = compose([])["logger"]
     assert compose(["logger=null"])["logger"] == {"jsonl": usual["jsonl"]}
     assert compose(["+recipe=grpo_arithmetic", "logger=null"])["logger"].keys() == {"jsonl"}
-    assert compose(["+recipe=rm_arithmetic", "logger=null"], verb="rm")["logger"].keys() == {"jsonl"}
+    assert compose(["+recipe=rm_arithmetic", "logger=null"], command="rm")["logger"].keys() == {"jsonl"}
 
 
 def test_no_data_may_be_said_where_there_need_be_none() -> None:
-    assert build(compose(["+recipe=sft_arithmetic", "data=null"], verb="sft"), SftConfig, "sft").data == {}
+    assert build(compose(["+recipe=sft_arithmetic", "data=null"], command="sft"), SftConfig, "sft").data == {}
     assert build(compose(["reward=null"])).reward == {}
 
 

@@ -29,11 +29,11 @@ TRAIN = (
 )  # fmt: skip
 COMMON = ("steps=1", "lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[jsonl]", "max_completion_tokens=64")
 
-Verb = Callable[..., str]
+Command = Callable[..., str]
 
 
 @pytest.fixture
-def verb(capfd: pytest.CaptureFixture[str]) -> Iterator[Verb]:
+def command(capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
     """Runs a command line that ends well and returns what it printed; no library may warn."""
 
     def run(*words: object) -> str:
@@ -68,43 +68,45 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss/total"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_trained_and_goes_on_as_if_never_stopped(verb: Verb, run: Path, tmp_path: Path) -> None:
+def test_a_run_is_trained_and_goes_on_as_if_never_stopped(command: Command, run: Path, tmp_path: Path) -> None:
     words = ["steps=4" if word == "steps=2" else word for word in TRAIN]
-    verb("train", *words, f"hydra.run.dir={tmp_path / 'whole'}")
+    command("train", *words, f"hydra.run.dir={tmp_path / 'whole'}")
     assert len(rewards(run)) == 4
     assert rewards(run) == rewards(tmp_path / "whole")
     assert losses(run) == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("setting", ["true", "false", "auto"])
-def test_gradient_checkpointing_is_switched_without_a_warning(setting: str, verb: Verb, tmp_path: Path) -> None:
+def test_gradient_checkpointing_is_switched_without_a_warning(setting: str, command: Command, tmp_path: Path) -> None:
     words = ["demonstrations.path=embedded:arithmetic-demonstrations", f"model.gradient_checkpointing={setting}"]
-    verb("sft", *words, *COMMON, "examples_per_step=2", "eval.every=0", f"hydra.run.dir={tmp_path / 'run'}")
+    command("sft", *words, *COMMON, "examples_per_step=2", "eval.every=0", f"hydra.run.dir={tmp_path / 'run'}")
     assert len(losses(tmp_path / "run")) == 1
 
 
-def test_a_critic_and_a_moving_reference_beside_the_policy(verb: Verb, tmp_path: Path) -> None:
+def test_a_critic_and_a_moving_reference_beside_the_policy(command: Command, tmp_path: Path) -> None:
     words = [word for word in TRAIN if not word.startswith(("+recipe", "eval."))]
     words += ["+recipe=ppo_arithmetic", "snapshot.reference=copy", "eval.every=0"]
-    verb("train", *words, f"hydra.run.dir={tmp_path / 'run'}")
+    command("train", *words, f"hydra.run.dir={tmp_path / 'run'}")
     assert len(rewards(tmp_path / "run")) == 2
 
 
-def test_a_reward_model_is_trained(verb: Verb, tmp_path: Path) -> None:
+def test_a_reward_model_is_trained(command: Command, tmp_path: Path) -> None:
     words = ["preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "eval.every=1"]
-    verb("rm", *words, *COMMON, f"hydra.run.dir={tmp_path / 'run'}")
+    command("rm", *words, *COMMON, f"hydra.run.dir={tmp_path / 'run'}")
     assert len(losses(tmp_path / "run")) == 1
 
 
-def test_a_run_is_evaluated_and_sampled(verb: Verb, run: Path, tmp_path: Path) -> None:
-    assert "mean@2" in verb("eval", f"run={run}", "eval.num_samples=2")
-    verb("sample", f"run={run}", "n=2", "num_prompts=2", "dedupe=false", f"hydra.run.dir={tmp_path / 'drawn'}")
+def test_a_run_is_evaluated_and_sampled(command: Command, run: Path, tmp_path: Path) -> None:
+    assert "mean@2" in command("eval", f"run={run}", "eval.num_samples=2")
+    command("sample", f"run={run}", "n=2", "num_prompts=2", "dedupe=false", f"hydra.run.dir={tmp_path / 'drawn'}")
     assert len((tmp_path / "drawn" / "samples.jsonl").read_text().splitlines()) == 4
 
 
-def test_exports_are_loaded_by_transformers_with_their_chat_template(verb: Verb, run: Path, tmp_path: Path) -> None:
-    verb("export", f"run={run}", f"out={tmp_path / 'model'}")
-    verb("export", f"run={run}", f"out={tmp_path / 'adapter'}", "as=adapter")
+def test_exports_are_loaded_by_transformers_with_their_chat_template(
+    command: Command, run: Path, tmp_path: Path
+) -> None:
+    command("export", f"run={run}", f"out={tmp_path / 'model'}")
+    command("export", f"run={run}", f"out={tmp_path / 'adapter'}", "as=adapter")
     texts = []
     for name in ("model", "adapter"):
         tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / name)
@@ -116,11 +118,11 @@ def test_exports_are_loaded_by_transformers_with_their_chat_template(verb: Verb,
     assert model(ids).logits.shape[:2] == ids.shape
 
 
-def test_a_run_is_planned(verb: Verb) -> None:
-    assert json.loads(verb("plan", "+recipe=grpo_arithmetic", "model.device=cpu", "--json"))["fits"]
+def test_a_run_is_planned(command: Command) -> None:
+    assert json.loads(command("plan", "+recipe=grpo_arithmetic", "model.device=cpu", "--json"))["fits"]
 
 
-def test_a_sweep_is_expanded_by_hydra(verb: Verb, tmp_path: Path) -> None:
+def test_a_sweep_is_expanded_by_hydra(command: Command, tmp_path: Path) -> None:
     words = ["steps=1", "trainer.lr=1e-3,2e-3", "eval.every=0", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    verb("train", "-m", *[word for word in TRAIN if not word.startswith(("steps", "eval"))], *words)
+    command("train", "-m", *[word for word in TRAIN if not word.startswith(("steps", "eval"))], *words)
     assert [len(rewards(tmp_path / "sweep" / job)) for job in ("0", "1")] == [1, 1]

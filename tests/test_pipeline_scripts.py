@@ -21,11 +21,11 @@ import torch
 import yaml
 from fresh_export import fresh_export
 
-from rlft.commands.preferences import open_task
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.resolved import build, resolve
 from rlft.config.trainer import Schedule, TrainerConfig
+from rlft.loop.preference_task import open_task
 from rlft.trainer.update import Optimizer, learning_rate
 
 pytestmark = pytest.mark.slow
@@ -76,17 +76,17 @@ def start(script: Path, *words: str, path: str = "/usr/bin:/bin", **variables: s
 
 
 def stages(calls: Sequence[Sequence[str]]) -> dict[str, tuple[str, list[str]]]:
-    """{name of its folder: (verb, words)} of each command that makes a run."""
+    """{name of its folder: (command, words)} of each command that makes a run."""
     made = {}
-    for verb, *words in (call for call in calls if call[0] != "export"):
+    for command, *words in (call for call in calls if call[0] != "export"):
         folder = next(word.partition("=")[2] for word in words if word.startswith("hydra.run.dir="))
-        made[Path(folder).name] = verb, words
+        made[Path(folder).name] = command, words
     return made
 
 
-def composed(verb: str, words: Sequence[str]) -> dict:
+def composed(command: str, words: Sequence[str]) -> dict:
     """The stage's config. A run that a stage names stands for what it made, which is not there: its place is kept."""
-    return compose([word for word in words if not word.startswith(("resume=", "run="))], verb=verb)
+    return compose([word for word in words if not word.startswith(("resume=", "run="))], command=command)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -96,11 +96,11 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
     done = start(SCRIPTS / f"{pipeline}.sh", str(tmp_path / "out"), RLFT=str(tmp_path / "bin" / "rlft"), SEED="3")
     assert done.returncode == 0, done.stderr
     found = stages(recorder())
-    exported = sum(verb == "export" for verb, *_ in recorder())
+    exported = sum(command == "export" for command, *_ in recorder())
     assert len(found) + exported == len(recorder())
     assert (len(found), exported) == {"rlhf_arithmetic": (4, 0), "r1_arithmetic": (13, 1)}[pipeline]
-    for name, (verb, words) in found.items():
-        config = build(composed(verb, words), verbs.named(verb).root, verb)
+    for name, (command, words) in found.items():
+        config = build(composed(command, words), commands.named(command).root, command)
         assert config.seed == 3, name
         assert "resume=auto" in words, name
         assert re.search(rf'={name}["\s]', (SCRIPTS / f"{pipeline}.sh").read_text()), "the table has it"
@@ -112,7 +112,7 @@ def test_the_second_student_of_r1_begins_with_lessons_and_is_taught_by_the_model
     """A third of the 300 updates on the same lessons, then the model of the run that they were sampled from."""
     out = tmp_path / "out"
     start(SCRIPTS / "r1_arithmetic.sh", str(out), RLFT=str(tmp_path / "bin" / "rlft"))
-    found = {name: composed(verb, words) for name, (verb, words) in stages(recorder()).items()}
+    found = {name: composed(command, words) for name, (command, words) in stages(recorder()).items()}
     distilled, begun, taught = (found[name] for name in ("9-student-distilled", "11-student-start", "12-student-opd"))
     assert begun["demonstrations"]["path"] == distilled["demonstrations"]["path"]
     assert (begun["steps"], distilled["steps"]) == (100, 300)
@@ -213,13 +213,15 @@ def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"path": "embedded:tiny"}
-    make_stage(tmp_path / "1", {"verb": "sft", "model": model}, [accuracy(0.25, format=0.5), accuracy(0.5, format=1.0)])
     make_stage(
-        tmp_path / "2", {"verb": "sample", "model": model}, progress={"kept": 7, "sampled": 9, "prompts_kept": 3}
+        tmp_path / "1", {"command": "sft", "model": model}, [accuracy(0.25, format=0.5), accuracy(0.5, format=1.0)]
     )
-    make_stage(tmp_path / "3", {"verb": "rm", "model": model}, [accuracy(0.5), accuracy(0.75)])
-    make_stage(tmp_path / "4", {"verb": "train", "model": model}, [accuracy(0.5), accuracy(0.875, learned=1.25)])
-    make_stage(tmp_path / "5", {"verb": "train", "model": model}, [accuracy(0.5), accuracy(0.75)])
+    make_stage(
+        tmp_path / "2", {"command": "sample", "model": model}, progress={"kept": 7, "sampled": 9, "prompts_kept": 3}
+    )
+    make_stage(tmp_path / "3", {"command": "rm", "model": model}, [accuracy(0.5), accuracy(0.75)])
+    make_stage(tmp_path / "4", {"command": "train", "model": model}, [accuracy(0.5), accuracy(0.875, learned=1.25)])
+    make_stage(tmp_path / "5", {"command": "train", "model": model}, [accuracy(0.5), accuracy(0.75)])
     steps = ({"step": step, "time/step": 1.75, "teacher/agreement": step / 4} for step in (1, 2, 3))
     (tmp_path / "5" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     numbers = tmp_path / "stages.json"
@@ -327,7 +329,7 @@ def test_an_interruption_waits_for_the_stage_that_runs_and_starts_no_other(tmp_p
 def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero(recipe: str) -> None:
     """At a constant rate the result would be wherever the last update threw it; recipes built on these inherit it."""
     config = yaml.safe_load((SCRIPTS.parent / "recipes" / f"{recipe}.yaml").read_text())
-    trainer = composed(config.get("verb", "train"), [f"+recipe={recipe}", *NAMED.get(recipe, ())])["trainer"]
+    trainer = composed(config.get("command", "train"), [f"+recipe={recipe}", *NAMED.get(recipe, ())])["trainer"]
     last = learning_rate(TrainerConfig(**{**trainer, "schedule": Schedule(trainer["schedule"])}), 199, 200)
     assert 0 < last < 1e-3 * trainer["lr"]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from rlft import cli
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config import compose as configs
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve
@@ -36,7 +36,7 @@ BASE = {
     "dpo": ["+recipe=dpo_arithmetic"],
     "sample": ["generation.max_tokens=48"],
 }
-OUTSIDE = ("hydra.run.dir", "verb", "name", "resume", "model.path", "data.path")
+OUTSIDE = ("hydra.run.dir", "command", "name", "resume", "model.path", "data.path")
 """Keys that decide what the other examples are read from: they have their own tests."""
 
 NUMBERS = st.one_of(
@@ -67,17 +67,17 @@ SIGNS = st.sampled_from(["", "", "", "+", "++", "~"])
 
 
 @cache
-def composed(verb: str) -> dict[str, Any]:
-    return configs.compose(BASE[verb], verb=verb)
+def composed(command: str) -> dict[str, Any]:
+    return configs.compose(BASE[command], command=command)
 
 
 @st.composite
 def changed_configs(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
-    """A verb, and one to three of its keys with values of any kind."""
-    verb = draw(st.sampled_from(verbs.OWN))
-    keys = [key for key in flat(composed(verb)) if key not in OUTSIDE and not key.endswith("_target_")]
+    """A command, and one to three of its keys with values of any kind."""
+    command = draw(st.sampled_from(commands.OWN))
+    keys = [key for key in flat(composed(command)) if key not in OUTSIDE and not key.endswith("_target_")]
     changes = draw(st.lists(st.tuples(st.sampled_from(keys), VALUES), min_size=1, max_size=3))
-    return verb, changes
+    return command, changes
 
 
 def flat(config: Any, prefix: str = "") -> list[str]:
@@ -96,10 +96,10 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {**config, name: changed(inner, rest, value)} if isinstance(inner, dict) else config
 
 
-def refusal(verb: str, plain: dict[str, Any]) -> UserError | None:
+def refusal(command: str, plain: dict[str, Any]) -> UserError | None:
     """What is said of a config before any file is read; also of the parts that read data, which are made."""
     try:
-        check_machine(resolve(plain, verb).config.model)
+        check_machine(resolve(plain, command).config.model)
         for section in ("data", "demonstrations", "preferences"):
             if plain.get(section):
                 instantiate(plain[section], section)
@@ -108,8 +108,8 @@ def refusal(verb: str, plain: dict[str, Any]) -> UserError | None:
     return None
 
 
-def planned(verb: str, plain: dict[str, Any]) -> None:
-    if refused := refusal(verb, plain):
+def planned(command: str, plain: dict[str, Any]) -> None:
+    if refused := refusal(command, plain):
         raise refused
 
 
@@ -137,11 +137,11 @@ def tried(examples: int, of: st.SearchStrategy[Any], check: Callable[[Any], None
 @pytest.mark.parametrize("examples", slow_but(30, NUMBERS_OF_EXAMPLES))
 def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, examples: int) -> None:
     def check(example: tuple[str, list[tuple[str, Any]]]) -> None:
-        verb, changes = example
-        plain = composed(verb)
+        command, changes = example
+        plain = composed(command)
         for key, value in changes:
             plain = changed(plain, key, value)
-        refused = refusal(verb, plain)
+        refused = refusal(command, plain)
         assert refused is None or (refused.key and refused.problem and refused.remedy)
 
     tried(examples, changed_configs(), check)
@@ -153,16 +153,16 @@ def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, example
 
 
 def check_words(nowhere: Path, data: st.DataObject) -> None:
-    verb = data.draw(st.sampled_from(verbs.OWN))
-    keys = st.sampled_from([key for key in known_keys(verb) if key not in OUTSIDE])
+    command = data.draw(st.sampled_from(commands.OWN))
+    keys = st.sampled_from([key for key in known_keys(command) if key not in OUTSIDE])
     words = data.draw(
         st.lists(st.tuples(st.sampled_from(["", "", "", "+", "++", "~"]), keys, WORDS), min_size=1, max_size=2)
     )
     typed = [f"{sign}{key}={value}" for sign, key, value in words]
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr("rlft.commands.launch.begin", lambda plain, folder: planned(verb, plain))
-        code = cli.run([str(verb), *BASE[verb], *typed])
+        patch.setattr("rlft.commands.launch.begin", lambda plain, folder: planned(command, plain))
+        code = cli.run([str(command), *BASE[command], *typed])
     assert code in (0, 2), err.getvalue()
     assert err.getvalue().count("\n") == (1 if code else 0), err.getvalue()
     assert code == 0 or err.getvalue().startswith("rlft: "), err.getvalue()

@@ -6,7 +6,7 @@ import yaml
 from in_one_test import each
 
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.plan.config_checks import check_components, check_preferences, check_sft
@@ -32,13 +32,13 @@ TOLD = {
 }
 
 
-def verb_of(recipe: str) -> str:
-    return catalog.verb_of(recipe)
+def command_of(recipe: str) -> str:
+    return catalog.command_of(recipe)
 
 
 def composed(recipe: str, *words: str):
     """The plain config of the recipe, with what it must be told."""
-    return compose([f"+recipe={recipe}", *TOLD.get(recipe, []), *words], verb=verb_of(recipe))
+    return compose([f"+recipe={recipe}", *TOLD.get(recipe, []), *words], command=command_of(recipe))
 
 
 @each("recipe", RECIPES)
@@ -58,21 +58,21 @@ def test_a_recipe_is_named_as_its_file(recipe: str) -> None:
 @each("recipe", RECIPES)
 def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
     plain = composed(recipe)
-    config = build(plain, verbs.named(verb_of(recipe)).root, verb_of(recipe))
-    assert len(LOGGERS[verb_of(recipe)](config)) == len(config.logger)
+    config = build(plain, commands.named(command_of(recipe)).root, command_of(recipe))
+    assert len(LOGGERS[command_of(recipe)](config)) == len(config.logger)
 
 
 @each("recipe", RECIPES)
 def test_the_command_line_goes_before_a_recipe(recipe: str) -> None:
-    verb = verb_of(recipe)
-    config = build(composed(recipe, "trainer.lr=0.25", "steps=7"), verbs.named(verb).root, verb)
+    command = command_of(recipe)
+    config = build(composed(recipe, "trainer.lr=0.25", "steps=7"), commands.named(command).root, command)
     assert (config.trainer.lr, config.steps) == (0.25, 7)
 
 
-def test_a_recipe_of_another_verb_says_which() -> None:
+def test_a_recipe_of_another_command_says_which() -> None:
     own = {recipe: yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text()) for recipe in RECIPES}
-    assert {recipe for recipe in RECIPES if verb_of(recipe) == "train"} == {
-        recipe for recipe in RECIPES if "verb" not in own[recipe]
+    assert {recipe for recipe in RECIPES if command_of(recipe) == "train"} == {
+        recipe for recipe in RECIPES if "command" not in own[recipe]
     }
 
 

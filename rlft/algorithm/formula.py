@@ -72,11 +72,9 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """The definitions that apply to an algorithm.
+    """The definitions `name = ...` that apply to an algorithm, each on one line, in the order of the docstrings.
 
-    Attributes:
-        lines: definitions `name = ...`, each on one line, in the order of the docstrings.
-        symbols: `{name: its meaning}` of the symbols in the lines.
+    `symbols` are `{name: its meaning}` of the symbols in the lines.
     """
 
     lines: tuple[str, ...]
@@ -84,19 +82,12 @@ class Formula:
 
 
 def formula_of(algorithm: type, keys: Mapping[str, Any]) -> Formula | None:
-    """The loss of an algorithm with these keys as formulas; None where its module states none.
+    """The loss of an algorithm with these keys, from the docstrings of its class's module and of those it builds on.
 
-    Raises:
-        ValueError: a docstring breaks the rules above.
+    None where its module states none. ValueError: a docstring breaks the rules above.
     """
-    return formula(docstrings_of(algorithm), keys)
-
-
-def docstrings_of(algorithm: type) -> list[str]:
-    """The docstrings of the modules of a class and of the classes that it builds on, nearest first."""
-    return [
-        sys.modules[module].__doc__ or "" for module in dict.fromkeys(base.__module__ for base in algorithm.__mro__)
-    ]
+    modules = dict.fromkeys(base.__module__ for base in algorithm.__mro__)  # nearest first
+    return formula([sys.modules[module].__doc__ or "" for module in modules], keys)
 
 
 def formula(docstrings: Sequence[str], keys: Mapping[str, Any]) -> Formula | None:

@@ -1,10 +1,8 @@
 """GRPO: advantages relative to siblings, a clipped ratio, no critic. DeepSeekMath, arXiv 2402.03300.
 
-Dr. GRPO, GSPO, GSPO-token, DAPO, CISPO, SAPO, GMPO, GDPO and GRPO with process rewards are the same class with other
-keys: see configs/algorithm/.
+Dr. GRPO, GSPO, DAPO, CISPO, SAPO, GMPO, GDPO and GRPO with process rewards are the same class with other keys.
 
-The loss of an update, with the keys of configs/algorithm/grpo.yaml; formula.py says how to read it. What is not
-defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
+The loss of an update, as formula.py reads it; what is not defined here is in objective.py.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -70,7 +68,7 @@ class Supervision(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(RatioObjective):
-    """Group-relative policy optimisation. Fields are the keys of configs/algorithm/grpo.yaml, which explains them."""
+    """Group-relative policy optimisation."""
 
     supervision: Supervision
     std: Std
@@ -107,7 +105,7 @@ class GRPO(RatioObjective):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G from which anything can be learned: a single completion always has advantage 0."""
+        """A single completion always has advantage 0."""
         return 2
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
@@ -130,14 +128,10 @@ class GRPO(RatioObjective):
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages `[B, T]`, 0 outside the completions.
 
-        - supervision=outcome: each token has the z-score of its completion's score within the group. A KL in the reward
-          is part of the score, so it is included *before* normalisation.
-        - supervision=process: each token has the sum of the z-scores of the steps that end at or after it, normalised
-          among all steps of the group (section 4.1.3). Rewards of whole completions are normalised separately and added
-          to every token (without such rewards exactly 0 is added, as in the paper). A turn with a reward is a step.
-        - credit_span=turn: only the steps in the token's own turn count.
-        - reward_aggregation=normalize_then_sum: each token has the `ops.advantage.decoupled_zscore` of its completion's
-          rewards.
+        A KL in the reward is part of a completion's score, so it is included *before* normalisation. With
+        supervision=process, scores of steps are normalised among all steps of the group (section 4.1.3), and rewards of
+        whole completions separately (without such rewards exactly 0 is added, as in the paper). A turn with a reward is
+        a step.
         """
         mask, group_ids = batch.loss_mask, batch.group_ids
         if self._normalizes_each_reward:

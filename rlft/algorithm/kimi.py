@@ -1,7 +1,6 @@
 """Kimi k1.5: mirror descent, a squared log-ratio in place of a clip. arXiv 2501.12599, section 2.3.
 
-The loss of an update, with the keys of configs/algorithm/kimi.yaml; formula.py says how to read it. What is not
-defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
+The loss of an update, as formula.py reads it; what is not defined here is in objective.py.
 
     L = agg(S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -54,7 +53,7 @@ class Baseline(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Kimi(Objective):
-    """Online mirror descent. Fields are the keys of configs/algorithm/kimi.yaml, which explains them."""
+    """Online mirror descent."""
 
     tau: NonNegativeFloat
     baseline: Baseline
@@ -77,7 +76,7 @@ class Kimi(Objective):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G from which anything can be learned: a single completion is its own baseline."""
+        """A single completion is its own baseline."""
         return 2
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
@@ -91,7 +90,7 @@ class Kimi(Objective):
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages R_i - b on completion tokens, 0 elsewhere; exactly 0 in a group of equal scores."""
+        """The batch with advantages on completion tokens, 0 elsewhere; exactly 0 in a group of equal scores."""
         scores_B, group_ids, mask = self.completion_scores(batch), batch.group_ids, batch.loss_mask
         match self.baseline:
             case Baseline.mean:
@@ -102,7 +101,7 @@ class Kimi(Objective):
         return replace(batch, advantages=advantages_BT.to(batch.sampled_logprobs))
 
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        """A row's -(R_i - b) log pi(o_i) + tau/2 (log pi/pi_old (o_i))^2, spread over its tokens, without a clip."""
+        """The row's squared log-ratio spread over its tokens, without a clip."""
         nowhere = torch.zeros_like(mask)
         loss_BT = mirror_descent(logprobs, old_logprobs, advantages, mask, self.tau)
         return Surrogate(loss=loss_BT, low=nowhere, high=nowhere, dual=nowhere)

@@ -248,9 +248,9 @@ class Objective(ABC):
         """A batch of whole groups, with advantages `[B, T]` (and returns) that are 0 outside the completions."""
 
     def completion_scores(self, batch: Batch) -> Tensor:
-        """The total score of each completion, float64 `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
+        """The total score of each completion, float64 `[B]`, steps' scores included.
 
-        The KL is subtracted only if it is part of the reward; it is computed from the log-probs at sampling time.
+        A KL that is part of the reward is computed from the log-probs at sampling time.
         """
         mask, scores_B = batch.loss_mask, batch.rewards.double()
         if batch.token_rewards is not None:
@@ -261,10 +261,10 @@ class Objective(ABC):
         return scores_B
 
     def token_scores(self, batch: Batch, ends: Tensor | None = None) -> Tensor:
-        """The reward r_t of each token, float64 `[B, T]`: R_i on the last one, steps' scores, and -beta KL_t on each.
+        """The reward of each token, float64 `[B, T]`: the completion's on the last one, steps' scores and a KL on each.
 
         They add up to `completion_scores`, except in an empty completion, which has no token for its reward. With
-        `ends` (`ops.advantage.last_of_turns`), R_i is on the last token of each turn.
+        `ends` (`ops.advantage.last_of_turns`), the completion's reward is on the last token of each turn.
         """
         mask = batch.loss_mask
         scores_BT = place_at_last_token(batch.rewards.double(), mask, ends)
@@ -298,8 +298,8 @@ class Objective(ABC):
         """The loss of any subset of the optimizer batch's rows, divided by the whole batch's sizes (`scale`).
 
         If `batch.old_logprobs` is None, this is the first update on the samples, and the old policy is the current one,
-        detached. Metrics `loss/*` are the terms of the sum; the others are means over all completion tokens of the
-        optimizer batch, or maxima (`_max`).
+        detached. Metrics `loss/*` are the terms of the sum; others are means over all completion tokens, or maxima
+        (`_max`).
         """
         mask = batch.loss_mask
         logprobs = keep(outputs.logprobs, mask)

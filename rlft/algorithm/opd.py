@@ -1,7 +1,6 @@
 """On-policy distillation: the student samples, and a teacher gives the log-prob of each of its tokens.
 
-The loss of an update, with the keys of configs/algorithm/opd.yaml; formula.py says how to read it. What is not
-defined here is in grpo.py and objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
+The loss of an update, as formula.py reads it; what is not defined here is in grpo.py and objective.py.
 
     L = agg(w * m * S)
       + agg(w * m * teacher_coef * D)                               if teacher_in=loss
@@ -68,7 +67,7 @@ class TeacherPlace(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OPD(GRPO):
-    """On-policy distillation. Fields are the keys of configs/algorithm/opd.yaml, which explains them."""
+    """On-policy distillation."""
 
     teacher_coef: PositiveFloat
     teacher_in: TeacherPlace
@@ -129,7 +128,7 @@ class OPD(GRPO):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G that can learn anything: a teacher needs no siblings, rewards do."""
+        """A teacher needs no siblings, rewards do."""
         return super().min_group_size if self.reward_coef > 0 else 1
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
@@ -140,7 +139,7 @@ class OPD(GRPO):
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages `[B, T]`, 0 outside the completions: GRPO's of the rewards, and the teacher's.
 
-        The teacher's are lp_teacher - lp_old: of the policy that sampled, not of the one that is being updated.
+        The teacher's compare with the policy that sampled, not with the one that is being updated.
         """
         advantages_BT = torch.zeros_like(batch.sampled_logprobs)
         if self.reward_coef > 0:

@@ -1,10 +1,8 @@
 """PPO: a critic's advantages, a clipped ratio. arXiv 1707.06347; with KL in the reward, arXiv 2203.02155.
 
-PPO with a penalty instead of the clip, PPO with pretraining text, and A2C (arXiv 1602.01783) are the same class with
-other keys: see configs/algorithm/.
+PPO with a penalty instead of the clip, with pretraining text, and A2C (arXiv 1602.01783) are the same class.
 
-The loss of an update, with the keys of configs/algorithm/ppo.yaml; formula.py says how to read it. What is not
-defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
+The loss of an update, as formula.py reads it; what is not defined here is in objective.py.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -86,7 +84,7 @@ class AdvantageEstimator(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(RatioObjective):
-    """Proximal policy optimisation. Fields are the keys of configs/algorithm/ppo.yaml, which explains them."""
+    """Proximal policy optimisation."""
 
     estimator: AdvantageEstimator
     gamma: Fraction
@@ -107,9 +105,8 @@ class PPO(RatioObjective):
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages and returns `[B, T]`, 0 outside the completions.
-
-        With `whiten`, advantages are whitened over the whole batch; the returns, A + V, never are.
+        """The batch with advantages, whitened over the whole batch with `whiten`, and returns `[B, T]`; 0 outside
+        completions.
         """
         mask, ends = batch.loss_mask, self.credit_span.ends(batch)
         rewards_BT = self.token_scores(batch, ends)
@@ -135,7 +132,7 @@ class PPO(RatioObjective):
         return problems
 
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
-        """The shared loss plus c_v agg[0.5 (V - return)^2], with `loss/value` and `value/clip_fraction`."""
+        """The shared loss plus the critic's term, with `loss/value` and `value/clip_fraction`."""
         loss_without_critic = super().loss(outputs, batch, scale)
         losses_BT, clipped_BT = self._value_errors(
             required(outputs.values, "values", "the critic's loss"), batch, scale
@@ -149,12 +146,12 @@ class PPO(RatioObjective):
         return Loss(total=total, metrics=metrics)
 
     def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
-        """The critic's term of the loss, `[]`: c_v agg[0.5 (V - return)^2], clipped where value_clip is set."""
+        """The critic's term of the loss, `[]`."""
         losses_BT, _ = self._value_errors(values, batch, scale)
         return self.value_coef * aggregate(losses_BT, batch.loss_mask, scale, self.aggregate)
 
     def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-        """The term `[]` that pretraining text adds: -ptx_coef * mean lp over the `num_tokens` of the whole update."""
+        """The term `[]` that pretraining text adds; `num_tokens` is that of the whole update."""
         return self.ptx_coef * negative_log_likelihood(logprobs, mask, num_tokens)
 
     def _value_errors(self, values: Tensor, batch: Batch, scale: LossScale) -> tuple[Tensor, Tensor]:

@@ -76,8 +76,7 @@ class RankingLoss(ABC):
 class PreferenceLoss(RankingLoss):
     """The loss of a ranking. A subclass says what the reward of a completion is, and what a margin costs.
 
-    Attributes:
-        sft_coef: weight of the negative log-prob per token of the best completions.
+    `sft_coef` weighs the negative log-prob per token of the best completions.
     """
 
     sft_coef: NonNegativeFloat
@@ -168,7 +167,7 @@ class Dpo(LogRatioLoss):
         L = -(1 - label_smoothing) * log sigmoid(margin) - label_smoothing * log sigmoid(-margin)
 
     With label smoothing this is conservative DPO (Mitchell 2023), with per_token length-normalised DPO (arXiv
-    2411.15124, equation 6). Fields are the keys of configs/loss/dpo.yaml, which explains them.
+    2411.15124, equation 6).
     """
 
     label_smoothing: BelowHalf
@@ -186,7 +185,6 @@ class Ipo(LogRatioLoss):
     With h the difference of the two log-ratios, margin = beta h, so that L = (h - 1 / (2 beta)) ** 2 as in the paper,
     whose tau is beta: log-ratios of a pair that is never labelled otherwise stay finite. The paper writes log pi of a
     whole completion; its authors have told TRL that its results are those of means over tokens, which is per_token.
-    Fields are the keys of configs/loss/ipo.yaml, which explains them.
     """
 
     def of_margins(self, margins: Tensor) -> Tensor:
@@ -200,7 +198,7 @@ class Orpo(PreferenceLoss):
         L = sft_coef * (-log pi(best) / |best|) - beta * log sigmoid(margin)                             (equation 6)
         reward = log(p / (1 - p)), p = exp(log pi(y) / |y|)                                              (equation 4)
 
-    The paper's lambda is beta, its sft_coef is 1. Fields are the keys of configs/loss/orpo.yaml, which explains them.
+    The paper's lambda is beta, its sft_coef is 1.
     """
 
     beta: PositiveFloat
@@ -216,11 +214,8 @@ class Orpo(PreferenceLoss):
 class SimPo(PreferenceLoss):
     """SimPO: rewards are mean log-probs, and need no reference. arXiv 2405.14734, equation 6.
 
-        L = -(1 - label_smoothing) * log sigmoid(margin - gamma) - label_smoothing * log sigmoid(gamma - margin)
-        reward = beta * log pi(y) / |y|
-
-    What is compared is what decoding maximises, whatever the lengths. Fields are the keys of configs/loss/simpo.yaml,
-    which explains them.
+    L = -(1 - label_smoothing) * log sigmoid(margin - gamma) - label_smoothing * log sigmoid(gamma - margin)
+    reward = beta * log pi(y) / |y|
     """
 
     beta: PositiveFloat
@@ -238,8 +233,7 @@ class SimPo(PreferenceLoss):
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
     """Mean over the pairs of -log sigmoid(s_chosen - s_rejected - margin), `[]`; 0 without pairs.
 
-    For any difference it is finite, with a gradient of at most 1 per pair. K ranked answers are K(K-1)/2 pairs. Bradley
-    and Terry (1952); arXiv 2203.02155, equation 1. `margin` is by how much the chosen ones should be better, `[N]`.
+    For any difference it is finite, with a gradient of at most 1 per pair.
     """
     assert chosen.shape == rejected.shape, (chosen.shape, rejected.shape)
     differences = chosen - rejected if margin is None else chosen - rejected - margin

@@ -1,9 +1,8 @@
 """REINFORCE: -A lp with A = return - baseline, no critic. R. J. Williams, Machine Learning 8 (1992).
 
-RLOO and REINFORCE++ are the same class with other keys: see configs/algorithm/.
+RLOO and REINFORCE++ are the same class with other keys.
 
-The loss of an update, with the keys of configs/algorithm/reinforce.yaml; formula.py says how to read it. What is not
-defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
+The loss of an update, as formula.py reads it; what is not defined here is in objective.py.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -60,7 +59,7 @@ class Baseline(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(RatioObjective):
-    """Returns minus a baseline. Fields are the keys of configs/algorithm/reinforce.yaml, which explains them."""
+    """Returns minus a baseline."""
 
     reward_to_go: bool
     gamma: Fraction
@@ -69,7 +68,7 @@ class Reinforce(RatioObjective):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G from which anything can be learned: 2 where siblings are the baseline."""
+        """2 where siblings are the baseline."""
         return 2 if self.baseline in (Baseline.group, Baseline.leave_one_out) else 1
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
@@ -82,15 +81,15 @@ class Reinforce(RatioObjective):
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages `[B, T]`: G_t - b, whitened over the batch with `whiten`; 0 outside completions.
+        """The batch with advantages `[B, T]`, whitened over the batch with `whiten`; 0 outside completions.
 
-        G_t = sum_{k>=t} gamma^(k-t) r_k. Without reward_to_go, the completion is one action, and each of its tokens has
-        the plain sum of all r_t. The baseline b is the mean return of the completions that `baseline` names.
+        Without reward_to_go, the completion is one action, and each of its tokens has the plain sum of all r_t.
         """
         mask = batch.loss_mask
         if self.reward_to_go:
             returns_BT = reward_to_go(self.token_scores(batch), mask, self.gamma)
-            total_B = self._first_returns(returns_BT, batch)
+            first_B = row_sum(returns_BT, mask & (mask.cumsum(-1) == 1))
+            total_B = torch.where(mask.any(-1), first_B, batch.rewards.to(returns_BT))  # the reward if it is empty
         else:
             total_B = self.completion_scores(batch)
             returns_BT = total_B.unsqueeze(-1).expand(mask.shape)
@@ -99,11 +98,6 @@ class Reinforce(RatioObjective):
         advantages_BT = keep((returns_BT - total_B.unsqueeze(-1)) + centred_B.unsqueeze(-1), mask)
         advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
         return replace(batch, advantages=advantages_BT.to(batch.sampled_logprobs))
-
-    def _first_returns(self, returns: Tensor, batch: Batch) -> Tensor:
-        """G_0 of each completion, `[B]`; for an empty completion its reward."""
-        is_first_BT = batch.loss_mask & (batch.loss_mask.cumsum(-1) == 1)
-        return torch.where(batch.loss_mask.any(-1), row_sum(returns, is_first_BT), batch.rewards.to(returns))
 
     def _minus_baseline(self, returns: Tensor, group_ids: Tensor) -> Tensor:
         match self.baseline:

@@ -47,14 +47,7 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """An algorithm in the list.
-
-    Attributes:
-        name: the name of its YAML file.
-        about: the first comment in that file.
-        family: the name of the YAML file that names its class.
-        paper: its paper; "" if the YAML files name none.
-    """
+    """An algorithm in the list."""
 
     name: str
     about: str
@@ -73,14 +66,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page(Listed):
-    """Everything that is printed about one algorithm.
-
-    Attributes:
-        module: the module of its class.
-        loss: its loss; None if the module does not state it.
-        keys: its keys.
-        example: a command to try it.
-    """
+    """Everything that is printed about one algorithm."""
 
     module: str
     loss: Formula | None
@@ -89,7 +75,6 @@ class Page(Listed):
 
 
 def command(arguments: list[str]) -> None:
-    """Prints the list, or the page of the named algorithm."""
     names, words = _split_names([word for word in arguments if word != "--json"])
     parsed = only_overrides(words)
     _check_words(names, parsed.overrides)

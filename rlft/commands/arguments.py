@@ -1,4 +1,4 @@
-"""Reads the words after a verb, checks the run to resume, and lets Hydra answer --help, --cfg and the like."""
+"""Reads the words after a command, checks the run to resume, and lets Hydra answer --help, --cfg and the like."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ def check_resume(parsed: Arguments) -> Arguments:
     return replace(parsed, overrides=overrides)
 
 
-def only_overrides(arguments: Sequence[str], verb: str = "train") -> Arguments:
-    """Parses the words of a verb that neither sweeps nor prints its config; makes the user's modules importable."""
-    parsed = parse(arguments, verb)
+def only_overrides(arguments: Sequence[str], command: str = "train") -> Arguments:
+    """Parses the words of a command that neither sweeps nor prints its config; makes the user's modules importable."""
+    parsed = parse(arguments, command)
     check_no_options(parsed)
     make_importable(parsed.config_dir)
     return parsed
 
 
-def ask(verb: str, parsed: Arguments) -> None:
-    """Lets Hydra answer these words of a verb."""
+def ask(command: str, parsed: Arguments) -> None:
+    """Lets Hydra answer these words of a command."""
     import hydra
 
     configs.register_resolvers()
-    first, *others = configs.primary_folders(verb)
+    first, *others = configs.primary_folders(command)
     search = [configs.search_path(others)] if others else []
-    words = [f"rlft {verb}", *parsed.options, *configs.named_choices(parsed.overrides, verb), *search]
+    words = [f"rlft {command}", *parsed.options, *configs.named_choices(parsed.overrides, command), *search]
     try:
         with command_line(words):
-            hydra.main(config_path=str(first), config_name=verb, version_base="1.3")(lambda composed: None)()
+            hydra.main(config_path=str(first), config_name=command, version_base="1.3")(lambda composed: None)()
     except Exception as error:
-        raise configs.refusal(error, verb) or error from None
+        raise configs.refusal(error, command) or error from None
     except SystemExit as end:  # Hydra exits after --help
         if end.code:
             raise

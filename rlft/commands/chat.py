@@ -63,7 +63,7 @@ CUT_BY = {
 """{why an answer ended: the key of the limit}."""
 
 WORDS = ("raw",)
-"""Keys of this verb; all other keys are those of the config."""
+"""Keys of this command; all other keys are those of the config."""
 
 
 def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
@@ -89,7 +89,7 @@ def template_of(data: Mapping[str, Any]) -> str:
 
 
 def read(plain: Mapping[str, Any], raw: bool) -> Resolved:
-    """Reads the config of a run of any verb that samples; `parts` are as of `check_config`."""
+    """Reads the config of a run of any command that samples; `parts` are as of `check_config`."""
     return resolve(plain, check=partial(check_config, raw=raw))
 
 

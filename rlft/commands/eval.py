@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from rlft.commands.launch import import_libraries
 from rlft.commands.policy import as_training, check_names_a_model, of_a_run
 from rlft.config.compose import changed, compose
 from rlft.config.keys import is_below, known
+from rlft.config.model import SnapshotConfig
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.plan.config_checks import check_train
@@ -29,31 +31,19 @@ Samples the held-out split and prints mean@k and pass@k with standard errors; ev
   rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
 
 
-NO_TEACHER = {
-    "teacher": "none",
-    "teacher_hint": None,
-    "teacher_engine": "transformers",
-    "teacher_dtype": None,
-    "teacher_quantization": None,
-    "teacher_gpu_memory_utilization": 0.3,
-}
+NO_TEACHER = {field.name: field.default for field in fields(SnapshotConfig) if field.name.startswith("teacher")}
 """{key of `snapshot`: its value without a teacher}. An evaluation uses none, and its folder may no longer exist."""
 ALONE = {"kind": "local", "address": None, "engines": 0, "ranks": 1, "gpus_per_engine": 1, "scoring": False}
 """{key of `cluster`: its value for a single process}."""
 
 
 def notes(overrides: Sequence[str]) -> list[str]:
-    """Notes about overrides that have no effect on an evaluation."""
     keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    return [
-        f"{key} has no effect: an evaluation does not read it"
-        for key in keys
-        if known(RunConfig, key).only_trains or is_below(key, ["hydra"])
-    ]
+    unread = [key for key in keys if known(RunConfig, key).only_trains or is_below(key, ["hydra"])]
+    return [f"{key} has no effect: an evaluation does not read it" for key in unread]
 
 
 def command(arguments: list[str]) -> None:
-    """Prints a table and writes every completion to a JSONL file."""
     parsed, source, changes = of_a_run(arguments)
     if source is None:
         check_names_a_model(parsed, "there is nothing to evaluate")
@@ -71,16 +61,10 @@ def command(arguments: list[str]) -> None:
 
 def resolve_evaluation(plain: dict[str, Any]) -> Resolved:
     """Reads a config for a single evaluation by this process, without loggers and teacher."""
-    return resolve(_as_evaluation(plain), check=partial(check_train, trains=False))
-
-
-def _as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(plain["eval"], Mapping) or not isinstance(plain["snapshot"], Mapping):
-        return plain  # refused later, when the config is typed
-    cluster = {**plain["cluster"], **ALONE}
-    evaluation = {**plain["eval"], "every": 1, "kl_base": False}
-    snapshot = {**plain["snapshot"], **NO_TEACHER}
-    return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation, "snapshot": snapshot}
+    changes = {"eval": {"every": 1, "kl_base": False}, "snapshot": NO_TEACHER, "cluster": ALONE}
+    sections = {name: {**plain[name], **keys} for name, keys in changes.items() if isinstance(plain[name], Mapping)}
+    plain = {**plain, **sections, "logger": {}, "resume": None}  # what is no section is refused when it is typed
+    return resolve(plain, check=partial(check_train, trains=False))
 
 
 def run(resolved: Resolved, source: NamedRun | None, say: Callable[[str], None]) -> Evaluation:
@@ -131,19 +115,10 @@ def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores:
     lines: list[dict[str, Any]] = [{"step": evaluation.step, "accuracy": evaluation.accuracy, **evaluation.metrics}]
     for p, group in enumerate(groups):
         for i, rollout in enumerate(group.rollouts):
-            rewards = {name: number(float(values[p, i])) for name, values in scores.by_reward.items()}
-            completion = rollout.completion
-            lines.append(
-                {
-                    "prompt_id": group.prompt.id,
-                    "index": i,
-                    "prompt": [dict(m) for m in group.prompt.messages],
-                    "answer": group.prompt.answer,
-                    "completion": completion.text,
-                    "rewards": rewards,
-                    "finish_reason": str(completion.finish_reason),
-                }
-            )
+            line = {"prompt_id": group.prompt.id, "index": i, "prompt": [dict(m) for m in group.prompt.messages]}
+            line |= {"answer": group.prompt.answer, "completion": rollout.completion.text}
+            line["rewards"] = {name: number(float(values[p, i])) for name, values in scores.by_reward.items()}
+            lines.append({**line, "finish_reason": str(rollout.completion.finish_reason)})
     write_atomically(file, map(encode, lines))
     interrupt.set_interrupt_message(f"every completion is in {file}")
     return file

@@ -1,4 +1,4 @@
-"""Performs a run of any verb, from its composed config to its end: checks and plans it, claims its folder, runs it."""
+"""Does a run of any command, from its composed config to its end: checks and plans it, claims its folder, runs it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlft.config.command import Verb
+from rlft.config.command import Command
 from rlft.config.resolved import AUTO, Resolved, resolve
+from rlft.logger.interface import Logger
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
 from rlft.runs.find import with_named_runs
@@ -19,7 +20,7 @@ from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
 from rlft.system.interrupt import Reported
 from rlft.system.terminal import command_line, resuming, say
-from rlft.types import Logger, UserError
+from rlft.types import UserError
 
 
 def begin(plain: Mapping[str, Any], folder: Path) -> None:
@@ -34,13 +35,12 @@ def begin(plain: Mapping[str, Any], folder: Path) -> None:
         say(f"finished already, with the same config and inputs: {folder}")
 
 
-def resolve_in(folder: Path, plain: Mapping[str, Any], verb: str | None = None) -> Resolved:
+def resolve_in(folder: Path, plain: Mapping[str, Any], name: str | None = None) -> Resolved:
     """Reads the config of a run in this folder, with the values that a resumed run keeps.
 
     Args:
-        folder: the run's folder.
         plain: the composed config; `resume: auto` resumes the run in the folder if there is one.
-        verb: the command's name; None for the one that the config names.
+        name: the command's; None for the one that the config names.
 
     Raises:
         UserError: the config is wrong by itself, or differs from that of the run in a key that may not change.
@@ -48,7 +48,7 @@ def resolve_in(folder: Path, plain: Mapping[str, Any], verb: str | None = None) 
     if plain["resume"] == AUTO:
         plain = {**plain, "resume": str(folder) if run_folder.config_file(folder).exists() else None}
     resumed = None if plain["resume"] is None else folder
-    resolved = resolve(run_folder.with_kept_values(with_named_runs(plain), resumed), verb)
+    resolved = resolve(run_folder.with_kept_values(with_named_runs(plain), resumed), name)
     if resumed is not None:
         run_folder.check_same_config(folder, resolved.plain)
     return resolved
@@ -68,19 +68,16 @@ def launch(
 
     Args:
         resolved: its config; with `resume`, it is that of the run in the folder.
-        folder: the run's folder.
         shared_engines: the engines of a sweep; its jobs do not print a page at their end.
-        plan: the plan of the config, if it is made already.
         may_be_finished: whether a resumed run that has all its steps is left as it is, if its inputs are unchanged;
             otherwise it is refused.
         fork: the checkpoint of another run that this new run starts from.
-        loggers: further loggers, which are called after the run's own.
 
     Returns:
         Whether there was something to do: False if the run was left as it is.
     """
     import_libraries()
-    verb, plain = resolved.command, resolved.plain
+    command, plain = resolved.command, resolved.plain
     from rlft.logger.summary import print_summary
     from rlft.loop.engines import Engines
     from rlft.plan.fit import fit_to_device
@@ -96,7 +93,7 @@ def launch(
         say(f"a new run from {fork.run} after step {fork.step}, in {folder}")
     elif plan.config.resume is None:
         run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
-    elif _is_left_alone(verb, plan, folder, may_be_finished):
+    elif _is_left_alone(command, plan, folder, may_be_finished):
         return False
     if disk_note := note_of_disk(plan.disk_bytes(), folder):
         say(f"note: {disk_note}")
@@ -110,11 +107,11 @@ def launch(
             stack.enter_context(recorded_in(folder))
             stack.enter_context(disk.explained(resuming(folder), folder))  # so that status.json has this message, too
             engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
-            outcome = verb.run(plan, folder, engines, say)
+            outcome = command.run(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
         at_once = f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
-        say(at_once if verb.stopped is None else verb.stopped(folder))
+        say(at_once if command.stopped is None else command.stopped(folder))
         raise Reported from None
     if outcome.interrupted:
         saved_text = "saved" if outcome.step else "before the first one"
@@ -122,37 +119,33 @@ def launch(
         raise Reported
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
-        if verb.print_summary is not None:
-            verb.print_summary(plan, folder)
+        if command.print_summary is not None:
+            command.print_summary(plan, folder)
         else:
             print_summary(folder, ())
     return True
 
 
-def _is_left_alone(verb: Verb, plan: Any, folder: Path, may_be_finished: bool) -> bool:
+def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: bool) -> bool:
     """Whether the run in this folder, whose config is the plan's, is finished and is left alone.
 
-    Raises:
-        UserError: its inputs have changed, it has more steps than the plan, or is finished although it may not be.
+    Refuses changed inputs, fewer steps than the run has done, and a finished run that may not be finished.
     """
     schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
-    if verb.steps_done is not None:
-        done = verb.steps_done(folder, plan)
-    else:
-        done = check_steps(folder, plan.num_steps, schedule)
+    done = command.steps_done(folder, plan) if command.steps_done else check_steps(folder, plan.num_steps, schedule)
     run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps
     problem = f"the run is finished: it has all its {plan.num_steps} steps"
-    raise UserError("resume", problem, got=folder, remedy=after_the_end(verb, schedule, folder, plan.num_steps))
+    raise UserError("resume", problem, got=folder, remedy=after_the_end(command, schedule, folder, plan.num_steps))
 
 
-def after_the_end(verb: Verb, schedule: str | None, folder: Path, num_steps: int) -> str:
+def after_the_end(command: Command, schedule: str | None, folder: Path, num_steps: int) -> str:
     """What a user can do with a finished run. schedule: of its learning rate, if it has one."""
     remedies = []
     if schedule == "constant":
         remedies.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
-    if verb.has_policy:
+    if command.has_policy:
         remedies.append(command_line("rlft", "eval", f"run={folder}"))
     return ", or ".join(remedies) or "start another one"
 
@@ -177,27 +170,14 @@ def import_libraries() -> None:
 def check_steps(folder: Path, num_steps: int, schedule: str | None) -> int:
     """The step of the newest undamaged checkpoint, from which a resume continues; 0 if there is none.
 
-    Args:
-        folder: the run's folder.
-        num_steps: number of steps that the whole run is to have.
-        schedule: the schedule of the learning rate; only with `constant` may a resume have more steps.
-
-    Raises:
-        UserError: the run has finished more steps than that.
+    Refuses fewer steps than the run has done; only with schedule=constant may a resume have more.
     """
     done = run_folder.steps_done(folder)
-    if num_steps < done:
-        problem = f"the run has done {done} steps already, and none can be undone"
-        raise UserError("steps", problem, got=num_steps, remedy=_remedy(folder, num_steps, schedule, done))
-    return done
-
-
-def _remedy(folder: Path, num_steps: int, schedule: str | None, done: int) -> str:
-    """What to do instead of resuming to an earlier step."""
-    remedies = []
-    if schedule == "constant":
-        remedies.append(f"raise it ({resuming(folder)} steps={2 * done})")
+    if num_steps >= done:
+        return done
+    remedies = [f"raise it ({resuming(folder)} steps={2 * done})"] if schedule == "constant" else []
     earlier = [f for f in checkpoint.finished(run_folder.checkpoints(folder)) if checkpoint.step_of(f) < num_steps]
     if earlier:
         remedies.append(f"start a new run from an earlier checkpoint ({resuming(earlier[-1])} steps={num_steps})")
-    return ", or ".join(remedies) or "leave it as it was"
+    problem, remedy = f"the run has done {done} steps already, and none can be undone", ", or ".join(remedies)
+    raise UserError("steps", problem, got=num_steps, remedy=remedy or "leave it as it was")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any
@@ -50,18 +50,9 @@ class Planned:
     """What `rlft plan` prints.
 
     Attributes:
-        sizes: the rows of the start-up table.
         parameters: {role: number of parameters}.
-        model: the sizes of the base and of one adapter.
-        demand: the run's memory demand.
         process: bytes that the process takes besides models and batches.
-        device: the device in words.
-        limit: bytes of the device's memory.
         named_limit: whether device_memory= named that limit.
-        lengths: the lengths of the data.
-        trials: the rewards' scores of a few completions.
-        conversation: a conversation with the environment; None without one.
-        notes: notes for the person watching.
         disk: {part of the run's folder: the most bytes that it may take}.
     """
 
@@ -101,26 +92,10 @@ class Planned:
         return peak(parts(self.model, alone, self.process))
 
     @property
-    def failed_rewards(self) -> list[str]:
-        """Names of the rewards whose failure on the completions with which they were tried would end the run."""
-        return list(dict.fromkeys(trial.reward for trial in self.trials if trial.score is None))
-
-    @property
-    def engine_lacks(self) -> int:
-        """Bytes by which the engine's own share of the device is too small for it to start."""
-        return engine_memory(self.model, self.demand).lacks
-
-    @property
-    def teacher_lacks(self) -> int:
-        """Bytes by which the teacher's own share of the device is too small for vLLM to start with it."""
-        return teacher_memory(self.demand).lacks
-
-    @property
     def fits(self) -> bool:
         return self.peak <= self.limit and not memory_shortfall(self.model, self.demand)
 
     def remedies(self) -> list[Remedy]:
-        """Changes that would make the run fit; none if it fits."""
         return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
 
 
@@ -154,7 +129,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
     demand = plan.demand(model, False)
     if demand is None:
         problem = "cannot be planned: it does not say how much memory its runs take"
-        raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a verb that does")
+        raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a command that does")
     if on_another or demand.device == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
@@ -193,25 +168,19 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         lengths=plan.lengths(),
         trials=trials_of(plan),
         conversation=conversation_of(plan),
-        notes=[*notes_of(plan), *facts.notes, *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_gpus)],
+        notes=[*notes_of(plan), *facts.notes, *_notes_of_demand(plan, demand, on_gpus)],
         disk=plan.disk_bytes(model),
     )
 
 
-def _note_of_another_engine(plan: Plan, demand: Demand) -> list[str]:
-    """A note if `auto` will choose a different engine than on this machine."""
-    if plan.engine is None or demand.engine is None or demand.section == section_of(plan.engine):
-        return []
-    return [f"the engine is planned as {demand.engine.title}, which generation=auto is on a GPU where it is installed"]
-
-
-def _note_of_ranks(plan: Plan, on_gpus: bool) -> list[str]:
-    """A note if other ranks are on the same CPU, because the parts do not include them."""
+def _notes_of_demand(plan: Plan, demand: Demand, on_gpus: bool) -> Iterator[str]:
+    """Notes about another engine than on this machine, and about other ranks on this CPU, which no part includes."""
+    if plan.engine is not None and demand.engine is not None and demand.section != section_of(plan.engine):
+        yield f"the engine is planned as {demand.engine.title}, which generation=auto is on a GPU where it is installed"
     ranks = 0 if on_gpus else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
-    if ranks < 1:
-        return []
-    others = "the other rank takes" if ranks == 1 else f"each of the {ranks} other ranks takes"
-    return [f"memory is that of the run's own process and its engines; {others} as much again as this process"]
+    if ranks > 0:
+        others = "the other rank takes" if ranks == 1 else f"each of the {ranks} other ranks takes"
+        yield f"memory is that of the run's own process and its engines; {others} as much again as this process"
 
 
 def without_gpu(resolved: Resolved) -> Resolved:
@@ -240,7 +209,6 @@ def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
 
 
 def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
-    """How many copies of the base the run will hold, as far as its config tells."""
     if demand.engine is None:
         return None
     if demand.engines_apart:
@@ -317,7 +285,6 @@ def cut(text: str) -> str:
 
 
 def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with their texts cut, including those of what was said."""
     texts = {name: cut(value) for name, value in values.items() if isinstance(value, str)}
     said = {name: [[cut(text) for text in pair] for pair in value] for name, value in values.items() if name == "said"}
     return {**values, **texts, **said}
@@ -377,7 +344,6 @@ def print_plan(planned: Planned) -> None:
 
 
 def print_line(terminal: Terminal, text: str, style: str = "") -> None:
-    """Prints a line that the terminal may wrap."""
     terminal.print(Text(text, style=style), soft_wrap=True)
 
 
@@ -437,9 +403,10 @@ def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[M
     if planned.fits:
         print_line(terminal, f"fits: {room}", "green")
         return
-    for who, lacking in (("engine", planned.engine_lacks), ("teacher", planned.teacher_lacks)):
-        if lacking:
-            share = f"the {who}'s share of the device is {in_words(lacking)} too small for it"
+    shares = {"engine": engine_memory(planned.model, planned.demand), "teacher": teacher_memory(planned.demand)}
+    for who, memory in shares.items():
+        if memory.lacks:
+            share = f"the {who}'s share of the device is {in_words(memory.lacks)} too small for it"
             print_line(terminal, f"does not start: {share}", "red")
     if planned.peak > planned.limit:
         print_line(terminal, f"does not fit: {room}; it is highest while {busiest(memory_parts)}", "red")

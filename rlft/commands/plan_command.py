@@ -10,7 +10,7 @@ from dataclasses import replace
 from rlft.commands.arguments import only_overrides
 from rlft.commands.launch import import_libraries
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.runs.find import with_named_runs
@@ -19,13 +19,13 @@ from rlft.types import UserError
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 USAGE = """\
-usage: rlft plan [<verb>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [--json]
+usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [--json]
 
 Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
 which key to change where it does not, how long the data are, and what every reward says of right and wrong answers.
 Whatever the run itself would refuse is refused here.
 
-  <verb>          of the run: by default the recipe's, else train
+  <command>       of the run: by default the recipe's, else train
   device_memory   of the device that the run is planned for; by default that of this machine
   --json          the same as one JSON object of at most 64 KiB, for scripts
 
@@ -40,13 +40,13 @@ be computed and its environment begins, and 1 otherwise.
 def command(arguments: list[str]) -> int:
     """Prints the plan of this config's run; returns 0 if the run fits and its rewards can be computed, else 1."""
     words = [word for word in arguments if word != "--json"]
-    verb = words.pop(0) if words and words[0] in verbs.names() else verb_of(words)
-    parsed = only_overrides(words, verb)
+    command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
+    parsed = only_overrides(words, command)
     overrides = [o for o in parsed.overrides if not o.startswith("device_memory=")]
-    run = compose_run(overrides, parsed.config_dir, verb)
+    run = compose_run(overrides, parsed.config_dir, command)
     plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
     memory = None if device_memory is None else read_bytes(device_memory)
-    resolved = resolve(plain, verb)
+    resolved = resolve(plain, command)
     import_libraries()
     from rlft.commands import plan
     from rlft.plan.sizes import note_of_disk
@@ -58,14 +58,15 @@ def command(arguments: list[str]) -> int:
         print(json.dumps(plan.as_dict(planned), indent=1))
     else:
         plan.print_plan(planned)
-    failed = planned.failed_rewards or (planned.conversation is not None and planned.conversation.error)
+    failed = any(trial.score is None for trial in planned.trials)
+    failed |= planned.conversation is not None and planned.conversation.error is not None
     return 0 if planned.fits and not failed else 1
 
 
-def verb_of(words: Sequence[str]) -> str:
-    """The verb of the named recipe, or `train`."""
+def command_of(words: Sequence[str]) -> str:
+    """The command of the named recipe, or `train`."""
     recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
-    return catalog.verb_of(recipe) if recipe in catalog.choices("recipe") else "train"
+    return catalog.command_of(recipe) if recipe in catalog.choices("recipe") else "train"
 
 
 def read_bytes(text: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rlft.commands.arguments import only_overrides
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.compose import USUAL, changed, compose
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, with_budget_of_device
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 
 def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None, list[str]]:
-    """Parses the words of a verb that uses a run.
+    """Parses the words of a command that uses a run.
 
     Args:
-        arguments: the words; the first one may be the run itself.
-        words: keys of the verb itself, which do not change the config.
+        words: keys of the command itself, which do not change the config.
 
     Returns:
         The parsed words, the run that they name (None if they name none), and the overrides of its config.
@@ -54,9 +53,9 @@ def check_names_a_model(parsed: Arguments, otherwise: str) -> None:
 def sampled_by(
     arguments: list[str], otherwise: str, words: Sequence[str] = ()
 ) -> tuple[Arguments, NamedRun | None, dict[str, Any]]:
-    """The parsed words of a verb that samples from a run or a model, that run if one is named, and the config.
+    """The parsed words of a command that samples from a run or a model, that run if one is named, and the config.
 
-    It is one of `rlft train` if the run's verb does not sample. `otherwise` and `words` are as in
+    It is one of `rlft train` if the run's command does not sample. `otherwise` and `words` are as in
     `check_names_a_model` and `of_a_run`.
     """
     parsed, source, changes = of_a_run(arguments, words)
@@ -64,28 +63,25 @@ def sampled_by(
         check_names_a_model(parsed, otherwise)
         return parsed, None, compose(changes, parsed.config_dir)
     if "generation" in source.config:
-        return parsed, source, changed(source.config, changes, parsed.config_dir, source.config["verb"])
+        return parsed, source, changed(source.config, changes, parsed.config_dir, source.config["command"])
     return parsed, source, changed(as_training(source), changes, parsed.config_dir)
 
 
 def as_training(source: NamedRun) -> dict[str, Any]:
-    """The run's config as one of `rlft train`, whose sections the runs of other verbs have only in part.
+    """The run's config as one of `rlft train`, whose sections the runs of other commands have only in part.
 
-    The result may be modified.
-
-    Raises:
-        UserError: the run has no policy.
+    The result may be modified. Raises UserError: the run has no policy.
     """
     config = source.config
-    verb = verbs.named(config["verb"])
-    if verb.name == USUAL:
+    command = commands.named(config["command"])
+    if command.name == USUAL:
         return config
-    if not verb.has_policy:
-        others = " or ".join(f"rlft {other.name}" for other in verbs.working() if other.has_policy)
-        problem = f"is a run of rlft {verb.name}, which has no policy"
+    if not command.has_policy:
+        others = " or ".join(f"rlft {other.name}" for other in commands.working() if other.has_policy)
+        problem = f"is a run of rlft {command.name}, which has no policy"
         raise UserError("run", problem, got=source.run, remedy=f"name one of {others}")
     common = compose([])
-    shared = {key: config[key] for key in shared_keys(verb.root) if key in config}
+    shared = {key: config[key] for key in shared_keys(command.root) if key in config}
     weights: dict[str, Any] = {}
     if config["lora"] is None:  # the trained model is named by its run, as an adapter could be
         weights = {"lora": common["lora"], "model": {**config["model"], "path": str(source.checkpoint or source.run)}}
@@ -93,10 +89,10 @@ def as_training(source: NamedRun) -> dict[str, Any]:
 
 
 def shared_keys(root: type) -> list[str]:
-    """The keys of a verb's config that `rlft train` has with the same type, so that an evaluation can read them."""
+    """The keys of a command's config that `rlft train` has with the same type, so that an evaluation can read them."""
     types, train_types = get_type_hints(root), get_type_hints(RunConfig)
     common = (key for key in types if key in train_types and train_types[key] in (types[key], *get_args(types[key])))
-    return [key for key in common if key not in ("verb", "epochs", "steps")]
+    return [key for key in common if key not in ("command", "epochs", "steps")]
 
 
 # -- the policy that answers -------------------------------------------------------------------------------------------
@@ -105,11 +101,9 @@ class Policy:
     """What answers, before it is loaded.
 
     Attributes:
-        config: the config of a run of any verb that samples; its model is the checkpoint if that holds a whole one.
+        config: the config of a run of any command that samples; its model is the checkpoint if that holds a whole one.
         lora: the adapter's settings; None if all weights were trained.
         saved: the adapter's checkpoint; None for whole models and without a run.
-        title: the run and the checkpoint, or the model.
-        base: the config's own model.path.
     """
 
     config: Any

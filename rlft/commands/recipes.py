@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.types import UserError
 
 USAGE = """\
 usage: rlft recipes
 
-Every recipe with the verb that it is for, and what it is."""
+Every recipe with the command that it is for, and what it is."""
 
 
 def command(arguments: list[str]) -> None:
     if arguments:
         raise UserError("recipes", "takes no further words", got=arguments[0], remedy="write rlft recipes")
-    recipes = [(verb, name, file) for verb in verbs.working() for name, file in catalog.recipes(verb.name).items()]
+    recipes = [
+        (command, name, file) for command in commands.working() for name, file in catalog.recipes(command.name).items()
+    ]
     width = max(len(name) for _, name, _ in recipes)
-    for verb, name, file in recipes:
-        print(f"rlft {verb.name:<6} +recipe={name:<{width}}  {catalog.first_comment(file)}")
+    for command, name, file in recipes:
+        print(f"rlft {command.name:<6} +recipe={name:<{width}}  {catalog.first_comment(file)}")

@@ -44,7 +44,7 @@ def command(arguments: list[str]) -> None:
         return
     plain = run_folder.read(folder)
     plain.pop(run_folder.ORIGIN, None)
-    parsed = only_overrides(arguments[1:], plain["verb"])
+    parsed = only_overrides(arguments[1:], plain["command"])
     if (new_folder := parsed.value("hydra.run.dir")) is not None:
         remedy = "leave it out"
         if saved := checkpoint.finished(run_folder.checkpoints(folder)):
@@ -52,7 +52,7 @@ def command(arguments: list[str]) -> None:
             remedy += f", or start a new run from a checkpoint: {command}"
         problem = "a resumed run continues in its own folder"
         raise UserError("hydra.run.dir", problem, got=new_folder, remedy=remedy)
-    plain = configs.changed(plain, parsed.overrides, parsed.config_dir, plain["verb"])
+    plain = configs.changed(plain, parsed.overrides, parsed.config_dir, plain["command"])
     plain["resume"] = str(folder)
     begin(plain, folder)
 
@@ -60,12 +60,12 @@ def command(arguments: list[str]) -> None:
 def fork(folder: Path, arguments: list[str]) -> None:
     """`rlft resume <checkpoint> [key=value ..]`: starts a new run from a checkpoint of another one."""
     source = open_fork(find(folder).run, folder)
-    verb = source.before["verb"]
-    parsed = only_overrides(arguments, verb)
+    command = source.before["command"]
+    parsed = only_overrides(arguments, command)
     resumed, problem = parsed.value("resume"), "has no meaning here: a new run starts from the checkpoint"
     require(resumed is None, "resume", problem, got=resumed, remedy="leave it out")
     changes = [o for o in parsed.overrides if not o.startswith(("hydra.run.dir=", "resume="))]
-    plain = configs.changed(dict(source.before), changes, parsed.config_dir, verb)
+    plain = configs.changed(dict(source.before), changes, parsed.config_dir, command)
     plain["resume"] = None
     new_folder = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
     plain = run_folder.with_kept_values(with_named_runs(plain), None)

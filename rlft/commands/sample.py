@@ -13,23 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlft.config.command import Command, lazy
 from rlft.config.schema import Keep, SampleConfig
 from rlft.data.prompts import left_out
 from rlft.data.records import identity
 from rlft.data.sampled import is_sampled, sampled_line
-from rlft.generation.engine import Generator
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import DamagedLines, complete_lines, encode, lost_text, warn
-from rlft.loop.driver import Outcome, deterministic_on_cpu
-from rlft.loop.engines import Engines, largest_of
-from rlft.loop.freshness import check_decoding, open_freshness
-from rlft.loop.parts import open_scorer
-from rlft.model.backbone import load_backbone
-from rlft.model.roles import policy_alone
-from rlft.plan.sample_plan import SamplePlan
-from rlft.plan.startup_table import slow_dtype
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import FORMAT
@@ -41,13 +33,19 @@ from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import command_line, override, program, resuming, say, show
 from rlft.types import Group, Scores, UserError
 
+if TYPE_CHECKING:
+    from rlft.generation.engine import Generator
+    from rlft.loop.driver import Outcome
+    from rlft.loop.engines import Engines
+    from rlft.plan.sample_plan import SamplePlan
+
 SAMPLES = "samples.jsonl"
 PLAIN_SECONDS = 10.0
 DIGITS = 6
 """Decimal places of a total reward: a float32 sum gives 1.2000000476837158, which must equal min_reward=1.2."""
 
 
-def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
+def kept_indices(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
     """The indices of a prompt's completions that are kept; the first of equally good ones."""
     first_index = {tuple(ids): i for i, ids in reversed(list(enumerate(tokens)))}
     indices = [i for i, ids in enumerate(tokens) if not config.dedupe or first_index[tuple(ids)] == i]
@@ -122,7 +120,7 @@ class Samples:
         prompts_kept = 0
         for p, group in enumerate(groups):
             totals = [round(total, DIGITS) for total in scores.total[p].tolist()]
-            indices = kept([r.completion.token_ids for r in group.rollouts], totals, config)
+            indices = kept_indices([r.completion.token_ids for r in group.rollouts], totals, config)
             prompts_kept += bool(indices)
             for i in indices:
                 by_name = {name: float(values[p, i]) for name, values in scores.by_reward.items()}
@@ -173,7 +171,14 @@ class Bar:
 
 
 def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
-    """Samples to the last prompt or an interruption."""
+    from rlft.loop.driver import Outcome, deterministic_on_cpu
+    from rlft.loop.engines import largest_of
+    from rlft.loop.freshness import check_decoding, open_freshness
+    from rlft.loop.parts import open_scorer
+    from rlft.model.backbone import load_backbone
+    from rlft.model.roles import policy_alone
+    from rlft.plan.startup_table import slow_dtype
+
     config, doing = plan.config, Doing()
     engine = config.generation.named(plan.engine)
     with ExitStack() as stack:
@@ -270,17 +275,21 @@ def print_run_summary(plan: SamplePlan, folder: Path) -> None:
 
 LARGEST_STEP = 32
 HELD_OUT = 0.1
-"""The default fraction of held-out data of these verbs."""
+"""The default fraction of held-out data of these commands."""
 
 
 def after_sampling(
-    command: str, file: Path, model: str, max_prompt_tokens: int, max_completion_tokens: int
+    rlft: str, file: Path, model: str, max_prompt_tokens: int, max_completion_tokens: int
 ) -> list[tuple[str, str]]:
-    """(what it does, command) of each verb for which the file has enough lines; `command` is how rlft is called."""
+    """(what it does, command) of each command for which the file has enough lines; `rlft` is how it is called."""
     rewards: dict[str, list[float | None]] = {}
     lost: list[DamagedLines] = []
+
+    def is_scored(line: Mapping[str, Any]) -> bool:
+        return isinstance(line.get("prompt"), list) and "reward" in line
+
     with file.open("rb") as lines:
-        for _, line in complete_lines(lines, lost, _is_scored):
+        for _, line in complete_lines(lines, lost, is_scored):
             rewards.setdefault(identity(line["prompt"]), []).append(line["reward"])
     if lost:
         warn(lost_text(file, lost))
@@ -288,7 +297,7 @@ def after_sampling(
     limits = [f"prompts.max_tokens={max_prompt_tokens}", f"max_completion_tokens={max_completion_tokens}"]
     shared = [override("model.path", model), *limits]
     commands = []
-    for purpose, verb, data, unit, questions in (
+    for purpose, command, data, unit, questions in (
         ("learn from them", "sft", "demonstrations", "examples_per_step", list(rewards)),
         ("a reward model from their ranking", "rm", "preferences", "rankings_per_step", ranked),
         ("a policy from their ranking", "dpo", "preferences", "rankings_per_step", ranked),
@@ -299,13 +308,9 @@ def after_sampling(
         split_override = [] if fraction == HELD_OUT else [f"{data}.held_out_fraction={fraction}"]
         num_training = sum(1 for question in questions if split_number(question) >= fraction)
         step_override = [f"{unit}={num_training}"] if num_training < LARGEST_STEP else []
-        words = [verb, override(f"{data}.path", file), *shared, *split_override, *step_override]
-        commands.append((purpose, command_line(command, *words)))
+        words = [command, override(f"{data}.path", file), *shared, *split_override, *step_override]
+        commands.append((purpose, command_line(rlft, *words)))
     return commands
-
-
-def _is_scored(line: Mapping[str, Any]) -> bool:
-    return isinstance(line.get("prompt"), list) and "reward" in line
 
 
 def held_out_fraction(questions: Sequence[str]) -> float:
@@ -320,3 +325,19 @@ def held_out_fraction(questions: Sequence[str]) -> float:
 def split_number(question: str) -> float:
     """A question's number in [0, 1) by its hash; it is held out if that is below the held-out fraction."""
     return int(question[:16], 16) / 2**64
+
+
+COMMAND = Command(
+    name="sample",
+    usage="[run=<run>] [...]",
+    help="scored completions of a data set, to learn from or to look at",
+    root=SampleConfig,
+    check=lazy("rlft.plan.config_checks:check_sample"),
+    make_plan=lazy("rlft.plan.sample_plan:make_plan"),
+    run=run,
+    steps_done=steps_done,
+    stopped=stopped,
+    print_summary=print_run_summary,
+    compose=lazy("rlft.runs.find:composed_like_a_run"),
+    headline=None,
+)

@@ -86,12 +86,11 @@ def check_keys_are_read(words: Sequence[str]) -> None:
             raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
         if key.partition(".")[0] == "environment":
             problem = "is not read by rlft serve, whose clients bring their own environment"
-            remedy = f"leave it out; the keys of this verb begin with {SECTION}."
+            remedy = f"leave it out; the keys of this command begin with {SECTION}."
             raise UserError(key, problem, got=value, remedy=remedy)
 
 
 def command(arguments: list[str]) -> None:
-    """Serves until a signal ends it."""
     serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     check_keys_are_read(arguments)
     others = [word for word in arguments if word not in serve_words]
@@ -113,7 +112,6 @@ def read(plain: Mapping[str, Any]) -> Resolved:
 
 
 def serve(service: Service, inbox: Inbox, say: Say) -> None:
-    """Answers requests until a signal interrupts it."""
     while True:
         service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))
 

@@ -1,1 +1,1 @@
-"""YAML and the command line to one typed config a verb: composing, the schema, overrides."""
+"""YAML and the command line to one typed config a command: composing, the schema, overrides."""

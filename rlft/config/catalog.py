@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 
 import rlft
-from rlft.config import command as verbs
+from rlft.config import command as commands
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
 _VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
 _BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
 _CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 _ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
-_VERB = re.compile(r"^verb: (\w+)", re.MULTILINE)
+_COMMAND = re.compile(r"^command: (\w+)", re.MULTILINE)
 _TARGET = re.compile(r"^_target_:", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{([a-z_.]+)\}")
 _PAPER = re.compile(r"^# Paper: (.+)$", re.MULTILINE)
@@ -37,9 +37,9 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else Path(rlft.__file__).parents[1] / "configs"
 
 
-def folders(verb: str | None = None) -> list[Path]:
-    """The folders of a verb's YAML files: rlft's, and that of an installed package that provides the verb."""
-    packages_folder = None if verb is None or verb in verbs.OWN else verbs.named(verb).configs
+def folders(command: str | None = None) -> list[Path]:
+    """The folders of a command's YAML files: rlft's, and that of an installed package that provides the command."""
+    packages_folder = None if command is None or command in commands.OWN else commands.named(command).configs
     return [config_folder(), *([] if packages_folder is None else [packages_folder])]
 
 
@@ -47,63 +47,57 @@ def recipe_folder() -> Path:
     return config_folder() / "recipe"
 
 
-def groups(verb: str | None = None) -> list[str]:
-    """The names of all config groups, `recipe` included, or of those in a verb's defaults list."""
-    names = {f.name for folder in folders(verb) for f in folder.iterdir() if f.is_dir()} - {"hydra", "base"}
-    return sorted(names) if verb is None else sorted(names & {"recipe", *_chosen(verb)})
+def groups(command: str | None = None) -> list[str]:
+    """The names of all config groups, `recipe` included, or of those in a command's defaults list."""
+    names = {f.name for folder in folders(command) for f in folder.iterdir() if f.is_dir()} - {"hydra", "base"}
+    return sorted(names) if command is None else sorted(names & {"recipe", *_chosen(command)})
 
 
-def files(group: str, verb: str | None = None) -> dict[str, Path]:
+def files(group: str, command: str | None = None) -> dict[str, Path]:
     """{choice: its YAML file} of a config group."""
-    yaml_files = (file for folder in reversed(folders(verb)) for file in (folder / group).glob("*.yaml"))
+    yaml_files = (file for folder in reversed(folders(command)) for file in (folder / group).glob("*.yaml"))
     return {file.stem: file for file in sorted(yaml_files, key=lambda file: file.stem)}
 
 
-def choices(group: str, verb: str | None = None) -> list[str]:
-    """The names of a config group's YAML files; for recipes, only those of the verb if one is given."""
-    return list(recipes(verb) if group == "recipe" and verb else files(group, verb))
+def choices(group: str, command: str | None = None) -> list[str]:
+    """The names of a config group's YAML files; for recipes, only those of the command if one is given."""
+    return list(recipes(command) if group == "recipe" and command else files(group, command))
 
 
-def recipes(verb: str) -> dict[str, Path]:
-    """{recipe: its YAML file} of the recipes for this verb."""
-    return {name: file for name, file in files("recipe", verb).items() if _verb_in(file) == verb}
+def recipes(command: str) -> dict[str, Path]:
+    """{recipe: its YAML file} of the recipes for this command."""
+    return {name: file for name, file in files("recipe", command).items() if _command_in(file) == command}
 
 
-def may_be_absent(group: str, verb: str) -> bool:
-    """Whether the verb's defaults list chooses null for the group."""
-    return _chosen(verb).get(group) == "null"
+def may_be_absent(group: str, command: str) -> bool:
+    """Whether the command's defaults list chooses null for the group."""
+    return _chosen(command).get(group) == "null"
 
 
-def _chosen(verb: str) -> dict[str, str]:
-    """{group: its choice as written} of a verb's defaults list."""
-    return dict(_CHOSEN.findall(root_file(verb).read_text()))
+def _chosen(command: str) -> dict[str, str]:
+    """{group: its choice as written} of a command's defaults list."""
+    return dict(_CHOSEN.findall(root_files(command)[-1].read_text()))
 
 
-def verb_of(recipe: str) -> str:
-    """The verb of one of rlft's own recipes."""
-    return _verb_in(recipe_folder() / f"{recipe}.yaml")
+def command_of(recipe: str) -> str:
+    return _command_in(recipe_folder() / f"{recipe}.yaml")
 
 
-def _verb_in(recipe: Path) -> str:
-    match = _VERB.search(recipe.read_text())
+def _command_in(recipe: Path) -> str:
+    match = _COMMAND.search(recipe.read_text())
     return match[1] if match else "train"
 
 
-def root_file(verb: str) -> Path:
-    """The YAML file of a verb's own keys."""
-    return folders(verb)[-1] / f"{verb}.yaml"
-
-
-def root_files(verb: str) -> list[Path]:
-    """The YAML files of a verb's keys: its bases, then its own."""
-    file = root_file(verb)
+def root_files(command: str) -> list[Path]:
+    """The YAML files of a command's keys: its bases, then its own."""
+    file = folders(command)[-1] / f"{command}.yaml"
     return [*(config_folder() / "base" / f"{name}.yaml" for name in _ROOT_BASES.findall(file.read_text())), file]
 
 
-def root_entries(verb: str) -> dict[str, Entry]:
-    """The keys of a verb outside its groups. A key whose default the verb changes keeps the comment of the base."""
+def root_entries(command: str) -> dict[str, Entry]:
+    """The keys of a command outside its groups. A key whose default it changes keeps the comment of the base."""
     result: dict[str, Entry] = {}
-    for file in root_files(verb):
+    for file in root_files(command):
         for key, entry in entries(file).items():
             comment = entry.comment or (result[key].comment if key in result else "")
             result[key] = Entry(default=entry.default, comment=comment)
@@ -111,9 +105,9 @@ def root_entries(verb: str) -> dict[str, Entry]:
 
 
 def sections() -> set[str]:
-    """The names of the sections outside the groups, of all verbs, and "" for the root."""
-    verb_folders = (config_folder() / "base", config_folder())
-    entries_of_files = (entries(file) for folder in verb_folders for file in folder.glob("*.yaml"))
+    """The names of the sections outside the groups, of all commands, and "" for the root."""
+    command_folders = (config_folder() / "base", config_folder())
+    entries_of_files = (entries(file) for folder in command_folders for file in folder.glob("*.yaml"))
     return {"", *(key for keys_of_file in entries_of_files for key, entry in keys_of_file.items() if not entry.default)}
 
 
@@ -169,7 +163,6 @@ def lineage(file: Path, group: str) -> list[Path]:
 
     Args:
         file: the choice's file, in rlft's folder or in one of the user's, whose defaults list may name rlft's files.
-        group: the config group.
 
     Raises:
         yaml.YAMLError: one of them is not YAML.
@@ -205,10 +198,10 @@ def paper(files_of_choice: list[Path]) -> str:
     return papers[-1] if papers else ""
 
 
-def keys(group: str, verb: str | None = None) -> dict[str, list[str]]:
+def keys(group: str, command: str | None = None) -> dict[str, list[str]]:
     """{group.key: the choices whose file or base has it} of every key in the group."""
     result: dict[str, list[str]] = {}
-    for choice, file in files(group, verb).items():
+    for choice, file in files(group, command).items():
         for key in dict.fromkeys(key for source in (file, *bases(file)) for key in entries(source)):
             result.setdefault(f"{group}.{key}", []).append(choice)
     return result
@@ -220,11 +213,11 @@ def referred_to(group: str) -> list[str]:
     return sorted({key for file in files(group).values() for key in _REFERENCE.findall(file.read_text())})
 
 
-def meaning(key: str, verb: str = "train") -> Entry | None:
-    """The default and comment of a verb's key; None if there is no comment, or if a group's files differ."""
+def meaning(key: str, command: str = "train") -> Entry | None:
+    """The default and comment of a command's key; None if there is no comment, or if a group's files differ."""
     group, _, subkey = key.partition(".")
     if group not in groups():
-        return root_entries(verb).get(key)
+        return root_entries(command).get(key)
     all_files = files(group).values()
     # Bases explain the keys that choices share, and each choice its other keys. A variant (`defaults: [grpo]`) explains
     # none: it holds only keys whose defaults differ from those of the file that it builds on.

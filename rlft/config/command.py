@@ -1,8 +1,8 @@
-"""The verbs that make runs: rlft's own, and those that installed packages provide.
+"""The commands that make runs: rlft's own, and those that installed packages provide.
 
-A verb is one object. rlft's own are in `rlft/commands/own.py`; a package provides one by an entry point of the group
-`rlft.verbs`, `<name> = "<module>:<Verb>"`. Its module is imported when the verb is used, or listed by `rlft --help`;
-so it must import torch only inside functions, or name them with `late`.
+A command is one object. rlft's own are `rlft.commands.<name>.COMMAND`; a package provides one by an entry point of the
+group `rlft.commands`, `<name> = "<module>:<Command>"`. Its module is imported when the command is used, or listed by
+`rlft --help`; so it must import torch only inside functions, or name them with `lazy`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ from typing import Any
 
 from rlft.types import UserError
 
-GROUP = "rlft.verbs"
+GROUP = "rlft.commands"
 OWN = ("train", "sft", "rm", "dpo", "sample")
-OWN_MODULE = "rlft.commands.own"
-"""The module of rlft's own verbs, by their names in capitals; imported at first use, as it imports from later rooms."""
 
 Step = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The most important metric of a run: `rlft runs` shows it, `rlft watch` draws it.
-
-    Attributes:
-        label: the metric's name beside the curve.
-        metric: the metric's name in metrics.jsonl.
-        lower_is_better: whether lower values are better.
-    """
+    """The most important metric of a run: `rlft runs` shows it, `rlft watch` draws it."""
 
     label: str
     metric: str
@@ -45,13 +37,13 @@ LOSS = Headline(label="loss", metric="loss/total", lower_is_better=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verb:
-    """A verb that makes runs.
+class Command:
+    """A command that makes runs.
 
     Attributes:
-        name: the word after `rlft`, which is also the value of the key `verb` in the config of each run.
+        name: the word after `rlft`, which is also the value of the key `command` in the config of each run.
         usage: the words after the name, for `rlft --help`.
-        help: what the verb does, in one line.
+        help: what the command does, in one line.
         root: the dataclass of its config, a `rlft.config.schema.Root`, with what is known of its keys
             (`rlft.config.keys.Key`), such as that a resume may change them.
         make_plan: (`rlft.config.resolved.Resolved`, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It
@@ -60,8 +52,8 @@ class Verb:
         check: (typed config) -> what it has made of the config and the plan goes on with (`Resolved.parts`); raises a
             UserError if the config alone is wrong. It imports no torch. None means that only the types and bounds of
             the root are checked.
-        configs: the folder of `<name>.yaml`, which has the verb's keys with their defaults; its own groups and recipes
-            are folders in it. None means rlft's own folder.
+        configs: the folder of `<name>.yaml`, which has its keys with their defaults; its own groups and recipes are
+            folders in it. None means rlft's own folder.
         headline: the most important metric; None if a run writes no metrics.
         has_policy: whether a run saves a policy in the role `policy`, which `rlft eval` can evaluate.
         compose: (arguments) -> the config if words such as run=<run> determine it, else None.
@@ -86,11 +78,11 @@ class Verb:
     print_summary: Step | None = None
 
 
-class UnknownVerbError(UserError):
-    """There is no verb of that name, or it cannot be loaded."""
+class UnknownCommandError(UserError):
+    """There is no command of that name, or it cannot be loaded."""
 
 
-def late(target: str) -> Step:
+def lazy(target: str) -> Step:
     """A function that calls `module:function`, whose module is imported at the first call."""
 
     def call(*args: Any, **keywords: Any) -> Any:
@@ -101,46 +93,44 @@ def late(target: str) -> Step:
 
 
 @cache
-def named(name: str) -> Verb:
-    """The verb of this name.
-
-    Raises:
-        UnknownVerbError: there is none, or its package cannot be loaded.
-    """
+def named(name: str) -> Command:
+    """The command of this name. Raises UnknownCommandError: there is none, or its package cannot be loaded."""
     if name in OWN:
-        return getattr(importlib.import_module(OWN_MODULE), name.upper())
+        return importlib.import_module(f"rlft.commands.{name}").COMMAND
     points = plugins().get(name, ())
     if not points:
         remedy = f"use one of {', '.join(names())}, or install the package that provides it"
-        raise UnknownVerbError("verb", "there is no such verb", got=name, remedy=remedy)
+        raise UnknownCommandError("command", "there is no such command", got=name, remedy=remedy)
     point, *duplicates = points
     if duplicates:
         packages = " and ".join(sorted(package_of(provider) for provider in points))
-        raise UnknownVerbError("verb", f"is provided by {packages}", got=name, remedy="remove one of these packages")
+        raise UnknownCommandError(
+            "command", f"is provided by {packages}", got=name, remedy="remove one of these packages"
+        )
     return _loaded(point)
 
 
 def names() -> list[str]:
-    """The names of all verbs that make runs, rlft's own first."""
+    """The names of all commands that make runs, rlft's own first."""
     return [*OWN, *sorted(plugins())]
 
 
-def working() -> list[Verb]:
-    """All verbs that make runs, except those whose package cannot be loaded."""
+def working() -> list[Command]:
+    """All commands that make runs, except those whose package cannot be loaded."""
     loaded = []
     for name in names():
-        with suppress(UnknownVerbError):
+        with suppress(UnknownCommandError):
             loaded.append(named(name))
     return loaded
 
 
 @cache
-def plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """{verb: its entry points} of the verbs that installed packages provide; they cannot replace rlft's own."""
-    by_name: dict[str, tuple[EntryPoint, ...]] = {}
+def plugins() -> Mapping[str, list[EntryPoint]]:
+    """{command: its entry points} of the commands that installed packages provide; they cannot replace rlft's own."""
+    by_name: dict[str, list[EntryPoint]] = {}
     for point in dict.fromkeys(entry_points(group=GROUP)):
         if point.name not in OWN:
-            by_name[point.name] = (*by_name.get(point.name, ()), point)
+            by_name.setdefault(point.name, []).append(point)
     return by_name
 
 
@@ -148,17 +138,17 @@ def package_of(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.value
 
 
-def _loaded(point: EntryPoint) -> Verb:
-    package = f"its package {package_of(point)}"
+def _loaded(point: EntryPoint) -> Command:
+    package, command, cause = f"its package {package_of(point)}", None, None
     try:
-        verb = point.load()
+        command = point.load()
     except Exception as error:  # the package's own code runs at its import, and may raise anything
-        problem = f"{package} cannot be imported ({type(error).__name__}: {error})"
-        raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it") from error
-    if not isinstance(verb, Verb) or verb.name != point.name:
-        problem = f"{point.value} of {package} is no rlft.config.command.Verb of that name"
-        raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it")
-    if verb.configs is None or not (verb.configs / f"{verb.name}.yaml").is_file():
-        problem = f"{package} has no {verb.name}.yaml in the folder that it names"
-        raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it")
-    return verb
+        cause, problem = error, f"{package} cannot be imported ({type(error).__name__}: {error})"
+    else:
+        problem = f"{point.value} of {package} is no rlft.config.command.Command of that name"
+    if isinstance(command, Command) and command.name == point.name:
+        if command.configs is not None and (command.configs / f"{command.name}.yaml").is_file():
+            return command
+        problem = f"{package} has no {command.name}.yaml in the folder that it names"
+    remedy = "repair that package, or remove it"
+    raise UnknownCommandError("command", problem, got=point.name, remedy=remedy) from cause

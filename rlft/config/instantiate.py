@@ -54,13 +54,12 @@ def locate(target: Any, key: str) -> Any:
     return target_object
 
 
-def instantiate(config: Any, key: str, verb: str = "train") -> Any:
+def instantiate(config: Any, key: str, command: str = "train") -> Any:
     """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked.
 
     Args:
-        config: with `_target_` and the component's keys.
         key: of the component.
-        verb: that has this key, for refusals.
+        command: that has this key, for refusals.
     """
     if not isinstance(config, Mapping) or "_target_" not in config:
         group = key.partition(".")[0]
@@ -70,7 +69,7 @@ def instantiate(config: Any, key: str, verb: str = "train") -> Any:
     if key == "data" and ALLOW_UNSCORABLE in kwargs:
         convert(bool, kwargs.pop(ALLOW_UNSCORABLE), f"{key}.{ALLOW_UNSCORABLE}")
     if dataclasses.is_dataclass(target):
-        return from_mapping(target, kwargs, key, verb)
+        return from_mapping(target, kwargs, key, command)
     check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)
     return target(**kwargs)
 
@@ -88,10 +87,10 @@ def check_keys(
         raise UserError(joined(key, missing), "is missing", remedy="give it a value")
 
 
-def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
+def from_mapping(cls: Any, values: Any, prefix: str, command: str = "train") -> Any:
     """A dataclass from a mapping. Unknown and missing keys, wrong types and bounds are refused by their full key.
 
-    `verb` is the verb of these keys, because keys of the same name may mean different things.
+    `command` is the command of these keys, because keys of the same name may mean different things.
     """
     if not isinstance(values, Mapping):
         keys = [joined(prefix, f.name) for f in dataclasses.fields(cls)]
@@ -99,23 +98,22 @@ def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any
         remedy = f"write {keys[0]}={values}" if is_path else f"set one of {', '.join(keys)}"
         raise UserError(prefix, "must be a section of keys", got=as_typed(values), remedy=remedy)
     if hasattr(cls, "with_sections_read"):  # a class with sections whose names decide their classes
-        values = cls.with_sections_read(values, prefix, verb)
+        values = cls.with_sections_read(values, prefix, command)
     names = [f.name for f in dataclasses.fields(cls)]
     for key in (key for key in values if key not in names):
-        raise unknown_in_section(key, values[key], names, prefix, verb)
+        raise unknown_in_section(key, values[key], names, prefix, command)
     for field in dataclasses.fields(cls):
         has_default = not (field.default is field.default_factory is dataclasses.MISSING)
         require(has_default or field.name in values, joined(prefix, field.name), "is missing", remedy="give it a value")
     hints = _hints(cls)
-    converted = {name: convert(hints[name], value, joined(prefix, name), verb) for name, value in values.items()}
-    return cls(**converted)
+    return cls(**{name: convert(hints[name], value, joined(prefix, name), command) for name, value in values.items()})
 
 
-def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
+def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:
     """The value in its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
     sections = [kind for kind in options(hint) if dataclasses.is_dataclass(kind)]
     if sections and not (value is None and type(None) in options(hint)):
-        return from_mapping(sections[0], value, key, verb)
+        return from_mapping(sections[0], value, key, command)
     from pydantic import ValidationError
     from pydantic.errors import PydanticSchemaGenerationError
 
@@ -130,14 +128,14 @@ def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
     except PydanticSchemaGenerationError:
         return value  # a type that pydantic does not know: its own class must check it
     except ValidationError as error:
-        problem = _either(list(dict.fromkeys(_sentence(e["msg"]) for e in error.errors())))
+        problem = _either(list(dict.fromkeys(_in_our_words(e["msg"]) for e in error.errors())))
         choices = [str(m.value) for kind in enums for m in kind]
         choices += ["null"] if choices and type(None) in options(hint) else []
-        remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, verb)
+        remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, command)
         problem = "is not one of its choices" if choices else problem
         raise UserError(key, problem, got=as_typed(value), remedy=remedy) from None
     if isinstance(validated, float) and not abs(validated) < float("inf"):
-        raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key, verb))
+        raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key, command))
     return tuple(validated) if isinstance(validated, list) else validated
 
 
@@ -154,7 +152,7 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: without_key(hint) for name, hint in hints.items()}
 
 
-def _sentence(message: str) -> str:
+def _in_our_words(message: str) -> str:
     start = next((start for start in SENTENCES if message.startswith(start)), "")
     return SENTENCES.get(start, "") + message.removeprefix(start)
 
@@ -171,7 +169,7 @@ def _either(problems: Sequence[str]) -> str:
     return "; ".join(problems)
 
 
-def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
+def _remedy(hint: Any, value: Any, key: str, command: str) -> str:
     kinds = [
         typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in options(hint)
     ]
@@ -187,9 +185,9 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
         return f"write {int(value)}"
     if str in kinds and isinstance(value, int | float):
         return f"""quote it twice: "{key}='{value}'" """.strip()
-    meaning = catalog.meaning(key, verb)
+    meaning = catalog.meaning(key, command)
     if meaning is None or not meaning.default:
-        return f"`rlft {verb} --cfg job` shows every key with a right value"
+        return f"`rlft {command} --cfg job` shows every key with a right value"
     return f"for instance {meaning.default}" + (f" ({meaning.comment})" if meaning.comment else "")
 
 

@@ -145,7 +145,6 @@ class LoraSettings:
 
     @property
     def kind(self) -> str:
-        """What messages call such an adapter."""
         if self.use_dora:
             return "DoRA with rsLoRA's scale" if self.use_rslora else "DoRA"
         return "rsLoRA" if self.use_rslora else "LoRA"

@@ -1,4 +1,4 @@
-"""Parses the words after a verb: options, and overrides such as key=value.
+"""Parses the words after a command: options, and overrides such as key=value.
 
 Hydra handles some mistakes badly: it lets the last of two equal keys win, ends the process on an unknown option, and
 takes any word with a dash for an option of its own. Here every word is either understood, or refused with the word that
@@ -30,15 +30,8 @@ NEXT_OVERRIDE = re.compile(r"\s+(?P<word>[+~]*(?P<key>[A-Za-z_][\w./-]*)=)")
 INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")
 """The beginning of Hydra's value for an interval of numbers."""
 FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
-FIXED = (
-    "hydra.mode",
-    "hydra/launcher",
-    "hydra/sweeper",
-    "hydra.launcher",
-    "hydra.sweeper",
-    "hydra.job.chdir",
-    "hydra.searchpath",
-)
+FIXED = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.job.chdir",
+         "hydra.searchpath")  # fmt: skip
 """Keys that rlft sets, and the user may not."""
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 """Keys of Hydra that a user may set."""
@@ -46,13 +39,11 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The parsed words after a verb.
+    """The parsed words after a command.
 
     Attributes:
         overrides: `key=value`, `+recipe=name`, .. as they were typed.
         options: the other words, for Hydra's own parser.
-        config_dir: the user's folder with more YAML.
-        sweep: whether the command is a sweep.
         asks: whether the command only prints something, and runs nothing.
     """
 
@@ -69,10 +60,10 @@ class Arguments:
 
 
 def check_no_options(parsed: Arguments) -> None:
-    """Refuses options, for a verb that neither sweeps nor prints its config."""
+    """Refuses options, for a command that neither sweeps nor prints its config."""
     if parsed.sweep or parsed.asks:
         remedy = "give it to rlft train, sft, rm or dpo"
-        raise UserError("command line", "this verb has no such option", got=parsed.options[0], remedy=remedy)
+        raise UserError("command line", "this command has no such option", got=parsed.options[0], remedy=remedy)
 
 
 def unquoted(value: str) -> str:
@@ -99,8 +90,8 @@ def check_text(words: Sequence[str]) -> None:
             raise UserError(key, "is not UTF-8 text", got=got, remedy="type it in UTF-8") from None
 
 
-def parse(words: Sequence[str], verb: str = "train") -> Arguments:
-    """Parses the words after the verb.
+def parse(words: Sequence[str], command: str = "train") -> Arguments:
+    """Parses the words after the command.
 
     Raises:
         UserError: an option is unknown, a word is not an override, or a key is given twice.
@@ -116,7 +107,8 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
             continue
         name, equals, value = word.partition("=")
         if name not in (*PRINTING, *SWEEPING, *CONFIG_DIR):
-            raise _unknown_option(name, value if equals else _next_word(remaining), verb)
+            following = remaining[0] if remaining and "=" not in remaining[0] and remaining[0][:1] != "-" else ""
+            raise _unknown_option(name, value if equals else following, command)
         takes_value, got = name in WITH_VALUE, value or "nothing"
         require(takes_value or not equals, name, "takes no value", got=got, remedy=f"write {name}")
         options.append(word)
@@ -130,11 +122,11 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
             require(is_known, name, "is not one of its choices", got=value, remedy="use job, hydra or all")
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
-    _check_overrides(overrides, verb, config_dir)
+    _check_overrides(overrides, command, config_dir)
     names = [option.partition("=")[0] for option in options]
     printing = next((name for name in names if name in PRINTING), None)
     if printing or not {*names} & {*SWEEPING}:
-        _check_no_sweep(overrides, verb, printing)
+        _check_no_sweep(overrides, command, printing)
     if {*names} & {*SWEEPING}:
         for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
             remedy = "write hydra.sweep.dir=<folder>, in which each run has its own"
@@ -153,14 +145,14 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     )
 
 
-def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | None) -> None:
+def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | None) -> None:
     override_of: dict[str, str] = {}
     for i, override in enumerate(overrides):
         match = OVERRIDE.fullmatch(override)
         if match is None or not (match["equals"] or match["sign"] == "~"):
-            raise _not_an_override(override, overrides[i + 1 : i + 2], verb)
+            raise _not_an_override(override, overrides[i + 1 : i + 2], command)
         key, value = match["key"], match["value"]
-        _check_one_word(override, key, value, verb)
+        _check_one_word(override, key, value, command)
         is_closed, remedy = not _is_left_open(QUOTED.sub("", value)), "leave no spaces, or quote it: 'key=[a, b]'"
         require(is_closed, key, "its bracket is not closed", got=value, remedy=remedy)
         if key == "recipe" and value:
@@ -169,26 +161,29 @@ def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | Non
             remedy = f"write {key}=jsonl {key}.path={value}"
             raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
         if key in suggest.SEVERAL and value.startswith("["):
-            _check_chosen_once(key, value)
+            chosen = [name.strip(" '\"") for name in value.strip("[]").split(",")]
+            for name in (name for name in chosen if chosen.count(name) > 1):
+                remedy = f"write {key}=[{','.join(dict.fromkeys(chosen))}]"
+                raise UserError(key, "has a choice twice", got=name, remedy=remedy)
         if key == "recipe":
             remedy = f"write +recipe={value or '<name>'}"
             is_added = match["sign"] == "+"
             require(is_added, "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy)
-            recipes = ", ".join(catalog.choices("recipe", verb))
+            recipes = ", ".join(catalog.choices("recipe", command))
             require(value, "+recipe", "has no name", remedy=f"choose one of {recipes}")
-            other = catalog.verb_of(value) if value in catalog.choices("recipe") else verb
+            other = catalog.command_of(value) if value in catalog.choices("recipe") else command
             remedy = f"write rlft {other} +recipe={value}"
-            require(other == verb, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
-        is_of_verb = key != "verb" or value == verb
-        require(is_of_verb, "verb", f"this is rlft {verb}", got=value, remedy="leave it as it is")
+            require(other == command, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
+        is_of_command = key != "command" or value == command
+        require(is_of_command, "command", f"this is rlft {command}", got=value, remedy="leave it as it is")
         if key.startswith(FIXED):
-            remedy = f"sweep with rlft {verb} -m, add YAML with --config-dir"
+            remedy = f"sweep with rlft {command} -m, add YAML with --config-dir"
             raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
         _check_of_hydra(key, value)
         if key in FOLDERS and unquoted(value) in ("", "null"):
             raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
         if key in override_of:
-            remedy = f"give it once; to sweep over values use rlft {verb} -m with commas between them"
+            remedy = f"give it once; to sweep over values use rlft {command} -m with commas between them"
             raise UserError(key, "is given twice", got=f"{override_of[key]} and {override}", remedy=remedy)
         override_of[key] = override
 
@@ -205,20 +200,20 @@ def _check_of_hydra(key: str, value: str) -> None:
     raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
 
 
-def _check_no_sweep(overrides: Sequence[str], verb: str, printing: str | None) -> None:
+def _check_no_sweep(overrides: Sequence[str], command: str, printing: str | None) -> None:
     """Refuses keys that only a sweep reads. printing: the option that prints what one run has; None to do the run."""
     one_run = f"{printing} prints what one run has" if printing else "this is one run"
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         problem, instead = f"belongs to a sweep, and {one_run}", "leave it out"
         if key.startswith("hydra.sweep."):
-            remedy = f"write rlft {verb} -m to sweep, or hydra.run.dir for the folder of one run"
+            remedy = f"write rlft {command} -m to sweep, or hydra.run.dir for the folder of one run"
         elif key.partition(".")[0] == "sweep":
-            remedy = f"write rlft {verb} -m to sweep, or leave it out"
+            remedy = f"write rlft {command} -m to sweep, or leave it out"
         elif INTERVAL.match(value):
             problem = f"has an interval of values{f', and {one_run}' if printing else ' but this is no sweep'}"
             instead = "give one value"
-            remedy = f"write rlft {verb} -m sweep=optuna to choose from it, or {instead}"
+            remedy = f"write rlft {command} -m sweep=optuna to choose from it, or {instead}"
         else:
             continue
         raise UserError(key, problem, got=value or "nothing", remedy=instead if printing else remedy)
@@ -229,11 +224,11 @@ def _is_left_open(value: str) -> bool:
     return any(value.count(opened) > value.count(closed) for opened, closed in ("[]", "{}", "()"))
 
 
-def _check_one_word(override: str, key: str, value: str, verb: str) -> None:
+def _check_one_word(override: str, key: str, value: str, command: str) -> None:
     """Refuses two overrides in one pair of the shell's quotes, and a comma after an override."""
     unquoted_text = QUOTED.sub("", value)
     next_override = NEXT_OVERRIDE.search(unquoted_text)
-    if next_override is not None and next_override["key"] in (*suggest.known_keys(verb), "recipe"):
+    if next_override is not None and next_override["key"] in (*suggest.known_keys(command), "recipe"):
         before, _, rest = override.partition(next_override["word"])
         remedy = f"write {before.rstrip()} {next_override['word']}{rest}, each in quotes of its own if it needs any"
         raise UserError("command line", "several words are in one pair of quotes", got=override, remedy=remedy)
@@ -263,29 +258,21 @@ def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> No
         raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
 
 
-def _check_chosen_once(group: str, value: str) -> None:
-    """Refuses a list that names a choice twice."""
-    chosen = [name.strip(" '\"") for name in value.strip("[]").split(",")]
-    for name in (name for name in chosen if chosen.count(name) > 1):
-        remedy = f"write {group}=[{','.join(dict.fromkeys(chosen))}]"
-        raise UserError(group, "has a choice twice", got=name, remedy=remedy)
-
-
-def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserError:
+def _not_an_override(word: str, following: Sequence[str], command: str) -> UserError:
     key, value = word.strip("+~="), following[0] if following and "=" not in following[0] else ""
     if key in catalog.choices("recipe"):
         suggestion = f"did you mean +recipe={key}?"
     elif key == "recipe":
         suggestion = f"did you mean +recipe={value or '<name>'}?"
     else:
-        suggestion = suggest.remedy(suggest.suggestions(key, verb), value)
+        suggestion = suggest.remedy(suggest.suggestions(key, command), value)
     remedy = suggestion or "for instance +recipe=grpo_arithmetic steps=10"
     return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
 
 
-def _unknown_option(name: str, value: str, verb: str) -> UserError:
+def _unknown_option(name: str, value: str, command: str) -> UserError:
     options = [*PRINTING, *SWEEPING, *CONFIG_DIR]
-    suggested_keys = suggest.suggestions(name.lstrip("-"), verb)
+    suggested_keys = suggest.suggestions(name.lstrip("-"), command)
     if close := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
         remedy = f"did you mean {close[0]}?"
     elif suggested_keys:
@@ -293,10 +280,6 @@ def _unknown_option(name: str, value: str, verb: str) -> UserError:
     else:
         remedy = "use --help, --cfg job, -m or --config-dir <folder>"
     return UserError("command line", "there is no such option", got=name, remedy=remedy)
-
-
-def _next_word(remaining: Sequence[str]) -> str:
-    return remaining[0] if remaining and "=" not in remaining[0] and not remaining[0].startswith("-") else ""
 
 
 def _checked_folder(option: str, value: str) -> Path:

@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any, TypeVar, overload
 
 from rlft.config import catalog
-from rlft.config import command as verbs
-from rlft.config.command import Verb
+from rlft.config import command as commands
+from rlft.config.command import Command
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import AUTO, Root, RunConfig
 from rlft.types import UserError, lone_surrogate
@@ -47,13 +47,11 @@ class Resolved:
     """A config that has been read.
 
     Attributes:
-        command: the command whose config it is.
-        plain: the composed config, as dicts and lists.
         config: the command's typed root; `token_budget: auto` is the number of a CPU, which no GPU's is below.
         parts: what the command's check has made of the config, such as its algorithm; None without a check.
     """
 
-    command: Verb
+    command: Command
     plain: Mapping[str, Any]
     config: Any
     parts: Any
@@ -71,18 +69,17 @@ class Resolved:
         return self.command.make_plan(replace(self, config=config), **how)
 
 
-def resolve(plain: Mapping[str, Any], verb: str | None = None, check: Callable[[Any], Any] | None = None) -> Resolved:
+def resolve(plain: Mapping[str, Any], name: str | None = None, check: Callable[[Any], Any] | None = None) -> Resolved:
     """Types a composed config, and refuses one that is wrong by itself or names local files that do not exist.
 
     Args:
-        plain: the composed config.
-        verb: the command's name; None for the one that the config names.
+        name: the command's; None for the one that the config names.
         check: instead of the command's own check.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    command = verbs.named(plain["verb"] if verb is None else verb)
+    command = commands.named(plain["command"] if name is None else name)
     config = build(plain, command.root, command.name)
     for key in _keys_with_escapes(plain):
         _warn_of_escape(key)
@@ -96,9 +93,9 @@ AnyRoot = TypeVar("AnyRoot", bound=Root)
 @overload
 def build(config: Mapping[str, Any]) -> RunConfig: ...
 @overload
-def build(config: Mapping[str, Any], root: type[AnyRoot], verb: str) -> AnyRoot: ...
-def build(config: Mapping[str, Any], root: type[Any] = RunConfig, verb: str = "train") -> Any:
-    """The typed root of a verb from a plain config; refuses unknown keys, wrong types and values out of bounds."""
+def build(config: Mapping[str, Any], root: type[AnyRoot], command: str) -> AnyRoot: ...
+def build(config: Mapping[str, Any], root: type[Any] = RunConfig, command: str = "train") -> Any:
+    """The typed root of a command from a plain config; refuses unknown keys, wrong types and values out of bounds."""
     names = [field.name for field in fields(root)]
     # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
     for key in config:
@@ -107,15 +104,15 @@ def build(config: Mapping[str, Any], root: type[Any] = RunConfig, verb: str = "t
             raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
         if key not in names and difflib.get_close_matches(key, [*names, "recipe"], 1) == ["recipe"]:
             raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
-    if config.get("verb", verb) != verb:
-        raise UserError("verb", f"this is rlft {verb}", got=config["verb"], remedy="leave it as it is")
+    if config.get("command", command) != command:
+        raise UserError("command", f"this is rlft {command}", got=config["command"], remedy="leave it as it is")
     for group in ("algorithm", "data", "demonstrations", "preferences", "loss"):
-        if group in names and group not in config and not catalog.may_be_absent(group, verb):
+        if group in names and group not in config and not catalog.may_be_absent(group, command):
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
     _check_text(config, "")
     # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
     empty = {name: {} for name in ("reward", "logger", "data") if name in names}
-    return from_mapping(root, {**empty, **with_token_budget(config)}, "", verb)
+    return from_mapping(root, {**empty, **with_token_budget(config)}, "", command)
 
 
 def _check_text(value: Any, key: str) -> None:

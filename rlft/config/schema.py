@@ -1,4 +1,4 @@
-"""The typed roots of configs, one per verb, and their sections; defaults and meanings are in configs/.
+"""The typed roots of configs, one per command, and their sections; defaults and meanings are in configs/.
 
 The sections `algorithm`, `data`, `reward`, `environment`, `logger`, `demonstrations`, `preferences` and `loss` are
 open: `_target_` names a class, the rest is its keys. The section `generation` has, beside the keys of all engines, a
@@ -186,7 +186,7 @@ class GenerationConfig:
             raise UserError("generation.stop", "holds a token id below 0", got=stop, remedy=remedy)
 
     @classmethod
-    def with_sections_read(cls, values: Mapping[str, Any], prefix: str, verb: str) -> dict[str, Any]:
+    def with_sections_read(cls, values: Mapping[str, Any], prefix: str, command: str) -> dict[str, Any]:
         """The plain section, in which the sections of engines are replaced by `engines`, the engines made of them.
 
         Raises:
@@ -200,7 +200,7 @@ class GenerationConfig:
                 remedy = f"name the engine's class, as in {prefix}.{name}._target_=mine.Engine"
                 raise UserError(f"{prefix}.{name}", "has no _target_", remedy=remedy)
             if not (isinstance(section, Mapping) and "_target_" in section):  # else an engine that is not chosen
-                raise unknown_in_section(name, section, [*shared_keys, *targets], prefix, verb)
+                raise unknown_in_section(name, section, [*shared_keys, *targets], prefix, command)
         engines = {}
         for name, target in targets.items():
             key = f"{prefix}.{name}"
@@ -209,7 +209,7 @@ class GenerationConfig:
             section = values.get(name, {})
             if isinstance(section, Mapping):
                 section = {inner: value for inner, value in section.items() if inner != "_target_"}
-            engines[name] = from_mapping(engine, section, key, verb)
+            engines[name] = from_mapping(engine, section, key, command)
         return {**{name: value for name, value in values.items() if name in shared_keys}, "engines": engines}
 
     def named(self, engine: str) -> Any:
@@ -293,9 +293,9 @@ def _class(name: str, target: str | None, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """The keys of every verb's config (configs/base/run.yaml)."""
+    """The keys of every command's config (configs/base/run.yaml)."""
 
-    verb: Annotated[str, Key(in_state=True)]
+    command: Annotated[str, Key(in_state=True)]
     name: Annotated[str, Key(free=True, only_trains=True)]
     seed: Annotated[Seed, Key(in_trial="always")]
     resume: Annotated[str | None, Key(free=True)]
@@ -306,7 +306,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRoot(Root):
-    """The root of a verb that samples and scores (configs/base/sampling.yaml, and its groups)."""
+    """The root of a command that samples and scores (configs/base/sampling.yaml, and its groups)."""
 
     generation: Annotated[GenerationConfig, Key(in_trial="always")]
     scoring: ScoringConfig
@@ -376,7 +376,7 @@ class SftConfig(SamplingRoot):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingRoot(Root):
-    """The root of verbs that learn from preferences (configs/base/rankings.yaml). With steps=None `epochs` decides."""
+    """Of commands that learn from preferences (configs/base/rankings.yaml). With steps=None `epochs` decides."""
 
     steps: Annotated[PositiveInt | None, Key(free=True, measured=True)]
     epochs: PositiveInt

@@ -55,23 +55,23 @@ class Suggestion:
         return f" ({self.note})" if self.note else ""
 
 
-def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> list[Suggestion]:
+def suggestions(name: str, command: str, known: Collection[str] | None = None) -> list[Suggestion]:
     """The keys that `name` may have meant; several only if they are equally likely.
 
-    `known` are the existing keys; None means all keys of the verb.
+    `known` are the existing keys; None means all keys of the command.
 
     >>> [str(meant) for meant in suggestions("lr", "train")]
     ['trainer.lr']
     >>> [str(meant) for meant in suggestions("max_rounds", "train")]
     ['dynamic_sampling.max_rounds']
     """
-    keys = list(known_keys(verb) if known is None else known)
+    keys = list(known_keys(command) if known is None else known)
     name = name.lower().replace("-", "_")
     last = name.rpartition(".")[2]
-    if meant := of_peers(name, verb, keys):
+    if meant := of_peers(name, command, keys):
         return [meant]
     if name in peer_names():
-        return []  # the verb has no such key, and a key that merely looks like it means something else
+        return []  # the command has no such key, and a key that merely looks like it means something else
     if name == last and name in keys:
         return [Suggestion(name)]
     if last != name and (close := _like(name, keys)):
@@ -79,12 +79,12 @@ def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> l
     same_end = _same_end(last, keys)
     if 0 < len(same_end) <= MOST_KEYS:
         return [Suggestion(key) for key in same_end]
-    if last != name and (meant := of_peers(last, verb, keys)):
+    if last != name and (meant := of_peers(last, command, keys)):
         return [meant]
     if last == name and (close := _like(name, keys)):
         return [Suggestion(close)]
     for similar in difflib.get_close_matches(name, peer_names(), n=3, cutoff=VERY_LIKE):
-        if meant := of_peers(similar, verb, keys):
+        if meant := of_peers(similar, command, keys):
             return [meant]
     return []
 
@@ -95,16 +95,16 @@ def remedy(meant: Sequence[Suggestion], value: str | None = None) -> str:
     return f"did you mean {_joined(words)}?" if meant else ""
 
 
-def of_peers(name: str, verb: str, known: Collection[str]) -> Suggestion | None:
-    """The key that another library's name means, if the verb has it.
+def of_peers(name: str, command: str, known: Collection[str]) -> Suggestion | None:
+    """The key that another library's name means, if the command has it.
 
     A dotted name may leave out its first parts: `rollout.n` for `actor_rollout_ref.rollout.n`.
     """
     table = peer_names()
     full_names = [name] if name in table else [n for n in table if "." in name and n.endswith(f".{name}")]
     for targets in (table[n] for n in full_names):
-        verbs_targets = targets.get(verb, []) if isinstance(targets, dict) else targets
-        for target in [verbs_targets] if isinstance(verbs_targets, str) else verbs_targets:
+        commands_targets = targets.get(command, []) if isinstance(targets, dict) else targets
+        for target in [commands_targets] if isinstance(commands_targets, str) else commands_targets:
             written, _, note = target.partition("; ")
             key, equals, value = written.partition("=")
             if key in known:
@@ -114,7 +114,7 @@ def of_peers(name: str, verb: str, known: Collection[str]) -> Suggestion | None:
 
 @cache
 def peer_names() -> dict[str, Any]:
-    """{name: target, targets in order, or {verb: target}} of all libraries; the first library with a name decides."""
+    """{name: target, targets in order, or {command: target}} of all libraries; the first one with a name decides."""
     from yaml import safe_load
 
     libraries = safe_load(PEER_NAMES.read_text())
@@ -122,52 +122,49 @@ def peer_names() -> dict[str, Any]:
 
 
 @cache
-def known_keys(verb: str) -> tuple[str, ...]:
-    """Everything that may be set on the command line of a verb: keys, groups, and keys of every choice of a group."""
-    groups = catalog.groups(verb)
-    keys_of_choices = (key for group in groups if group != "recipe" for key in catalog.keys(group, verb))
-    return tuple(dict.fromkeys((*catalog.root_entries(verb), *groups, *keys_of_choices, "hydra.run.dir")))
+def known_keys(command: str) -> tuple[str, ...]:
+    """All that may be set on the command line of a command: keys, groups, and keys of every choice of a group."""
+    groups = catalog.groups(command)
+    keys_of_choices = (key for group in groups if group != "recipe" for key in catalog.keys(group, command))
+    return tuple(dict.fromkeys((*catalog.root_entries(command), *groups, *keys_of_choices, "hydra.run.dir")))
 
 
 def unknown_key(
-    key: str, verb: str = "train", known: Collection[str] | None = None, got: str | None = None
+    key: str, command: str = "train", known: Collection[str] | None = None, got: str | None = None
 ) -> UserError:
-    """The refusal of a key that the composed config does not have, with the most likely suggestion as the remedy.
+    """The refusal of a key (with its section) that the composed config lacks, with the most likely suggestion.
 
-    Args:
-        key: with its section.
-        verb: of the config.
-        known: the existing keys; None means all keys of the verb.
-        got: the value as it was typed, where it is known.
+    `known` are the existing keys, None means all keys of the command; `got` is the value as it was typed, if known.
     """
     if refused := refused_setting(key):
         return UserError(key, refused[0], got=got, remedy=refused[1])
     group, _, subkey = key.partition(".")
-    if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
+    if group in catalog.groups(command) and key in (choices := catalog.keys(group)):
         if group in SEVERAL:
             name = subkey.partition(".")[0]
             return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
         belongs = f"it belongs to {' and '.join(f'{group}={choice}' for choice in choices[key])}"
         return UserError(key, f"the {group} chosen here has no such key", got=got, remedy=belongs)
-    meant = remedy(suggestions(key, verb, known)) or f"`rlft {verb} --cfg job` shows every key"
+    meant = remedy(suggestions(key, command, known)) or f"`rlft {command} --cfg job` shows every key"
     return UserError(key, "there is no such key", got=got, remedy=meant)
 
 
-def unknown_in_section(name: object, value: object, names: list[str], section: str, verb: str = "train") -> UserError:
+def unknown_in_section(
+    name: object, value: object, names: list[str], section: str, command: str = "train"
+) -> UserError:
     """The refusal of a key that a section or a component with these keys does not have."""
     key, keys = joined(section, name), [joined(section, known) for known in names]
     if refused := refused_setting(key):
         return UserError(key, refused[0], got=as_typed(value), remedy=refused[1])
-    here, all_keys = remedy(suggestions(key, verb, keys)), f"known here: {', '.join(names) or 'none'}"
+    here, all_keys = remedy(suggestions(key, command, keys)), f"known here: {', '.join(names) or 'none'}"
     if section in catalog.sections():  # a section of rlft's, so that a key of another section may have been meant
-        meant = here or remedy(suggestions(key, verb)) or all_keys
+        meant = here or remedy(suggestions(key, command)) or all_keys
     else:
         meant = " ".join(filter(None, [here, all_keys]))
     return UserError(key, "there is no such key", got=as_typed(value), remedy=meant)
 
 
 def joined(section: str, name: object) -> str:
-    """The full key of a section's key."""
     return f"{section}.{name}" if section else str(name)
 
 

@@ -27,8 +27,7 @@ def drawn_prompts(
 ) -> list[Prompt]:
     """The first `count` distinct problems of a split, of an endless series of (id, question, answer).
 
-    A UserError says that there are not that many, after `most_draws` draws; `what` names the problems in it, and
-    `more` what to raise.
+    UserError: there are not that many in `most_draws` draws; `what` names the problems in it, `more` what to raise.
     """
     prompts: dict[str, Prompt] = {}
     for identity, asked, answer in islice(problems, most_draws + 1):
@@ -53,8 +52,7 @@ def question(a: int, operation: str, b: int) -> str:
 class Arithmetic:
     """Problems such as "What is 47 + 85?", answer "132".
 
-    configs/data/arithmetic.yaml explains the keys. The embedded model was taught numbers of 1 and 2 digits, and no
-    products. A split with fewer distinct problems than requested is refused.
+    The embedded model was taught numbers of 1 and 2 digits, and no products.
     """
 
     difficulty: PositiveInt
@@ -66,14 +64,10 @@ class Arithmetic:
     def load(self, split: Split) -> list[Prompt]:
         self.check()
         count = self.size if split is Split.train else self.held_out_size
-        most_draws = min(200 * count, 20 * self._num_problems) + 10_000
+        num_problems = len(self.operations) * 10 ** (2 * self.difficulty)  # at most, in both splits together
+        most_draws = min(200 * count, 20 * num_problems) + 10_000
         what, more = f"problems of difficulty {self.difficulty}", "a higher data.difficulty"
         return drawn_prompts(self._problems(split), split, count, most_draws, what=what, more=more)
-
-    @property
-    def _num_problems(self) -> int:
-        """Upper bound on the number of distinct problems in both splits together."""
-        return len(self.operations) * 10 ** (2 * self.difficulty)
 
     def _problems(self, split: Split) -> Iterator[tuple[str, str, int]]:
         rng = random.Random(f"{self.seed}-{split}")

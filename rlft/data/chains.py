@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlft.config.bounds import PositiveInt, Seed
@@ -36,11 +36,7 @@ class Chain:
 
     @property
     def question(self) -> str:
-        """What a model is asked.
-
-        >>> Chain(47, (("+", 38), ("-", 59), ("*", 3))).question
-        'Take 47, then +38, -59, *3.'
-        """
+        """What a model is asked."""
         return f"Take {self.start}, then {', '.join(f'{operation}{number}' for operation, number in self.steps)}."
 
     @property
@@ -57,16 +53,12 @@ def draw(rng: random.Random, steps: int, largest: int) -> Chain:
     start = value = rng.randint(1, largest)
     drawn_steps: list[tuple[str, int]] = []
     for _ in range(steps):
-        operation = rng.choice(_possible_operations(value, largest))
+        possible = {"+": value < largest, "-": value > 0, "*": 0 < 2 * value <= largest}
+        operation = rng.choice([operation for operation, is_possible in possible.items() if is_possible])
         number = _draw_number(rng, operation, value, largest)
         drawn_steps.append((operation, number))
         value = OPERATIONS[operation](value, number)
     return Chain(start, tuple(drawn_steps))
-
-
-def _possible_operations(value: int, largest: int) -> Sequence[str]:
-    possible = {"+": value < largest, "-": value > 0, "*": 0 < 2 * value <= largest}
-    return [operation for operation, is_possible in possible.items() if is_possible]
 
 
 def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -> int:
@@ -83,8 +75,7 @@ def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -
 class Chains:
     """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result.
 
-    configs/data/chains.yaml explains the keys. The embedded model was taught 5 steps with numbers up to 20. A split
-    with fewer distinct chains than requested is refused.
+    The embedded model was taught 5 steps with numbers up to 20.
     """
 
     steps: PositiveInt

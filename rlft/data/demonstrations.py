@@ -22,17 +22,14 @@ logger = logging.getLogger(__name__)
 class DemonstrationKeys(RowSource):
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
-    - a chat, a list of {"role", "content"} in messages_field
+    - a chat in messages_field
     - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in completion_field
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
-    A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted.
-    configs/demonstrations/jsonl.yaml explains the keys. The chat template writes an assistant's calls of tools and
-    thoughts, and the schemas in a row's `tools`; an assistant's message of weight 0 is only read. With turns=all each
-    assistant message of a chat is learned, given the turns before it; messages after the last one are not used. With
-    token_ids=sampled exactly the sampled tokens are learned, which requires the tokenizer they were sampled with
-    (`sampled_with` returns its fingerprint). With token_ids=text completions that the length limit cut are left out,
-    because the model would learn to end where they did not end.
+    A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted. The
+    chat template writes an assistant's calls of tools and thoughts, and the schemas in a row's `tools`; an assistant's
+    message of weight 0 is only read. With token_ids=text completions that the length limit cut are left out, because
+    the model would learn to end where they did not end.
     """
 
     section: ClassVar[str] = "demonstrations"
@@ -131,7 +128,7 @@ class DemonstrationKeys(RowSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
-    """Demonstrations in JSONL files. The keys of DemonstrationKeys say which field holds what.
+    """Demonstrations in files.
 
     A prompt's id is `<file>:<line>`. For an earlier turn of a chat it is `<file>:<line>:<number of the message>`,
     counted from 0. For a sampled line it is the line's prompt_id, so that completions of one prompt share it.
@@ -140,4 +137,4 @@ class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubDemonstrations(HubSet, DemonstrationKeys):
-    """Demonstrations in a hub set or local files in its format, with the keys of DemonstrationKeys."""
+    """Demonstrations in a hub set or local files in its format."""

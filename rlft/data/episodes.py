@@ -11,9 +11,8 @@ from rlft.types import Prompt, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes:
-    """Prompts with the same text. The metadata `seed` of each is what the environment derives the task from.
-
-    configs/data/episodes.yaml explains the keys; no seed is in both splits.
+    """Prompts with the same text. From the metadata `seed` of each the environment derives the task; no seed is in both
+    splits.
     """
 
     text: str

@@ -44,8 +44,7 @@ Said = tuple[Prompt, str | Message]
 class RankedTokens:
     """A prompt and its completions as token ids, the best first, with the scores that rank them.
 
-    Attributes:
-        reference: the log-prob of each completion by a reference, in nats, summed over its tokens; empty without one.
+    `reference` has the log-prob of each completion by a reference, in nats, summed over its tokens; empty without one.
     """
 
     prompt: tuple[int, ...]
@@ -56,12 +55,8 @@ class RankedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
-    """The tokenised demonstrations of one split.
-
-    Attributes:
-        texts: the tokens of each demonstration.
-        fingerprint: the sha256 (hex) over their tokens, in order.
-        note: a sentence about demonstrations that were left out, or None.
+    """The tokenised demonstrations of one split, the sha256 (hex) over their tokens, and a note about what was left
+    out.
     """
 
     texts: tuple[TextTokens, ...]
@@ -102,10 +97,10 @@ def scan_demonstrations(
 ) -> Examples:
     """Tokenises the demonstrations; those over a limit are dropped or refused (prompts.over_limit).
 
-    Raises:
-        UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
+    Raises UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
     """
-    _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
+    if samplers := sampled_with(d.prompt for d in demonstrations):
+        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), "demonstrations")
     given = list(tokenised([d.prompt for d in demonstrations], tokenizer, prompts.style))
     prompt_ids = [prompt.token_ids for prompt in given]
     what = f"{split} demonstrations"
@@ -136,10 +131,10 @@ def scan_rankings(
 ) -> Rankings:
     """Tokenises the rankings without completions over the limit; rankings that are left without a pair are dropped.
 
-    Raises:
-        UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
+    UserError: as in `scan_demonstrations`.
     """
-    _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
+    if samplers := sampled_with(r.prompt for r in rankings):
+        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), "preferences")
     given = list(tokenised([r.prompt for r in rankings], tokenizer, prompts.style))
     what = f"completions of {split} rankings"
     said = [
@@ -183,8 +178,7 @@ def turns_of(
 ) -> tuple[list[tuple[int, ...]], str | None]:
     """(the tokens of each turn with those that end it, a note if some of `what` are not as the template writes them).
 
-    Raises:
-        UserError: nothing ends a turn; or there are calls of tools or thoughts that no template writes.
+    Raises UserError: nothing ends a turn; or there are calls of tools or thoughts that no template writes.
     """
     ends = turn_ends(tokenizer, style)
     problem = "its tokenizer has no end token, so completions could never end"
@@ -279,11 +273,6 @@ def learned(prompt: str, conversation: str, text: str, last: str) -> tuple[str, 
         rest, problem = text, "it drops a part of their text"
     overlap = next((n for n in range(len(opened), 0, -1) if rest.startswith(opened[-n:])), 0)
     return rest[overlap:] if overlap else without_tail(rest, opened), problem
-
-
-def _check_sampled_with(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, section: str) -> None:
-    if samplers := sampled_with(prompts):
-        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), section)
 
 
 def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit: int, what: str) -> str | None:

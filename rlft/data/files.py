@@ -127,7 +127,6 @@ class FileTable(Table):
         return self._size
 
     def bad(self, number: int, problem: str) -> UserError:
-        """The error of a row."""
         return UserError(self.key, f"{self.place(number)}: {problem}", remedy=f"fix or remove that {self.unit}")
 
     @contextmanager
@@ -423,7 +422,6 @@ def _suffix(file: Path) -> str:
 
 
 def _unpacked(file: Path) -> str:
-    """The name of the file when it is unpacked."""
     return file.stem if file.suffix in OPENERS else file.name
 
 

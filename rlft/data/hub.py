@@ -22,8 +22,8 @@ UNREACHABLE = "the hub cannot be reached and its cache here has no such set"
 class HubSet(RowSource):
     """The config keys with which a component names the hub set, or the local files in its format, that it reads.
 
-    configs/data/hub.yaml explains them. A path that exists locally, or that looks like a path (starts with / . ~ or
-    ends as a file of data), is local. Questions that are in both splits are left out of training.
+    A path that exists locally, or that looks like a path (starts with / . ~ or ends as a file of data), is local.
+    Questions that are in both splits are left out of training.
     """
 
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
@@ -121,14 +121,12 @@ class HubTable(Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub(HubSet, RecordKeys):
-    """Prompts in a hub set or local files in its format. The keys of RecordKeys say which field holds what."""
+    """Prompts in a hub set or local files in its format."""
 
 
 def local_path(path: str, key: str) -> Path | None:
-    """The local file or folder that `path` refers to; None for a hub id.
-
-    Raises:
-        UserError: a local path does not exist; it names `key`, the config key that holds the path.
+    """The local file or folder that `path`, the value of `key`, refers to; None for a hub id. UserError: it does not
+    exist.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -141,10 +139,7 @@ def local_path(path: str, key: str) -> Path | None:
 
 @contextlib.contextmanager
 def offline_unless(online: bool) -> Iterator[bool]:
-    """Makes `datasets` use only its cache, instead of retrying, where the hub does not answer.
-
-    Yields whether it may use the hub.
-    """
+    """Makes `datasets` use only its cache, instead of retrying, where the hub does not answer; yields if it may."""
     import datasets.config
 
     was_offline = datasets.config.HF_HUB_OFFLINE

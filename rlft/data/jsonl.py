@@ -35,7 +35,7 @@ STREAMED_BYTES = 64 * 2**20
 class JsonlFiles(RowSource):
     """The config keys with which a component names the files that it reads. A row's id is `<file>:<line or row>`.
 
-    configs/data/jsonl.yaml explains them. Questions that are also in held_out_path are left out of training.
+    Questions that are also in held_out_path are left out of training.
     """
 
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
@@ -89,14 +89,13 @@ class JsonlFiles(RowSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jsonl(JsonlFiles, RecordKeys):
-    """Prompts in files, in their order. The keys of RecordKeys say which field holds what."""
+    """Prompts in files, in their order."""
 
 
 def rows(found: Sequence[Table], parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
     """Every row of the tables that config key `key` names, streamed where they are large.
 
-    Raises:
-        UserError: a table is unreadable or malformed, or they hold no row.
+    UserError: a table is unreadable or malformed, or they hold no row.
     """
     parsed_rows: Sequence[RecordRow[Made]]
     if sum(table.num_bytes for table in found) > STREAMED_BYTES and all(table.streams for table in found):
@@ -127,8 +126,7 @@ class Index(NamedTuple):
     Attributes:
         starts: where the row's record starts in its table, after all of the tables before it.
         identities: first 64 bits of the row's identity.
-        numbers: number of the record.
-        checks: checksum of the record.
+        numbers, checks: number and checksum of the record.
         parts: index of the row among those of its record.
     """
 
@@ -205,7 +203,7 @@ def hash_split(
 ) -> Sequence[RecordRow[Made]]:
     """The rows of one split, chosen by a hash of the question, so that the two splits are disjoint by construction.
 
-    `where`, the file or data set, and `section`, which names it in the config, are for the error message.
+    `where`, the file or data set, and `section` are for the error message.
     """
     limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
     chosen = _where(rows, [(identity < limit) is held_out for identity in identities(rows)])
@@ -222,10 +220,7 @@ def hash_split(
 def training(
     rows: Sequence[RecordRow[Made]], held_out: Sequence[RecordRow[Made]], where: object, key: str
 ) -> Sequence[RecordRow[Made]]:
-    """The rows whose questions are not held out, with a warning about the number of the others.
-
-    `where`, the training file or data set, and `key`, which names it in the config, are for messages.
-    """
+    """The rows whose questions are not held out, with a warning about the number of the others."""
     held_out_identities = set(identities(held_out))
     kept = _where(rows, [identity not in held_out_identities for identity in identities(rows)])
     if number := len(rows) - len(kept):

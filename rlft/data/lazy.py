@@ -101,20 +101,12 @@ class Chained(Lazy[Item]):
 
 
 def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
-    """The result of the function for each item: a list, or a lazy sequence if the items are lazy.
-
-    >>> mapped([1, 2], str)
-    ['1', '2']
-    """
+    """The result of the function for each item: a list, or a lazy sequence if the items are lazy."""
     return Mapped(items, make) if isinstance(items, Lazy) else [make(item) for item in items]
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
-    """The items of both sequences: a list, or a lazy sequence if one of them is lazy.
-
-    >>> joined([1], (2,))
-    [1, 2]
-    """
+    """The items of both sequences: a list, or a lazy sequence if one of them is lazy."""
     if isinstance(first, Lazy) or isinstance(second, Lazy):
         return Chained([first, second])
     return [*first, *second]

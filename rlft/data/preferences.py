@@ -59,7 +59,6 @@ class RankingSet:
     """The rankings of a split, and the numbers of prompts left out because there is nothing to learn from them.
 
     Attributes:
-        rankings: the rankings.
         num_identical: number of prompts whose completions are all the same.
         num_tied: number of prompts whose completions all have the same score (or that have only one completion).
     """
@@ -91,12 +90,8 @@ class PreferenceKeys(RowSource):
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
       lines of a prompt are ranked together
 
-    With format=hh the pair are transcripts as in HH-RLHF, which are read as whole chats; with format=implicit two texts
-    whose common beginning is the prompt. Pairs that answer different questions are left out and counted.
-
-    configs/preferences/jsonl.yaml explains the keys. A chat in messages_field takes precedence over prompt_field. The
-    rejected completion of a pair scores 0, the chosen one its margin. With token_ids=sampled exactly the sampled tokens
-    are learned, which requires the tokenizer they were sampled with (`sampled_with` returns its fingerprint).
+    Pairs that answer different questions are left out and counted. A chat in messages_field takes precedence over
+    prompt_field. The rejected completion of a pair scores 0, the chosen one its margin.
     """
 
     section: ClassVar[str] = "preferences"
@@ -121,8 +116,7 @@ class PreferenceKeys(RowSource):
     def load(self, split: Split) -> RankingSet:
         """The split's rankings in the order in which their prompts first occur; no question is in both splits.
 
-        Raises:
-            UserError: no ranking has two different completions with different scores.
+        UserError: no ranking has two different completions with different scores.
         """
         rows = [row.made for row in useful(self.read(split, self.parse), split, self.section)]
         check_prompt_ids([row.prompt for row in rows], "preferences.path")
@@ -220,11 +214,7 @@ class PreferenceKeys(RowSource):
 
 
 def transcript(text: str, name: str) -> tuple[Message, ...]:
-    """The turns of a transcript of HH-RLHF, which is in the field `name`.
-
-    >>> transcript("\\n\\nHuman: Hi\\n\\nAssistant: Hello!", "chosen")
-    ({'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello!'})
-    """
+    """The turns of a transcript of HH-RLHF, which is in the field `name`."""
     before, *turns = _TURN.split(text)
     if before.strip() or not turns:
         raise RowError(f"field {name!r} is no transcript of turns that begin with 'Human:' and 'Assistant:'")
@@ -294,12 +284,9 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlPreferences(JsonlFiles, PreferenceKeys):
-    """Rankings in JSONL files. The keys of PreferenceKeys say which field holds what.
-
-    A prompt's id is `<file>:<line>`; for sampled lines it is the prompt_id on the line.
-    """
+    """Rankings in files. A prompt's id is `<file>:<line>`; for sampled lines it is the prompt_id on the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPreferences(HubSet, PreferenceKeys):
-    """Rankings in a hub set or local files in its format. The keys of PreferenceKeys say which field holds what."""
+    """Rankings in a hub set or local files in its format."""

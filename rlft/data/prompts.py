@@ -52,11 +52,10 @@ class PromptSet:
     """The tokenised prompts of one split.
 
     Attributes:
-        prompts: the prompts in the order of the data, with token_ids. For streamed data (rlft/data/jsonl.py) this is
-            a lazy sequence, which reads and tokenises a prompt at each access.
+        prompts: the prompts in the order of the data, with token_ids; of streamed data (rlft/data/jsonl.py) a lazy
+            sequence, which reads and tokenises a prompt at each access.
         num_tokens: the number of tokens of each prompt.
         num_dropped: the number of prompts that exceeded the limit.
-        lengths: a summary of the kept prompts' lengths.
         fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
         note: a sentence for the person watching, or None.
     """
@@ -106,9 +105,8 @@ def scan(
     Style `chat` uses the tokenizer's chat template, which alone can render what is `shown` of an environment. `raw`, or
     a tokenizer without a template, joins the texts of the messages with blank lines.
 
-    Raises:
-        UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat
-            template does not accept the messages; or a prompt has no token.
+    Raises UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the
+    chat template does not accept the messages; or a prompt has no token.
     """
     require(len(prompts), "data", f"the {split} split is empty", remedy="choose other data")
     if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines

@@ -42,8 +42,7 @@ Entry = dict[str, Any]
 class ReasoningGym:
     """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
 
-    configs/data/reasoning_gym.yaml explains the keys. The task `composite` mixes several, listed in options.datasets as
-    {name, weight, config}. A task with fewer distinct questions than requested is refused.
+    The task `composite` mixes several, listed in options.datasets as {name, weight, config}.
     """
 
     task: str

@@ -65,8 +65,7 @@ def left_out(row_id: str, error: UselessRow) -> RecordRow[LeftOut]:
 def useful(rows: Iterable[RecordRow[Made | LeftOut]], split: Split, section: str) -> list[RecordRow[Made]]:
     """The rows from which something can be learned, with a warning about the number of the others.
 
-    Raises:
-        UserError: naming `section`.path, if they are less than half.
+    UserError of `section`.path: they are less than half.
     """
     kept: list[RecordRow[Made]] = []
     others: list[LeftOut] = []
@@ -121,9 +120,8 @@ class Question:
 class RecordKeys(RowSource):
     """The config keys that say how a row becomes a prompt.
 
-    configs/data/jsonl.yaml explains them. The prompt of a chat ends before its last message if that is an assistant
-    message. The worked examples (few_shot) are the training questions with the lowest hashes, but never the question
-    itself.
+    The prompt of a chat ends before its last message if that is an assistant message. The worked examples (few_shot)
+    are the training questions with the lowest hashes, but never the question itself.
     """
 
     section: ClassVar[str] = "data"

@@ -69,8 +69,7 @@ def is_sampled(fields: Mapping[str, Any]) -> bool:
 def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
     """The contents of a line; with `with_tokens` its token ids are used, and the prompt's metadata names the tokenizer.
 
-    Raises:
-        RowError: a key is missing or of another type, or there are no tokens to use.
+    RowError: a key is missing or of another type, or there are no tokens to use.
     """
     if "mask" in fields:
         raise RowError("it is a conversation, and what an environment said in it would be learned; leave it out")
@@ -104,10 +103,7 @@ def sampled_with(prompts: Iterable[Prompt]) -> set[str]:
 
 
 def check_tokenizer(fingerprints: Iterable[str], expected: str, key: str) -> None:
-    """Refuses token ids of another tokenizer than the model's, of which `expected` is the fingerprint.
-
-    `key` is the config key that names the files, such as demonstrations.path.
-    """
+    """Refuses, by `key`, token ids of another tokenizer than the model's, of which `expected` is the fingerprint."""
     others = sorted(set(fingerprints) - {expected})
     problem = f"was sampled with another tokenizer ({', '.join(others)}) than this model's ({expected})"
     remedy = f"set {key.partition('.')[0]}.token_ids=text to tokenise its texts again, or sample with this model"

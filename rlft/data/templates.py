@@ -33,8 +33,8 @@ def takes_question(template: str) -> bool:
 def check_template(template: str, key: str, answer_field: str | None = None, *, rows: bool = True) -> None:
     """Raises UserError, naming `key`, for a template without a placeholder, or with one for the reference answer.
 
-    `answer_field` is the field of the answer, or a template of several. Without `rows` there are no fields, so only
-    {question} is a placeholder.
+    `answer_field` is the field of the answer, or a template of several. Without `rows`, only {question} is a
+    placeholder.
     """
     names = [name for name in placeholders(template) if rows and _IDENTIFIER.fullmatch(name)]
     remedy = f"put {PLACEHOLDER}{', or the name of a field in braces,' * rows} where the question goes"
@@ -62,8 +62,7 @@ def filled(
     >>> filled("{Body} {question}\n\n{input}", "How many?", {"Body": "2 apples.", "input": ""})
     ('2 apples. How many?', '2 apples.\x1f\x1fHow many?')
 
-    Raises:
-        RowError: naming `key`, if the row has no such field, or it is of another type.
+    Raises RowError: naming `key`, if the row has no such field, or it is of another type.
     """
     values, begins_blank = {PLACEHOLDER[1:-1]: question}, False
 

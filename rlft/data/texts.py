@@ -47,9 +47,7 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
         field: the field of the text.
         given_field: the field of its context; None: the texts have none.
 
-    Raises:
-        UserError: the file does not exist, cannot be read or is empty; a row is no object, one of its two fields is
-            missing or of another type, or its text is empty; both keys are the same.
+    Raises UserError: the file cannot be read or is empty; a field is missing or of another type, or a text is empty.
     """
     problem = "is the key of the text itself (pretrain.field)"
     remedy = "name the field of what stands before the text, or set it to null"
@@ -259,8 +257,7 @@ def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTok
 def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:
     """Number of tokens of the longest of these prompts with the hint.
 
-    Raises:
-        UserError: the hint shows the answer, and some of the prompts have none.
+    UserError: the hint shows the answer, and some of the prompts have none.
     """
     longest, without = 0, []
     for prompt in tokenised((with_hint(prompt, hint) for prompt in prompts), tokenizer, style):

@@ -73,8 +73,7 @@ def reader_of(
 ) -> CallReader:
     """A reader of calls in this syntax; how a template writes calls is found out by having it write one.
 
-    Raises:
-        UserError: the template's calls cannot be read.
+    UserError: the template's calls cannot be read.
     """
     if syntax == "json":
         return JsonCalls(schemas)

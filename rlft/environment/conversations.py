@@ -38,13 +38,10 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """The tokens of a conversation so far: what the policy has read, and what it has said.
+    """The tokens of a conversation so far: what the policy has read, at least one token, and what it has said.
 
     Token ids are concatenated. Where the next context does not continue what the policy has read and said so far,
     because an agent or the chat template has rewritten the history, a branch begins: only what differs is added.
-
-    Args:
-        prompt: token ids that the policy reads first, at least one.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -57,11 +54,9 @@ class Transcript:
         self.branches: list[Branch] = []
 
     def say(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Adds what was sampled."""
         self._add(token_ids, logprobs, sampled=True)
 
     def hear(self, token_ids: Sequence[int]) -> None:
-        """Adds what the policy reads next."""
         self._add(token_ids, [0.0] * len(token_ids), sampled=False)
 
     def added_by(self, context: Sequence[int]) -> int:
@@ -71,8 +66,7 @@ class Transcript:
     def turn_to(self, context: Sequence[int]) -> None:
         """Makes this the context of the policy's next turn; only what differs from the current context is added.
 
-        Raises:
-            ValueError: not even the first token is the same.
+        ValueError: not even the first token is the same.
         """
         shared = self._shared(context)
         if not shared:
@@ -143,8 +137,7 @@ class Conversations(GeneratorOver):
     Args:
         generator: the engine's; whoever opened it closes it.
         at_once: the most completions that the engine computes together, if its results depend on that
-            (`Engine.divisible`): whole groups with that many completions are then played one after the other. None: all
-            groups are played together.
+            (`Engine.divisible`): whole groups with that many are then played one after the other. None: all together.
         longest_row: the most tokens of a prompt, with what the environment has added to it, and its completion.
     """
 
@@ -174,9 +167,7 @@ class Conversations(GeneratorOver):
 
         If the environment adds text to a prompt, the group's prompt includes it, in its tokens and messages; where that
         text is not the same for all siblings, what differs stands at the beginning of their completions, masked.
-
-        Raises:
-            EnvironmentFailure: the environment cannot begin a conversation, or cannot say its reward.
+        EnvironmentFailure: the environment cannot begin a conversation, or cannot say its reward.
         """
         if not prompts:
             return []
@@ -403,7 +394,6 @@ def say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
 
 
 def _turn_ids(conversation: Conversation) -> Sequence[int]:
-    """The tokens of the last turn."""
     transcript = conversation.transcript
     num_sampled = transcript.mask[::-1].index(False) if False in transcript.mask else len(transcript.mask)
     return transcript.token_ids[len(transcript.token_ids) - num_sampled :]
@@ -452,6 +442,5 @@ def group_of(conversations: Sequence[Conversation]) -> Group:
 
 
 def _common(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The tokens that all rows begin with."""
     columns = zip(*rows, strict=False)
     return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

@@ -38,10 +38,6 @@ class Game(Environment):
     def start(self) -> None:
         locate(self.factory, KEY)
 
-    @property
-    def rewards_turns(self) -> bool:
-        return True
-
     def make(self) -> ObjectSteps:
         return ObjectSteps(locate(self.factory, KEY)(**(self.arguments or {})))
 

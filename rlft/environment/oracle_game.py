@@ -24,11 +24,7 @@ class OracleGame:
     """The first turn asks by `<ask>A</ask>`, and the next answers by `<answer>132</answer>`; so may the first."""
 
     def reset(self, prompt: list[dict[str, str]], answer: str, **row: object) -> str:
-        """Begins with a question of `data=arithmetic`; returns what the policy may do.
-
-        Raises:
-            ValueError: the question is not one of `data=arithmetic`.
-        """
+        """Begins with a question of `data=arithmetic`, else ValueError; returns what the policy may do."""
         question = _QUESTION.search(prompt[-1]["content"])
         if question is None:
             raise ValueError("this game is about questions such as 'What is 47 + 85?'; use data=arithmetic")

@@ -125,10 +125,8 @@ class EnvironmentPool:
         )
 
     def run(self, jobs: Sequence[Job], beside: Beside | None = None) -> list[list[Reply]]:
-        """The replies to each job's orders, in their order; meanwhile `beside` is attended to.
-
-        Raises:
-            EnvironmentFailure: workers cannot start.
+        """The replies to each job's orders, in order; meanwhile `beside` is attended to. EnvironmentFailure: no worker
+        starts.
         """
         for worker in list(self._workers.all):  # left by a run that was interrupted
             if worker.job is not None:

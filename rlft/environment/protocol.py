@@ -31,7 +31,6 @@ class Call:
 
     Attributes:
         name: name of the tool; "" where it cannot be read.
-        arguments: {name: value}.
         written: the arguments as text.
         problem: why it cannot be made, as a sentence for the policy; "" if it can.
         id: what the policy calls this call, which its answer names in some templates; "" if nothing.
@@ -66,9 +65,8 @@ class Play:
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Begins the conversation; returns text to add to the prompt's last message, None for nothing.
 
-        Args:
-            row: the prompt as a row of data: prompt (its messages), id, answer and its metadata.
-            seed: the same for all completions of a prompt.
+        `row` is the prompt as a row of data: prompt (its messages), id, answer and its metadata; `seed` is the same for
+        all completions of a prompt.
         """
         return None
 
@@ -120,7 +118,7 @@ class Environment(ABC):
     @property
     def rewards_turns(self) -> bool:
         """Whether it gives rewards itself."""
-        return False
+        return self.plays_a_game or self.plays_itself
 
     def start(self) -> None:  # noqa: B027
         """Called once in each worker: the place for slow imports, which no time limit counts."""

@@ -70,14 +70,7 @@ class Python(Environment):
         return FunctionCalls({"python": self._tool()})
 
     def _tool(self) -> Callable[[str], str]:
-        limits = Limits(
-            seconds=self.seconds,
-            cpu_seconds=self.cpu_seconds,
-            memory_bytes=self.memory_bytes,
-            output_bytes=self.output_bytes,
-            processes=self.processes,
-            file_bytes=self.file_bytes,
-        )
+        limits = Limits.of(self, self.seconds)
 
         def python(code: str) -> str:
             """Runs a Python program with the standard library and returns what it prints. Each call begins anew.

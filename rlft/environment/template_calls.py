@@ -51,25 +51,23 @@ class CallReader(ABC):
     def calls(self, text: str) -> list[Call]:
         """The calls in order; those that cannot be made have a `problem`.
 
-        Args:
-            text: the turn with its special tokens, but without the one that ends it.
+        `text` is the turn with its special tokens, but without the one that ends it.
         """
 
     def before(self, text: str) -> str:
         """The text of such a turn before its first call."""
-        return text[: match.start()] if (match := search_outside(self.START, text)) else text
+        return text[: match.start()] if (match := search_outside(self._start(), text)) else text
+
+    def _start(self) -> re.Pattern[str]:
+        return self.START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCalls(CallReader):
-    """Calls as a chat template writes them: JSON objects after a marker.
+    """Calls as a chat template writes them: JSON objects with the tool's name and arguments under these keys.
 
-    Attributes:
-        marker: what stands before them, such as `<tool_call>` or `[TOOL_CALLS]`; "": a turn with a call holds nothing
-            else.
-        name: key of the tool's name.
-        arguments: key of the tool's arguments.
-        tools: the tools' names.
+    `marker` stands before them, such as `<tool_call>` or `[TOOL_CALLS]`; "": a turn with a call holds nothing else.
+    `tools` are the tools' names.
     """
 
     marker: str
@@ -86,16 +84,16 @@ class TemplateCalls(CallReader):
             return self._at(bare, 0)[0] if is_call or is_broken else []
         calls: list[Call] = []
         position = 0
-        while match := search_outside(re.compile(re.escape(self.marker)), text, position):
+        while match := search_outside(self._start(), text, position):
             found, position = self._at(text, match.end())
             calls += found
         return calls
 
     def before(self, text: str) -> str:
-        if not self.marker:
-            return "" if self.calls(text) else text
-        match = search_outside(re.compile(re.escape(self.marker)), text)
-        return text if match is None else text[: match.start()]
+        return super(TemplateCalls, self).before(text) if self.marker else "" if self.calls(text) else text
+
+    def _start(self) -> re.Pattern[str]:
+        return re.compile(re.escape(self.marker))
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call in this form, where the template explains it and writes none."""
@@ -144,16 +142,10 @@ class NamedCalls(CallReader):
                 written = text[match.end() : end.start() if end else None]
                 calls.append(unreadable(written, NOT_JSON.format(error, example), match["name"]))
             else:
-                call = {"name": match["name"], "arguments": value, "id": self._id(match[0])}
+                call_id = re.match(self.id, match[0]) if self.id else None
+                call = {"name": match["name"], "arguments": value, "id": call_id[1] if call_id else ""}
                 calls.append(call_of(call, "name", "arguments", "an object"))
         return calls
-
-    def before(self, text: str) -> str:
-        return text[: match.start()] if (match := search_outside(self._start(), text)) else text
-
-    def _id(self, text: str) -> str:
-        match = re.match(self.id, text) if self.id else None
-        return match[1] if match else ""
 
     def _start(self) -> re.Pattern[str]:
         return re.compile(re.escape(self.prefix) + NAME + self.between)
@@ -183,9 +175,6 @@ class ListedCalls(CallReader):
         starts = [*self._start().finditer(without_reasoning(text))]
         ends = [*(match.start() for match in starts), len(text)][1:]
         return [self._call(m["name"], text[m.end() : end]) for m, end in zip(starts, ends, strict=bool(starts))]
-
-    def before(self, text: str) -> str:
-        return text[: match.start()] if (match := search_outside(self._start(), text)) else text
 
     def _start(self) -> re.Pattern[str]:
         return re.compile(re.escape(self.prefix) + NAME + r"(?![\w.-])")
@@ -313,7 +302,7 @@ def _listed_form(
 
 
 def _prefix(before: str, before_second: str, special: re.Pattern[str], prompt: str) -> str:
-    """What stands before the name of every call: the last token or line of what stands before that of the first one."""
+    """What stands before the name of every call: the last token or line before that of the first one."""
     if before_second.startswith(before) and len(before_second) > len(before):
         before = before[len(before) - num_common(before[::-1], before_second[::-1]) :]
     tokens = [*special.finditer(before)]
@@ -381,11 +370,7 @@ def decoded(text: str) -> tuple[Any, int, str]:
 
 
 def depth(value: Any) -> int:
-    """How deeply a JSON value is nested; 0 for one that is neither a list nor an object.
-
-    >>> depth(5), depth([]), depth({"a": [1]})
-    (0, 1, 2)
-    """
+    """How deeply a JSON value is nested; 0 for one that is neither a list nor an object."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         outer, level = waiting.pop()
@@ -401,7 +386,6 @@ def well_formed(text: str) -> str:
 
 
 def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:
-    """The call that a JSON value describes."""
     if not isinstance(value, Mapping) or not isinstance(value.get(name_key), str):
         return unreadable(json.dumps(value, ensure_ascii=False), f"this call names no tool; write it as {example}")
     name, arguments = value[name_key], value.get(arguments_key, {})

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import locate
@@ -73,18 +73,10 @@ class TextArena(Environment):
         for path in self.opponents:
             locate(path, OPPONENTS)
 
-    @property
-    def rewards_turns(self) -> bool:
-        return True
-
     def make(self) -> Match:
-        opponents = [_player(path) for path in self.opponents]
+        found: list[Any] = [locate(path, OPPONENTS) for path in self.opponents]
+        opponents: list[Any] = [player() if inspect.isclass(player) else player for player in found]
         return Match(self.game, self.arguments, opponents, self.player)
-
-
-def _player(path: str) -> Player:
-    imported: Any = locate(path, OPPONENTS)
-    return cast(Player, imported() if inspect.isclass(imported) else imported)
 
 
 class Match(Play):

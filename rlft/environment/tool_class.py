@@ -54,7 +54,11 @@ class ToolClass(Environment):
         return ObjectCalls(self._class()(), self._tools(self._class()), self.reward if self.rewards_turns else None)
 
     def _tools(self, cls: Any) -> list[str]:
-        return [name for name in public_methods(cls) if name not in ("reset", GET_REWARD, self.reward)]
+        """The names of the class's public methods that are tools, sorted."""
+        names = [name for name in dir(cls) if not name.startswith("_")]
+        members = {name: inspect.getattr_static(cls, name) for name in names}
+        tools = {name for name, m in members.items() if callable(m) or isinstance(m, staticmethod | classmethod)}
+        return sorted(tools - {"reset", GET_REWARD, self.reward})
 
     def _class(self) -> Any:
         return locate(self.factory, KEY)
@@ -78,13 +82,3 @@ class ObjectCalls(Play):
             return None
         reward = getattr(self.held, self._reward)
         return awaited(reward()) if callable(reward) else reward
-
-
-def public_methods(cls: Any) -> list[str]:
-    """Names of a class's public methods, sorted."""
-    public = (name for name in dir(cls) if not name.startswith("_"))
-    return [name for name in public if callable(inspect.getattr_static(cls, name)) or _is_wrapped(cls, name)]
-
-
-def _is_wrapped(cls: Any, name: str) -> bool:
-    return isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)

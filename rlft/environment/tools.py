@@ -58,9 +58,7 @@ class FunctionCalls(Play):
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
     """What the function of this name returns for these arguments; a coroutine is run to its end.
 
-    Raises:
-        Malformed: there is no such function, or it has other parameters.
-        Exception: whatever the function raises.
+    Malformed: there is no such function, or it has other parameters.
     """
     if name not in functions:
         raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(functions)}")
@@ -75,8 +73,7 @@ def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Ma
 def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:
     """The JSON schema of a function or method.
 
-    Raises:
-        UserError: it has no docstring, a parameter without a type, or one that the docstring does not describe.
+    Raises UserError: it has no docstring, a parameter without a type, or one that the docstring does not describe.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

@@ -140,8 +140,7 @@ class TurnTemplate:
     def _after(self, text: str, mark: str, role: Role, *, may_be_open: bool = False) -> tuple[str, str]:
         """(the special tokens that end the turn with the mark, the text after them).
 
-        Raises:
-            UserError: there are none, and the turn must not be left open.
+        Raises UserError: there are none, and the turn must not be left open.
         """
         tail = text[text.rindex(mark) + len(mark) :]
         match = self._special.search(tail)
@@ -233,9 +232,8 @@ class TurnTemplate:
 class Dialect:
     """The chat template and the syntax of calls, for one environment, with `opening` as in `TurnTemplate`.
 
-    Raises:
-        UserError: the template cannot show tools or their answers, rewrites earlier turns when a tool answers, or
-            writes calls in a form that is not known here; or a tool has no types or docstring.
+    Raises UserError: the template cannot show tools or their answers, rewrites earlier turns when a tool answers, or
+    writes calls in a form that is not known here; or a tool has no types or docstring.
     """
 
     def __init__(
@@ -322,11 +320,7 @@ class Dialect:
 
 # -- details -----------------------------------------------------------------------------------------------------------
 def num_said(sampled: Sequence[int], closing: Sequence[int]) -> int:
-    """How many tokens of what ends a turn have been sampled at its end; all if the last one has.
-
-    >>> num_said([7, 1, 2], [1, 2]), num_said([7, 1], [1, 2]), num_said([7, 2], [1, 2]), num_said([7], [1, 2])
-    (2, 1, 2, 0)
-    """
+    """How many tokens of what ends a turn have been sampled at its end; all if the last one has."""
     if len(sampled) and closing and sampled[-1] == closing[-1]:
         return len(closing)
     counts = range(min(len(sampled), len(closing)), 0, -1)
@@ -334,7 +328,6 @@ def num_said(sampled: Sequence[int], closing: Sequence[int]) -> int:
 
 
 def with_opening(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The messages with this text added to the last one."""
     *earlier, last = (dict(message) for message in messages)
     return [*earlier, {**last, "content": f"{last['content']}\n\n{text}"} if text else last]
 
@@ -353,7 +346,6 @@ def _differs_in_thoughts(prompt: str, conversation: str) -> bool:
 
 
 def _mark(number: int) -> str:
-    """A text that a template leaves as it is."""
     return f"mark{number}mark"
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from rlft.config.schema import AlarmsConfig
-from rlft.types import StepRecord
+from rlft.logger.interface import StepRecord
 
 WINDOW = 20
 """Number of earlier steps with which a new step is compared."""
@@ -48,7 +48,6 @@ class Hint:
     """A note for the person watching.
 
     Attributes:
-        text: the note.
         alarm: the alarm's name in the metrics, if the hint says that something is wrong; else None.
         fatal: whether the numbers are broken, so that the run must stop before it saves them.
     """
@@ -94,7 +93,6 @@ class Hints:
         return {"said": self._last_given, "streaks": self._streaks, "entropies": entropies, "highest": highest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state` returned."""
         self._last_given, self._streaks = dict(state["said"]), dict(state["streaks"])
         self._first_entropies = list(state["entropies"]["first"])
         self._last_entropies = list(state["entropies"]["last"])
@@ -249,7 +247,6 @@ class Alarms:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state` returned."""
         self._series = {name: list(values) for name, values in state["series"].items()}
         self._first = {name: list(values) for name, values in state["first"].items()}
         self._streaks, self._last_raised = dict(state["streaks"]), dict(state["said"])
@@ -260,10 +257,7 @@ class Alarms:
     def step(self, step: int, metrics: Mapping[str, float], varied: Collection[str] = ()) -> dict[str, str]:
         """{alarm: its text} of this step; each is raised once, and again every 50 steps while its cause lasts.
 
-        Args:
-            step: the number of the step.
-            metrics: the metrics of the step.
-            varied: the rewards that were not the same for all completions of the step.
+        `varied` are the rewards that were not the same for all completions of the step.
         """
         rules = (
             self._kl, self._gap, self._sampler_kl, self._effective_samples, self._clipped, self._groups, self._length,

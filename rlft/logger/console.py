@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.config.bounds import NonNegativeFloat
+from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.system.terminal import discard
-from rlft.types import Evaluation, RunInfo, StepRecord
+from rlft.types import Evaluation
 
 STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
 PACE_STEPS = 20  # the ETA is computed from the last steps, with the evaluations and checkpoints between them
@@ -36,10 +37,7 @@ class StandardOutput(Terminal):
 
 
 def open_terminal() -> Terminal:
-    """A console on stdout that escapes characters which its encoding lacks, and prints markup as plain text.
-
-    It survives the end of the process that reads stdout, such as `head -1`.
-    """
+    """A console on stdout that escapes what its encoding lacks, and survives the end of what reads it (`head -1`)."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     return StandardOutput(file=sys.stdout, markup=False, emoji=False, highlight=False)
@@ -50,10 +48,6 @@ class Console:
     """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then.
 
     It is neither frozen nor slotted, because it also holds its view, which is not a key.
-
-    Attributes:
-        live: whether a terminal gets a live view; if False, it gets plain lines, too.
-        plain_seconds: the least number of seconds between two plain step lines.
     """
 
     has_page = True
@@ -93,7 +87,6 @@ class Console:
 
 
 def print_start(terminal: Terminal, run: RunInfo) -> None:
-    """Prints the start-up table."""
     title = f"{visible(run.name)} in {run.folder}"
     terminal.print(Text(title, style="bold"), soft_wrap=True)
     table = Table.grid(padding=(0, 2))
@@ -106,13 +99,7 @@ def print_start(terminal: Terminal, run: RunInfo) -> None:
 
 
 class Progress:
-    """The progress of a run, and its texts for both views.
-
-    Args:
-        run: the run.
-        glyphs: the characters that the terminal can show.
-        now: returns the seconds of a clock that never goes back; `time.monotonic` by default.
-    """
+    """The progress of a run, and its texts for both views; `now` is a clock in seconds, `time.monotonic` by default."""
 
     def __init__(self, run: RunInfo, glyphs: Glyphs, now: Callable[[], float] | None = None) -> None:
         self.run, self.glyphs = run, glyphs
@@ -140,7 +127,6 @@ class Progress:
 
     @property
     def accuracies(self) -> list[float]:
-        """The accuracies of the evaluations that measured accuracy."""
         return [evaluation.accuracy for evaluation in self.evaluations if evaluation.accuracy is not None]
 
     @property

@@ -18,23 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rlft.logger.interface import Logger, RunInfo, StepRecord, TokenValues
 from rlft.system.disk import writing
 from rlft.system.files import append, flush, write_atomically
 from rlft.system.terminal import Say
-from rlft.types import (
-    Branch,
-    Completion,
-    Evaluation,
-    FinishReason,
-    Logger,
-    Prompt,
-    RunInfo,
-    StepRecord,
-    TokenValues,
-    ToolCall,
-    Turn,
-    UserError,
-)
+from rlft.types import Branch, Completion, Evaluation, FinishReason, Prompt, ToolCall, Turn, UserError
 
 if TYPE_CHECKING:
     from rlft.config.schema import RolloutsConfig
@@ -142,7 +130,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
     """A line for each completion of a step, group by group; `index` counts the siblings of a group from 0."""
     for p, group in enumerate(record.groups):
         for i, rollout in enumerate(group.rollouts):
-            completion = rollout.completion
+            completion, row = rollout.completion, p * len(group.rollouts) + i
             yield {
                 "step": record.step,
                 "prompt_id": rollout.prompt.id,
@@ -159,11 +147,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
                 "policy_version": rollout.policy_version,
                 "finish_reason": str(completion.finish_reason),
                 **conversation_fields(completion),
-                **(
-                    {"tokens": token_fields(values)}
-                    if (values := record.tokens.get(p * len(group.rollouts) + i))
-                    else {}
-                ),
+                **({"tokens": token_fields(values)} if (values := record.tokens.get(row)) else {}),
             }
 
 
@@ -266,7 +250,6 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 
 def warn(text: str) -> None:
-    """Prints a line on stderr for the person who reads the files of a run."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -276,11 +259,9 @@ def silent(text: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class DamagedLines:
-    """Damaged lines that follow each other.
+    """Damaged lines that follow each other, the numbers of the first and the last, from 1.
 
     Attributes:
-        first: number of the first of these lines, from 1.
-        last: number of the last one.
         steps: the steps that can still be read in them.
         after: the step of the undamaged line before them; None if there is none.
         before: the step of the undamaged line after them; None if there is none.
@@ -315,20 +296,12 @@ class DamagedLines:
         return "" if self.before is None else f"before step {self.before}"
 
 
-def has_step(line: dict[str, Any]) -> bool:
-    """Whether this is a line of metrics, evaluations, alarms or rollouts."""
-    return type(line.get("step")) is int
-
-
 def complete_lines(
-    file: Iterable[bytes], lost: list[DamagedLines] | None = None, is_whole: Callable[[dict[str, Any]], bool] = has_step
+    file: Iterable[bytes], lost: list[DamagedLines] | None = None, is_whole: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(bytes up to the line's end, line) of each undamaged line; a last line without a newline is still being written.
 
-    Args:
-        file: the raw lines of the file.
-        lost: the list to which damaged lines are added.
-        is_whole: whether a parsed line is one of such a file.
+    Damaged lines are added to `lost`; `is_whole` says whether a parsed line is one of such a file.
     """
     end, step, lost_lines = 0, None, None
     for number, raw in enumerate(file, start=1):
@@ -339,7 +312,7 @@ def complete_lines(
             line = json.loads(raw)
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and is_whole(line):
+        if isinstance(line, dict) and (type(line.get("step")) is int if is_whole is None else is_whole(line)):
             step = line.get("step")
             if lost_lines is not None:
                 lost_lines.before, lost_lines = step, None
@@ -356,7 +329,6 @@ def complete_lines(
 
 
 def lost_text(path: Path, lost: Sequence[DamagedLines]) -> str:
-    """One line that names the file, the lines and their steps."""
     verb = "is" if len(lost) == 1 and lost[0].first == lost[0].last else "are"
     return f"{path}: {', '.join(map(str, lost))} {verb} damaged and left out"
 
@@ -364,12 +336,7 @@ def lost_text(path: Path, lost: Sequence[DamagedLines]) -> str:
 def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:
     """The undamaged lines of a JSONL file, without a torn last line; empty if there is no file.
 
-    Args:
-        path: the file.
-        say: called with a line about damaged lines and their steps.
-
-    Raises:
-        UserError: the file cannot be read.
+    `say` is called with a line about damaged ones and their steps. Raises UserError: the file cannot be read.
     """
     lost: list[DamagedLines] = []
     try:
@@ -386,17 +353,10 @@ def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path, say: Say = warn) -> dict[str, Any]:
-    """The last undamaged line of a JSONL file of numbers; {} if there is none.
+    """The last undamaged line of a JSONL file of numbers; {} if there is none. `say` and errors are as in `read_lines`.
 
     If every line has the quotes, colons, commas and braces of such a file, only the last one is parsed; checking for
     these takes a tenth of the time.
-
-    Args:
-        path: the file.
-        say: called with a line about damaged lines.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -423,12 +383,8 @@ def holds_numbers(line: bytes) -> bool:
 def open_after(path: Path, step: int, say: Say = warn) -> BinaryIO:
     """The file opened to append, unbuffered, cut after the last undamaged line of this step or an earlier one.
 
-    Damaged lines before that are left as they are.
-
-    Args:
-        path: the file.
-        step: the last step whose lines are kept.
-        say: called with a line about damaged lines that may be of this step or an earlier one, kept or cut off.
+    Damaged lines before that are left as they are. `say` is called with a line about damaged lines that may be of this
+    step or an earlier one, kept or cut off.
     """
     keep = 0
     lost: list[DamagedLines] = []

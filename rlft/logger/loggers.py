@@ -7,22 +7,22 @@ from contextlib import ExitStack
 from typing import Any
 
 from rlft.config.instantiate import instantiate, locate
-from rlft.types import Evaluation, Logger, RunInfo, StepRecord, UserError
+from rlft.logger.interface import Logger, RunInfo, StepRecord
+from rlft.types import Evaluation, UserError
 
 ONLY_ONE = {"writes_metrics": "writes metrics.jsonl", "has_page": "draws on the terminal"}
 """{class attribute with which a logger declares what it does: this in words}; only one logger of a run may do it."""
 
 
 def declares(logger: Any, attribute: str) -> bool:
-    """Whether a logger, or its class, declares this by an attribute that is True (`rlft.types.Logger`)."""
+    """Whether a logger, or its class, declares this by an attribute that is True (`rlft.logger.interface.Logger`)."""
     return getattr(logger, attribute, False) is True
 
 
 def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
     """The loggers of a config's section `logger`. Equal sections are one logger, whatever their names are.
 
-    Raises:
-        UserError: a section is wrong, or two different loggers do what only one may do.
+    Raises UserError: a section is wrong, or two different loggers do what only one may do.
     """
     distinct: dict[str, Any] = {}
     for name, section in sections.items():
@@ -38,11 +38,7 @@ def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
 
 
 def is_declared(sections: Mapping[str, Any], attribute: str) -> bool:
-    """Whether a class that these sections name declares this.
-
-    Raises:
-        UserError: no class that can be imported declares it, and one cannot be imported.
-    """
+    """Whether a class that these sections name declares this. UserError: none does, and one cannot be imported."""
     import_error: UserError | None = None
     for name, section in sections.items():
         try:
@@ -58,14 +54,8 @@ def is_declared(sections: Mapping[str, Any], attribute: str) -> bool:
 class Loggers:
     """Passes every call on, in order. `finish` reaches every logger that was started, even if another one fails.
 
-    Args:
-        loggers: the loggers.
-        say: takes the notes that come before the start.
-
-    Attributes:
-        current: the current stage of the run.
-        run: the run, once it has started; None before.
-        last: the record of the last step; None before the first one.
+    `say` takes the notes that come before the start. `current` is the run's stage, `run` the run once it has started,
+    `last` the record of the last step.
     """
 
     def __init__(self, loggers: Iterable[Logger], say: Callable[[str], None]) -> None:
@@ -77,7 +67,6 @@ class Loggers:
 
     @property
     def finished(self) -> int:
-        """Number of finished steps."""
         newest = self.last or self.run
         return 0 if newest is None else newest.step
 

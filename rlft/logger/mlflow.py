@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlft.config.bounds import PositiveFloat
+from rlft.logger.interface import RunInfo
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
-from rlft.types import RunInfo
 
 MOST_PARAMETERS, LONGEST_VALUE = 100, 6000
 """The most parameters of one call, and the most characters of a parameter's value."""
@@ -21,13 +21,7 @@ STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
 
 @dataclass(kw_only=True)
 class Mlflow(ScalarLogger):
-    """Logs to an experiment; parameters keep the values that they had when the run began.
-
-    Attributes:
-        tracking_uri: the address of the server or database; None for MLflow's default.
-        experiment: the name of the experiment.
-        seconds: the longest wait for one answer.
-    """
+    """Logs to an experiment; parameters keep the values that they had when the run began."""
 
     package = "mlflow"
     environment: ClassVar = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}

@@ -18,23 +18,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.config.keys import flatten
+from rlft.logger.interface import RunInfo, StepRecord
 from rlft.system.files import write_atomically
 from rlft.system.process.running_time import within
-from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.types import Evaluation, UserError
 
 
 @dataclass(kw_only=True)
 class ScalarLogger(ABC):
     """Sends the metrics of steps and evaluations, and the config, to a tracker.
 
-    A subclass names its `package` (which is also its extra and its choice) and overrides `open`, `send` and `close`. A
-    resumed run continues the tracker's run: `name_of` returns a name by which it is found again, and `logged` what it
-    has already, which is not sent a second time. A field `seconds` is the longest wait for one call; without it, calls
-    have no time limit, for instance where only files are written. It is neither frozen nor slotted, because it also
-    holds the tracker's run.
-
-    Raises:
-        UserError: the package is not installed.
+    A subclass names its `package` (which is also its extra and its choice; UserError if it is not installed) and
+    overrides `open`, `send` and `close`. A resumed run continues the tracker's run: `name_of` returns a name by which
+    it is found again, and `logged` what it has already, which is not sent a second time. A field `seconds` is the
+    longest wait for one call; without it, calls have no time limit, for instance where only files are written. It is
+    neither frozen nor slotted, because it also holds the tracker's run.
     """
 
     package = ""

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.config.bounds import PositiveInt
+from rlft.logger.interface import RunInfo
 from rlft.logger.scalars import ScalarLogger, parameters
-from rlft.types import RunInfo
 
 
 @dataclass(kw_only=True)
 class Tensorboard(ScalarLogger):
-    """Writes to `tensorboard/` in the run's folder.
-
-    Attributes:
-        flush_seconds: the longest time until numbers are in the file.
-    """
+    """Writes to `tensorboard/` in the run's folder."""
 
     package = "tensorboard"
 

@@ -40,9 +40,7 @@ def glyphs_for(encoding: str) -> Glyphs:
 def visible(text: str, *, joiners: bool = True) -> str:
     r"""The text with everything that could move, hide or recolour other text spelled out, as `\x1b` or `\u202e`.
 
-    Args:
-        text: the text.
-        joiners: whether invisible characters that belong to some scripts and emoji stay as they are.
+    `joiners`: whether invisible characters that belong to some scripts and emoji stay as they are.
     """
     if "".join(text.split("\n")).isprintable() and (joiners or not _BLANK.search(text)):
         return text

@@ -9,18 +9,13 @@ from io import StringIO
 from typing import Any
 
 from rlft.config.bounds import PositiveFloat
+from rlft.logger.interface import RunInfo
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
-from rlft.types import RunInfo
 
 
 @dataclass(kw_only=True)
 class Trackio(ScalarLogger):
-    """Logs to a project.
-
-    Attributes:
-        project: the name of the project.
-        seconds: the longest wait for one call.
-    """
+    """Logs to a project."""
 
     package = "trackio"
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from rlft.config.bounds import PositiveFloat
+from rlft.logger.interface import RunInfo
 from rlft.logger.scalars import ScalarLogger, kept
-from rlft.types import RunInfo
 
 RUN_ID = "wandb_id.txt"
 
@@ -32,13 +32,6 @@ class Wandb(ScalarLogger):
 
     Steps repeated after a resume are sent again and ignored by the server, which accepts each step once; they have the
     same numbers.
-
-    Attributes:
-        mode: `auto` is online if an account is set up, else offline.
-        project: the name of the project.
-        entity: the user or team that owns the project; None for the account's default.
-        init_seconds: the longest wait at the start.
-        finish_seconds: the longest wait at the end.
     """
 
     package = "wandb"

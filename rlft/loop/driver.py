@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.config.trainer import CheckpointConfig
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import Hint
+from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import peak_memory_bytes
@@ -37,7 +38,7 @@ from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.repeatable import repeatable
 from rlft.system.terminal import Say
 from rlft.trainer.local import to_cpu
-from rlft.types import Evaluation, RunInfo, StepRecord
+from rlft.types import Evaluation
 
 CHECKSUMS = "base_checksums"
 """Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
@@ -60,10 +61,7 @@ class OpenRun:
     """What a run has before its model is loaded, which `open_run` opens and closes.
 
     Attributes:
-        plan: the planned run.
-        folder: the run's folder.
         logger: the run's loggers; notes are printed until they have started.
-        interrupt: the signals that end the run.
         again: the command that resumes the run after a failure; None for an evaluation, which has no step to finish
             when it is interrupted.
     """
@@ -80,10 +78,9 @@ class OpenRun:
 
 
 class RunDriver(ABC):
-    """The parts of a run around its steps. A subclass adds a verb's own parts and steps.
+    """The parts of a run around its steps. A subclass adds a command's own parts and steps.
 
     Args:
-        run: the open run.
         generator: samples in this run; None if nothing is sampled.
     """
 
@@ -92,11 +89,10 @@ class RunDriver(ABC):
         self.plan: Any = run.plan
         self.config: Any = run.plan.config
         self.shared_base = None if generator is None else generator.shared_base
-        self.saver = Saver(
-            run_folder.checkpoints(run.folder), self.config.checkpoint, run.interrupt, run.plan.num_steps
-        )
+        root = run_folder.checkpoints(run.folder)
+        self.saver = Saver(root, self.config.checkpoint, run.interrupt, run.plan.num_steps)
 
-    # -- what a verb's run implements ----------------------------------------------------------------------------------
+    # -- what a command's run implements -------------------------------------------------------------------------------
     @abstractmethod
     def restore(self, saved: Checkpoint) -> None:
         """Restores the whole state of a checkpoint."""
@@ -145,22 +141,20 @@ class RunDriver(ABC):
             if self.shared_base is not None:
                 self.shared_base.check_content(saved.state.get(CHECKSUMS))
         step, facts = 0 if saved is None else saved.step, self.facts()
-        headline = verbs.named(self.config.verb).headline or LOSS
-        self.logger.start(
-            RunInfo(
-                folder=self.folder,
-                name=self.config.name,
-                config=self.plan.plain,
-                step=step,
-                steps=self.plan.num_steps,
-                sizes=self.plan.startup_rows(facts),
-                watched=(headline.label, headline.metric),
-            )
+        headline = commands.named(self.config.command).headline or LOSS
+        info = RunInfo(
+            folder=self.folder,
+            name=self.config.name,
+            config=self.plan.plain,
+            step=step,
+            steps=self.plan.num_steps,
+            sizes=self.plan.startup_rows(facts),
+            watched=(headline.label, headline.metric),
         )
+        self.logger.start(info)
         if self.config.resume is not None:
-            self.logger.note(
-                f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
-            )
+            where = f"after step {step}" if saved else "from the start: there was no checkpoint yet"
+            self.logger.note(f"resumed {where}")
         for note in (*self.plan.notes, *facts.notes, *self.findings()):
             if note:
                 self.logger.note(note)
@@ -172,19 +166,18 @@ class RunDriver(ABC):
 
     def rehearse(self, step: int) -> None:
         """Decodes the longest rows, and runs the largest micro-batch forward and backward; keeps nothing."""
-        with log_peak(self.logger.note), torch.random.fork_rng():
+        start = time.monotonic()
+        with torch.random.fork_rng():
             self.logger.stage("rehearse sampling")
             self.rehearse_sampling(step)
             self.logger.stage("rehearse update")
             self.rehearse_update()
+        time_and_memory = f"{time.monotonic() - start:.1f} s, {in_words(peak_memory_bytes())} at most so far"
+        self.logger.note(f"the longest rows of this run fit into memory ({time_and_memory})")
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def log(self, record: StepRecord, hints: Iterable[Hint]) -> None:
-        """Hands a finished step and its hints to the loggers.
-
-        Raises:
-            BrokenRunError: a hint is fatal.
-        """
+        """Hands a finished step and its hints to the loggers. Raises BrokenRunError: a hint is fatal."""
         self.logger.step(record)
         for hint in hints:
             if hint.fatal:
@@ -224,8 +217,17 @@ class RunDriver(ABC):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Entered once everything is open; loggers get the reason of a failure before the exception propagates."""
-        with gc_frozen(), logging_the_end(self.logger, lambda: self.interrupted), self.run.explained():
-            yield
+        with gc_frozen():
+            status = "interrupted"
+            try:
+                with self.run.explained():
+                    yield
+                status = "interrupted" if self.interrupted else "finished"
+            except Exception as error:
+                status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                raise
+            finally:
+                self.logger.finish(status)
 
     def outcome_of(self, loop: Callable[[], int]) -> Outcome:
         """Runs `loop`, which returns the number of finished steps; if a step is abandoned, saves the one before it."""
@@ -252,15 +254,6 @@ def open_run(plan: Plan, folder: Path, say: Say, again: str | None) -> Iterator[
 
 
 @contextlib.contextmanager
-def log_peak(note: Callable[[str], None]) -> Iterator[None]:
-    """Notes how much time and memory the rehearsal inside took."""
-    start = time.monotonic()
-    yield
-    time_and_memory = f"{time.monotonic() - start:.1f} s, {in_words(peak_memory_bytes())} at most so far"
-    note(f"the longest rows of this run fit into memory ({time_and_memory})")
-
-
-@contextlib.contextmanager
 def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
     """Makes torch add in a fixed order on a CPU, so that a repeated or resumed run is the same to the last bit.
 
@@ -270,20 +263,6 @@ def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
     """
     with repeatable(only_warns=True) if device.type == "cpu" else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def logging_the_end(logger: Loggers, interrupted: Callable[[], bool]) -> Iterator[None]:
-    """Tells the loggers at the end whether the run finished, was interrupted, or stopped with an error."""
-    status = "interrupted"
-    try:
-        yield
-        status = "interrupted" if interrupted() else "finished"
-    except Exception as error:
-        status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        raise
-    finally:
-        logger.finish(status)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

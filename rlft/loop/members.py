@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -34,13 +33,7 @@ NOT_BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The ranks besides the run's own process, which load their bases while this one loads its own.
-
-    Attributes:
-        launcher: the launcher that has started them; whoever opened it closes it.
-        specs: the specs of ranks 1, 2, ..
-        members: the members that are these ranks.
-    """
+    """The ranks 1, 2, .. besides the run's own process, which load their bases while this one loads its own."""
 
     launcher: Launcher
     specs: Sequence[MemberSpec]
@@ -53,8 +46,6 @@ class Members:
 
     Attributes:
         pool: the engines, which still start: they load their bases while this process loads its own.
-        ranks: the other ranks.
-        open_rewards: opens the reward workers.
     """
 
     pool: EnginePool | None = None
@@ -74,15 +65,20 @@ def open_members(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, 
         yield Members()
         return
     with ExitStack() as stack:
-        launcher, pool = stack.enter_context(opened_launcher(plan, folder)), None
+        launcher, pool, ranks = stack.enter_context(opened_launcher(plan, folder)), None, None
         if cluster.engines:  # before ranks: with several GPUs each, engines are the hardest to place
             pool = open_engines(plan, launcher, note)
             stack.callback(pool.close)
-        yield Members(
-            pool=pool,
-            ranks=start_ranks(plan, launcher) if has_ranks else None,
-            open_rewards=partial(open_reward_members, plan.config, launcher, note) if cluster.scoring else None,
-        )
+        if has_ranks:
+            specs = rank_specs(plan)
+            ranks = Ranks(launcher=launcher, specs=specs, members=[launcher.start(spec) for spec in specs])
+
+        def open_rewards(rewards: Sequence[RewardSpec]) -> RewardMembers:
+            scoring = plan.config.scoring
+            times = {"timeout_s": scoring.timeout, "answer_s": cluster.timeout}
+            return RewardMembers(launcher, rewards, scoring.workers, **times, note=note)
+
+        yield Members(pool=pool, ranks=ranks, open_rewards=open_rewards if cluster.scoring else None)
 
 
 def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
@@ -132,12 +128,6 @@ def engine_specs(
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
-def start_ranks(plan: TrainPlan, launcher: Launcher) -> Ranks:
-    """Starts the ranks of a plan besides this process."""
-    specs = rank_specs(plan)
-    return Ranks(launcher=launcher, specs=specs, members=[launcher.start(spec) for spec in specs])
-
-
 def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
     """The specs of the members that are ranks 1, 2, .., each with as many threads as this process."""
     config, cluster = plan.config, plan.config.cluster
@@ -178,15 +168,6 @@ def make_trainer(
         host=ranks.launcher.address,
         note=note,
     )
-
-
-# -- reward workers ----------------------------------------------------------------------------------------------------
-def open_reward_members(
-    config: RunConfig, launcher: Launcher, note: Callable[[str], None], rewards: Sequence[RewardSpec]
-) -> RewardMembers:
-    """The reward workers of a run on the cluster, which score with these rewards."""
-    scoring, answer_s = config.scoring, config.cluster.timeout
-    return RewardMembers(launcher, rewards, scoring.workers, timeout_s=scoring.timeout, answer_s=answer_s, note=note)
 
 
 # -- each member -------------------------------------------------------------------------------------------------------

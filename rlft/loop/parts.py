@@ -46,7 +46,6 @@ def load_for_training(
     """Loads the base.
 
     Args:
-        config: the model's settings.
         lora: the shape of the trained adapter; None if the base itself is trained.
         token_budget: the most tokens in a forward with gradient.
         own: whether no other job of a sweep may share the base, because its weights will be trained.
@@ -60,10 +59,8 @@ def load_for_training(
     else:  # jobs share a base by the arguments that it was loaded with
         backbone = load_backbone(config) if adopt is None else load_backbone(config, adopt)
     if config.gradient_checkpointing == "auto":
-        model, free = backbone.model, free_bytes(backbone.device)
-        plain, itemsize = backbone.kernels.are_plain, model.dtype.itemsize
-        layers = NO_ADAPTER
-        quantized = config.quantization is not None
+        model, free, layers = backbone.model, free_bytes(backbone.device), NO_ADAPTER
+        plain, itemsize, quantized = backbone.kernels.are_plain, model.dtype.itemsize, config.quantization is not None
         if lora is not None and (plain or lora.dropout > 0 or lora.use_dora or quantized):
             empty = empty_model(config, model.config)
             shapes = fresh_shapes(empty, lora_config(lora, empty))
@@ -106,11 +103,15 @@ def open_roles(
     adopt puts the base on its device (`load_for_training`); base: its layers where ranks divide them.
     """
     backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
+    critic = config.critic
+    if critic.init == "reward":
+        [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number
+        critic = replace(critic, init=learned.kwargs["path"])
     roles = Roles(
         backbone,
         config.lora,
         config.snapshot,
-        replace(config.critic, init=critic_source(config)),
+        critic,
         temperature=config.generation.temperature,
         token_budget=config.token_budget,
         seed=config.seed,
@@ -122,19 +123,10 @@ def open_roles(
         roles.close()
 
 
-def critic_source(config: RunConfig) -> str:
-    """`critic.init`, with `reward` replaced by the folder of the learned reward's adapter."""
-    if config.critic.init != "reward":
-        return config.critic.init
-    [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number
-    return learned.kwargs["path"]
-
-
 # -- trainer -----------------------------------------------------------------------------------------------------------
 def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = None) -> LocalTrainer:
     """The trainer of this run on these roles, with fresh optimizers; `base` is as in `open_roles`."""
-    config = plan.config
-    reward_training: RewardRefresh | None = None
+    config, reward_training = plan.config, None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
         role = reward_role(learned[0].name)
         reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
@@ -163,7 +155,6 @@ def open_scorer(
     """Opens the rewards of a config.
 
     Args:
-        config: the config of any verb that scores.
         learner: the networks; those of learned rewards are on their base.
         learns: whether this run trains the learned rewards.
         pool: the run's engines in other processes, which have groups scored as soon as they are finished.
@@ -197,5 +188,4 @@ def open_resident(rewards: Mapping[str, RewardSpec], roles: Roles, *, learns: bo
 
 
 def learned_rewards(rewards: Mapping[str, RewardSpec]) -> Sequence[RewardSpec]:
-    """The rewards that the trainer computes with a model."""
     return [spec for spec in rewards.values() if spec.runs_in_trainer]

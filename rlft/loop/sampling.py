@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,17 +57,11 @@ class StepSampler:
         self.generator.sleep()
         return groups
 
-    def fresh_prompts(self, step: int, purpose: str, num: int, seen: set[str]) -> list[Prompt]:
-        """At most `num` prompts whose ids are not in `seen`, in an order that derives from (seed, step, purpose)."""
+    def fresh_prompts(self, step: int, purpose: str, num: int, used_ids: set[str]) -> list[Prompt]:
+        """Up to `num` prompts whose ids are not in `used_ids`, in an order that derives from (seed, step, purpose)."""
         order = permutation(len(self.prompts), derive(self.config.seed, step, purpose), 0)
-        fresh: list[Prompt] = []
-        for index in order:
-            if len(fresh) == num:
-                break
-            prompt = self.prompts[index]
-            if prompt.id not in seen:
-                fresh.append(prompt)
-        return fresh
+        fresh = (prompt for prompt in (self.prompts[i] for i in order) if prompt.id not in used_ids)
+        return list(islice(fresh, num))
 
 
 def replace_uninformative_groups(
@@ -143,8 +138,6 @@ class AheadSampler:
     """Gives the groups of each step, which it has sampled a step ahead where `lag` is 1.
 
     Args:
-        sampler: samples a step's groups with the adapter that the engine has.
-        lag: 0 or 1.
         beside: whether sampling ahead runs in a thread of its own, during the update.
     """
 
@@ -193,7 +186,6 @@ class AheadSampler:
         return self._ahead.get(step)
 
     def restore(self, step: int, groups: list[Group]) -> None:
-        """Makes these the groups of that step."""
         self._ahead = {step: groups}
 
     def close(self) -> None:
@@ -249,9 +241,8 @@ def packed(groups: Sequence[Group], step_prompts: Sequence[Prompt]) -> tuple[dic
     group_prompts = [group.prompt for group in groups]
     pairs = zip(group_prompts, step_prompts, strict=True)
     if any(prompt.token_ids != original.token_ids for prompt, original in pairs):
-        values[
-            "prompts"
-        ] = [  # messages as pairs: checkpoints sort the keys of objects, and rollout files keep their order
+        # messages as pairs: checkpoints sort the keys of objects, and rollout files keep their order
+        values["prompts"] = [
             {"token_ids": list(prompt.token_ids), "messages": [list(message.items()) for message in prompt.messages]}
             for prompt in group_prompts
         ]

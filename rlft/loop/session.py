@@ -20,6 +20,7 @@ from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
+from rlft.logger.interface import StepRecord, TokenValues
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.freshness import check_decoding, open_freshness
@@ -39,7 +40,7 @@ from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
-from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, StepRecord, TokenValues
+from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,10 @@ class Session(RunDriver):
         self.backbone, self.roles, self.generator = roles.backbone, roles, generator
         self.scorer, self.trainer = scorer, trainer
         self.hints = Hints()
-        self.alarms = self._open_alarms()
+        self.alarms, settings = None, self.config.alarms
+        if settings is not None:
+            # None for logprob_gap with a lag, where engine and trainer compute different policies.
+            self.alarms = Alarms(replace(settings, logprob_gap=None) if self.config.overlap.lag else settings)
         self._failures_noted = 0
         rows = roles.model.config.get_text_config().vocab_size
         self._unknown = ids_without_token(roles.backbone.tokenizer, rows)
@@ -100,8 +104,7 @@ class Session(RunDriver):
         if values is None or not self.ahead.lag or values["derived_from"] != derived_from(self.sampler, saved.step):
             return
         if "sampled" in saved.tensors:
-            groups = unpacked(saved.tensors["sampled"], values, self.sampler, saved.step)
-            self.ahead.restore(saved.step, groups)
+            self.ahead.restore(saved.step, unpacked(saved.tensors["sampled"], values, self.sampler, saved.step))
             return
         config = self.roles.adapter_config()
         self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
@@ -132,9 +135,14 @@ class Session(RunDriver):
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def sample(self, step: int) -> list[Group]:
-        """The groups of the step that follows `step` finished steps."""
-        if self._previous is not None and self.ahead.of(step) is None and self._previous.version == step - 1:
-            self._sample_with_previous(step, self._previous)
+        previous = self._previous
+        if previous is not None and self.ahead.of(step) is None and previous.version == step - 1:
+            # A run that is continued past its former last step has not sampled them ahead: the adapter published
+            # before the newest one does.
+            self.generator.load(previous)
+            self.freshness.check_again(previous.version, self.generator)
+            self.ahead.restore(step, self.sampler.sample(step))
+            self.publish(step)
         groups = self.ahead.sample(step)
         if not self.config.dynamic_sampling.max_rounds:
             self._sample_ahead(step + 1)
@@ -144,16 +152,6 @@ class Session(RunDriver):
         """Samples the groups of `step` with the adapter that is published now, if there is a lag and such a step."""
         if step < self.config.steps:
             self.ahead.start(step)
-
-    def _sample_with_previous(self, step: int, previous: Adapter) -> None:
-        """Samples the groups of a resumed run's first step with the adapter published before the newest one.
-
-        A run that is continued past its former last step has not sampled them ahead.
-        """
-        self.generator.load(previous)
-        self.freshness.check_again(previous.version, self.generator)
-        self.ahead.restore(step, self.sampler.sample(step))
-        self.publish(step)
 
     def wait_for_samples(self, clock: Clock) -> None:
         """Waits until the next step's groups are sampled, where that is done beside the update."""
@@ -233,7 +231,10 @@ class Session(RunDriver):
             advantages=mean_B.view(shape).tolist(),
             tokens=tokens,
         )
-        hints, alarms = self.hints.check(record), self._alarms_of(record)
+        hints, alarms = self.hints.check(record), {}
+        if self.alarms is not None:
+            varied = [name for name, rows in record.rewards.items() if len({s for row in rows for s in row}) > 1]
+            alarms = self.alarms.step(step, metrics, varied)
         alarm_texts = alarms | {hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm}
         alarm_metrics = {f"alarm/{name}": 1.0 for name in alarm_texts}
         if self.scorer.num_failures > self._failures_noted:
@@ -243,19 +244,6 @@ class Session(RunDriver):
         self.log(replace(record, metrics={**metrics, **alarm_metrics}, alarms=alarm_texts), hints)
         for text in alarms.values():
             self.logger.note(f"step {step}: {text}")
-
-    def _open_alarms(self) -> Alarms | None:
-        settings = self.config.alarms
-        if settings is None:
-            return None
-        # None for logprob_gap with a lag, where engine and trainer compute different policies.
-        return Alarms(replace(settings, logprob_gap=None) if self.config.overlap.lag else settings)
-
-    def _alarms_of(self, record: StepRecord) -> dict[str, str]:
-        if self.alarms is None:
-            return {}
-        varied = [name for name, scores in record.rewards.items() if len({s for group in scores for s in group}) > 1]
-        return self.alarms.step(record.step, record.metrics, varied)
 
     def evaluation(self, step: int) -> Evaluation:
         held_out = self.plan.held_out
@@ -277,7 +265,6 @@ class Session(RunDriver):
         return evaluate(self.generator, self.scorer, prompts, self.config, step)
 
     def checkpoint(self, state: State) -> Checkpoint:
-        """The checkpoint of this state."""
         trainer = self.trainer.state()
         values: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
         if self.alarms is not None:
@@ -334,9 +321,6 @@ def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...
     not rehearsed: their batches fit the same token budget as the update's.
 
     Args:
-        run: the run's config.
-        forward: splits a batch into micro-batches.
-        prompt: token ids of the longest prompt.
         hinted_tokens: number of tokens of the longest prompt with a hint that a teacher reads; 0 without a hint.
     """
     shape = (len(prompt), run.generation.max_tokens, run.group_size, run.completions_per_step // run.minibatches)

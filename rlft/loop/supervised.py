@@ -19,6 +19,7 @@ from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import not_finite
+from rlft.logger.interface import StepRecord
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.metrics import Clock, peak_memory_bytes
 from rlft.loop.parts import load_for_training
@@ -30,7 +31,7 @@ from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.update import Optimizer, begin_step, optimizer_step, text_passes, total_of
-from rlft.types import Batch, Evaluation, StepRecord
+from rlft.types import Batch, Evaluation
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
@@ -39,8 +40,6 @@ class SupervisedTask(ABC, Generic[AnyPlan]):
     """What a supervised run learns, by one adapter or by a whole model. A subclass adds how it is learned and measured.
 
     Attributes:
-        plan: the planned run.
-        config: its config.
         learner: the adapters on their base, or the whole model.
         role: names the trained network in metrics, checkpoints and messages.
         generator: samples for evaluations; None if nothing is sampled.
@@ -173,7 +172,6 @@ class SupervisedRun(RunDriver):
         return self.task.evaluate(step)
 
     def checkpoint(self, step: int) -> Checkpoint:
-        """The checkpoint after these steps."""
         return self.task.saved(step, self.optimizer.state(), self.state_values())
 
 

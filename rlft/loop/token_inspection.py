@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlft.batch import Decode, select
+from rlft.logger.interface import TokenValues
 from rlft.model.roles import POLICY, Roles
-from rlft.types import Batch, TokenValues
+from rlft.types import Batch
 
 DIGITS = 5
 UNFINISHED = "\ufffd"  # a tokenizer decodes part of a character to this
@@ -23,12 +24,9 @@ class Inspection:
     """Inspects some groups of a step: before its update when it is made, and after the update by `finish`.
 
     Args:
-        roles: the networks.
-        batch: the step's batch after credit.
         prompt_lengths: number of tokens of each row's prompt.
         zero_gradient_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
         num_groups: the most groups that are inspected.
-        decode: decodes token ids to text, with special tokens.
     """
 
     def __init__(

@@ -35,9 +35,7 @@ class EngineWorker:
     """The object of a member (`rlft.system.process.member`) that is an engine; the pool calls its methods.
 
     Args:
-        config: the run's config.
         engine: the engine's name in `generation`.
-        environment: the run's environment.
     """
 
     def __init__(self, config: RunConfig, engine: str, environment: Environment | None) -> None:

@@ -16,6 +16,7 @@ from rlft.config.instantiate import instantiate
 from rlft.config.model import LoraSettings
 from rlft.config.schema import AUTO, DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
 from rlft.data.files import files_at
+from rlft.logger.interface import Logger
 from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head
 from rlft.plan.adapters import AdapterUse, Use, check_folders, use_of_policy, uses, uses_of_rewards
@@ -38,7 +39,7 @@ from rlft.plan.scoring_rules import (
     check_time_limits,
 )
 from rlft.reward.workers.reward_spec import specs
-from rlft.types import Logger, UserError, require
+from rlft.types import UserError, require
 
 REFERENCE = "snapshot.reference"
 MOVING = "ema"

@@ -85,7 +85,7 @@ BATCH_FIELDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Memory demand of a planned run of any verb, on the trainer's device.
+    """Memory demand of a planned run of any command, on the trainer's device.
 
     Attributes:
         adapters: number of adapters of the run's rank on the base, without the engine's own copy.

@@ -167,7 +167,7 @@ class PreferencePlan(Plan):
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
-    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`."""
+    """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: RmConfig | DpoConfig = resolved.config
     loss, loggers = resolved.parts
     used = uses_of_preferences(config, loss)

@@ -1,4 +1,4 @@
-"""The plan of a run of any verb: everything that is known about it before a weight is loaded."""
+"""The plan of a run of any command: everything that is known about it before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares
-from rlft.types import Logger
 
-if TYPE_CHECKING:  # not at run time: a verb from outside the tree plans in the module that `rlft --help` imports
+if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in the module that `rlft --help` imports
     from rlft.data.prompts import PromptSet
     from rlft.generation.memory import ModelSizes
     from rlft.plan.memory_parts import Demand
@@ -33,16 +33,16 @@ class DataLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ABC):
-    """The plan that every verb makes; the defaults here are for a verb that has nothing of the kind.
+    """The plan that every command makes; the defaults here are for a command that has nothing of the kind.
 
     Attributes:
-        config: the verb's typed config.
+        config: the command's typed config.
         plain: the resolved config as dicts and lists.
         fingerprints: `{<section>_fingerprint: fingerprint of its data or weights}`; a resume is refused if one changed.
         engine: the name of the engine that samples; None if nothing is sampled.
         notes: what the person watching should know when the run starts.
         loggers: receive the numbers of each step.
-        ends: what ends a turn; None for a verb that does not say.
+        ends: what ends a turn; None for a command that does not say.
     """
 
     config: Any
@@ -65,7 +65,7 @@ class Plan(ABC):
 
     @property
     def has_page(self) -> bool:
-        """Whether the page of the run is printed at its end, as it always is for a verb without loggers."""
+        """Whether the page of the run is printed at its end, as it always is for a command without loggers."""
         return not hasattr(self.config, "logger") or any(declares(logger, "has_page") for logger in self.loggers)
 
     @property
@@ -87,7 +87,7 @@ class Plan(ABC):
         return [] if self.ends is None else [self.ends.row]
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
-        """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the verb."""
+        """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the command."""
         return None
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:

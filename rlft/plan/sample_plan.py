@@ -68,7 +68,7 @@ class SamplePlan(Plan):
 
 
 def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str) -> None:
-    """Refuses an adapter that the engine cannot serve; this verb has no `lora` section to change instead."""
+    """Refuses an adapter that the engine cannot serve; this command has no `lora` section to change instead."""
     if generation.engine == AUTO:
         return
     engine = generation.named(generation.engine)
@@ -82,7 +82,7 @@ def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
-    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`."""
+    """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: SampleConfig = resolved.config
     check_machine(config.model, runs_here=runs_here)
     rewards, lora, used = specs(config.reward), lora_of(config), uses_of_sample(config)

@@ -98,7 +98,7 @@ class SftPlan(Plan):
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
-    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`."""
+    """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: SftConfig = resolved.config
     check_machine(config.model, runs_here=runs_here)
     whole = config.lora is None

@@ -268,7 +268,7 @@ class TrainPlan(Plan):
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
-    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Verb.make_plan`.
+    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Command.make_plan`.
 
     trains: False if the config is only evaluated.
     """

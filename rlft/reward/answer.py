@@ -54,10 +54,7 @@ class Which(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerKeys:
-    """The config keys of every reward that looks for an answer.
-
-    configs/reward/exact_match.yaml explains them.
-    """
+    """The config keys of every reward that looks for an answer."""
 
     answer_in: AnswerIn
     tag: str
@@ -78,7 +75,8 @@ class AnswerKeys:
         template, in which each stands once.
         """
         text = text if self.in_reasoning else without_reasoning(text)
-        if self.which == Which.only and self.answer_in == AnswerIn.tag and not _each_once(text, self.tag):
+        is_template = text.count(f"<{self.tag}>") == text.count(f"</{self.tag}>") == 1
+        if self.which == Which.only and self.answer_in == AnswerIn.tag and not is_template:
             return None
         answers = [answer.strip() for answer in self._answers(text)]
         if not answers or (self.which == Which.only and len(set(answers)) > 1):
@@ -101,9 +99,9 @@ class AnswerKeys:
                 return answer
 
     def reference_text(self, prompt: Prompt) -> str | None:
-        """A completion that gives the prompt's reference answer, as `written`; it should get full marks.
+        """A completion with the prompt's reference answer, which should get full marks; None if none is compared.
 
-        None also for a reward that compares nothing with the reference. Unscorable if the reference is of no use.
+        Unscorable if the reference is of no use.
         """
         return self.written(prompt.answer)
 
@@ -154,13 +152,7 @@ class AnswerKeys:
 
 
 def tagged(text: str, tag: str) -> Iterator[str]:
-    """The content of each `<tag>...</tag>`; a further opening tag inside a block restarts the block.
-
-    >>> list(tagged("<answer>17</answer> no, <answer> 18 </answer>", "answer"))
-    ['17', ' 18 ']
-    >>> list(tagged("<answer>17 <answer>18</answer></answer>", "answer"))
-    ['18']
-    """
+    """The content of each `<tag>...</tag>`; a further opening tag inside a block restarts the block."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     start = 0
     while (end := text.find(closing, start)) != -1:
@@ -171,11 +163,7 @@ def tagged(text: str, tag: str) -> Iterator[str]:
 
 
 def boxed(text: str) -> Iterator[str]:
-    r"""The content of each `\boxed{...}` or `\fbox{...}`, with balanced braces; a box never closed does not count.
-
-    >>> list(boxed(r"so \boxed{\frac{1}{2}}, \fbox {\{2\}} and \boxed{3"))
-    ['\\frac{1}{2}', '\\{2\\}']
-    """
+    r"""The content of each `\boxed{...}` or `\fbox{...}`, with balanced braces; a box never closed does not count."""
     start = 0
     while match := _BOX.search(text, start):
         end = closing_brace(text, match.end())
@@ -186,14 +174,9 @@ def boxed(text: str) -> Iterator[str]:
 
 
 def hashed(text: str) -> Iterator[str]:
-    r"""The text after each `####` on its line, as in GSM8K's own solutions.
+    """The text after each `####` on its line, as in GSM8K's own solutions.
 
     A heading of Markdown (Step 1, 1. Sums) is none: it has text below that leads to a later `####`.
-
-    >>> list(hashed("48 + 24 = 72\n#### 72"))
-    ['72']
-    >>> list(hashed("#### Step 1\n48 + 24 = 72\n#### 72"))
-    ['72']
     """
     answer, has_text_below = None, False
     for line in text.splitlines():
@@ -243,10 +226,6 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def _each_once(text: str, tag: str) -> bool:
-    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
-
-
 def check_regex(pattern: str | None, remedy: str) -> int:
     """The number of groups of a regular expression. UserError of the key `pattern` for what is none."""
     try:
@@ -256,14 +235,9 @@ def check_regex(pattern: str | None, remedy: str) -> int:
 
 
 def written_for(pattern: str, answer: str) -> str | None:
-    r"""The shortest text for the pattern, with the answer in place of its first group; None for one that finds nothing.
+    """The shortest text for the pattern, with the answer in place of its first group; None for one that finds nothing.
 
     The answer may still not be what the pattern finds: it may cut it, or not match it.
-
-    >>> written_for(r"(?i)answer:\s*(-?\d+)", "18"), written_for(r"#### (\d+)", "1,080")
-    ('answer:18', '#### 1,080')
-    >>> written_for(r"(?P<x>a)(?!a)(?P=x)", "a") is None
-    True
     """
     try:
         parts = parser.parse(pattern)

@@ -41,10 +41,7 @@ _SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b[A-Za-z0-9]\)|\b(?:[A-Z]|and|or|n
 
 
 class ReferenceIs(StrEnum):
-    """How a reference answer names its choice: by letter or text, or by its place in the choices.
-
-    The place is an index from 0 (MMLU, HellaSwag) or a number from 1 (WinoGrande, SocialIQA).
-    """
+    """How a reference answer names its choice: by letter or text, or by its place in the choices, from 0 or from 1."""
 
     auto = "auto"
     choice = "choice"
@@ -84,9 +81,6 @@ def choices_of(value: Any) -> dict[str, str]:
     """{letter: text}, from any of the forms that data sets use; ValueError for other values.
 
     These are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
-
-    >>> choices_of(["Rome", "Paris"]) == choices_of({"label": ["A", "B"], "text": ["Rome", "Paris"]})
-    True
     """
     if isinstance(value, Mapping) and set(value) == {"label", "text"}:
         labels, texts = list(value["label"]), list(value["text"])
@@ -104,10 +98,7 @@ def choices_of(value: Any) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(AnswerKeys):
-    """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0.
-
-    configs/reward/choice.yaml explains the keys. `examine` refuses data for which reference_is=auto could mean both.
-    """
+    """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0."""
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)
 
@@ -185,11 +176,7 @@ class Choice(AnswerKeys):
 
 
 def _bare(answer: str) -> str:
-    r"""The answer without emphasis, quotes or brackets around all of it.
-
-    >>> [_bare(text) for text in ("_B_", "[(B)]", r"(\text{B})", "'A' or 'B'")]
-    ['B', 'B', 'B', "'A' or 'B'"]
-    """
+    """The answer without emphasis, quotes or brackets around all of it."""
     before = None
     while answer != before:
         before = answer
@@ -201,18 +188,13 @@ def _bare(answer: str) -> str:
 
 
 def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: bool) -> bool:
-    """Whether a text is the one of the choice with that letter."""
     if label not in choices:
         return False
     return matches(unwrapped(text), unwrapped(choices[label]), numeric=True, ignore_case=ignore_case)
 
 
 def _at_index(reference: str, choices: Mapping[str, str], first: int = 0) -> str | None:
-    """The letter of the choice with this index, counted from `first`; None if the reference is no index of theirs.
-
-    >>> _at_index("1", {"A": "Rome", "B": "Paris"}), _at_index("2", {"A": "Rome", "B": "Paris"})
-    ('B', None)
-    """
+    """The letter of the choice with this index, counted from `first`; None if the reference is no index of theirs."""
     is_index = reference.isdecimal() and len(reference) < 3 and 0 <= int(reference) - first < len(choices)
     return list(choices)[int(reference) - first] if is_index else None
 

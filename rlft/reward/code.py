@@ -66,13 +66,8 @@ class Score(StrEnum):
 class Code:
     """1.0 (or the share of tests passed) for each completion whose program passes its tests, else 0.0.
 
-    configs/reward/code.yaml explains the keys. The limits `cpu_seconds` to `file_bytes` are for each test by stdin, or
-    for all other tests together. If the programs of a group that are still to run could not all take `seconds` within
-    `group_timeout`, they share the time that is left. isolation=strict has priority over allow_unsafe.
-
-    Raises:
-        UserError: no isolation works here and `allow_unsafe` is false, or the isolation is less than `isolation`.
-        ValueError: when called, for tests that no program could pass.
+    The limits `cpu_seconds` to `file_bytes` are for each test by stdin, or for all other tests together. When called,
+    it raises ValueError for tests that no program could pass.
     """
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("tests_field", "entry_field", "setup_field", "prefix_field")
@@ -129,10 +124,8 @@ class Code:
             return [future.result() for future in futures]
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
-        """What may be wrong with the tests of these prompts, with counts; None if nothing is.
-
-        Raises:
-            UserError: tests that no program could pass, or that any program passes.
+        """What may be wrong with the tests of these prompts, with counts. UserError: no program could pass some, or any
+        would.
         """
         refused: list[str] = []
         doubtful: dict[Doubt, list[str]] = {}
@@ -172,14 +165,7 @@ class Code:
     def limits(self, num_programs: int, passed_s: float = 0.0) -> Limits:
         """The limits of the next of `num_programs` programs that are still to run, so long after the group's first."""
         left = self.group_timeout - SPARE_S - passed_s
-        return Limits(
-            seconds=max(0.0, min(self.seconds, left / math.ceil(num_programs / self.workers))),
-            cpu_seconds=self.cpu_seconds,
-            memory_bytes=self.memory_bytes,
-            output_bytes=self.output_bytes,
-            processes=self.processes,
-            file_bytes=self.file_bytes,
-        )
+        return Limits.of(self, max(0.0, min(self.seconds, left / math.ceil(num_programs / self.workers))))
 
     def _tests(self, prompt: Prompt) -> Tests:
         entry, setup = (field and prompt.metadata.get(field) for field in (self.entry_field, self.setup_field))
@@ -190,11 +176,8 @@ def fenced(text: str, wanted: re.Pattern[str] | None = None) -> str | None:
     """The program in the closed blocks that three backticks fence, at the start of a line; None if there is none.
 
     Blocks of Python have priority over those that name no language. The last one counts in which `wanted` is found, or
-    else the last one: programs are followed by examples of their use. A fence that names a language always opens a
-    block, even inside another one.
-
-    >>> fenced("So:\\n```python\\nprint(17)\\n```\\nNo:\\n```python\\nprint(18)\\n```\\nIt prints\\n```\\n18\\n```")
-    'print(18)\\n'
+    else the last one: programs are followed by examples of their use. A fence that names a language opens a block, even
+    inside another.
     """
     named, bare, opened = [], [], None
     for fence in _FENCE.finditer(text):
@@ -219,11 +202,7 @@ def wanted_by(tests: Tests) -> re.Pattern[str]:
 
 
 def continued(prefix: str, program: str) -> str:
-    """The program with the code before it that it continues: in the middle of a line, as a body, or as a whole again.
-
-    >>> continued("def f(x):\\n", "return x\\n")
-    'def f(x):\\n    return x\\n'
-    """
+    """The program behind the code that it continues: in the middle of a line, as a body, or as a whole again."""
     body = prefix if prefix.endswith("\n") else f"{prefix}\n"
     indented = f"{body}    {program.lstrip()}", body + textwrap.indent(program, "    ")
     forms = (prefix + program, body + program, program, *indented)

@@ -62,15 +62,8 @@ Tests = list[Pair] | list[Call] | list[str]
 def parse_tests(value: Any, *, entry: str = "", setup: str = "") -> Tests:
     """Tests from a list, from columns, or from text: JSON of these, or else a test in Python.
 
-    >>> parse_tests('[{"input": "1", "output": 2}]'), parse_tests("assert f(1) == 2")
-    ([Pair(input='1', output='2')], ['assert f(1) == 2'])
-    >>> parse_tests({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
-    [Call(function='add', arguments=[1, 2], results=[3])]
-
-    Args:
-        value: the tests as the data hold them.
-        entry: the function that is tested, where the tests themselves do not name it.
-        setup: Python that comes before each test in Python.
+    `entry` is the function that is tested, where the tests do not name it; `setup` is Python before each test in
+    Python.
     """
     if isinstance(value, str):
         try:
@@ -135,7 +128,6 @@ def _rows(columns: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _only(test: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The one of these keys that the test has."""
     found = [key for key in keys if key in test]
     if len(found) != 1:
         raise ValueError(f"holds neither texts of Python nor tests with one of {', '.join(keys)}: {test!r:.80}")

@@ -133,7 +133,8 @@ class Reader:
         if isinstance(verdict, ast.Compare):
             sides = [verdict.left, *verdict.comparators]
             telling = any(isinstance(op, ast.Eq | ast.Is | ast.In) for op in verdict.ops)
-            if telling and any(not self.sources(side) and not is_trivial(side) for side in sides):
+            told = [side for side in sides if not (isinstance(side, ast.Constant) and side.value in TRIVIAL)]
+            if telling and not all(map(self.sources, told)):
                 return False
         return any(self._is_own_judge(node) for node in ast.walk(verdict) if isinstance(node, ast.Call))
 
@@ -195,7 +196,3 @@ class Reader:
 
 def arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def is_trivial(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value in TRIVIAL

@@ -17,22 +17,16 @@ from rlft.types import Completion, FinishReason, Group, UserError
 
 
 def scaled(num_tokens: int, max_tokens: int, at_0: float, at_max: float) -> float:
-    """From at_0 at no tokens to at_max at max_tokens along half a cosine, which is flat at both ends.
-
-    >>> [round(scaled(n, max_tokens=100, at_0=1.0, at_max=0.5), 12) for n in (0, 50, 100)]
-    [1.0, 0.75, 0.5]
-    """
+    """From at_0 at no tokens to at_max at max_tokens along half a cosine, which is flat at both ends."""
     return at_max + 0.5 * (at_0 - at_max) * (1 + math.cos(math.pi * num_tokens / max_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(ExactMatch):
-    """The reward of each completion by whether its answer is right and by its length in tokens, its end token included.
+    """The reward of each completion by whether its answer is right, as in exact_match, and by its length in tokens.
 
-    The other keys are exact_match's and say which answers are right; a completion without an answer is wrong.
-
-    configs/reward/cosine.yaml explains the keys. In the paper max_tokens is L_max, the right_* are r_0^c and r_L^c, the
-    wrong_* r_0^w and r_L^w, exceeded is r_e.
+    The end token is included. In the paper max_tokens is L_max, the right_* are r_0^c and r_L^c, the wrong_* r_0^w and
+    r_L^w, exceeded is r_e.
     """
 
     max_tokens: PositiveInt

@@ -30,9 +30,6 @@ def equations(text: str) -> Iterator[tuple[int, bool]]:
     `4+8+1=13`, `12 - 17 = -5`. Numbers are digits only (not 1,000 or 1.5), and nothing may be attached to the equation
     (`x+1+2=3`, `1+2=3+0`) but white space, commas, semicolons, tags, the full stop of a sentence, or the bullet of a
     list.
-
-    >>> list(equations("<think>7+5=12,4+8+1=14</think>"))
-    [(13, True), (22, False)]
     """
     for run in _RUN.finditer(text):
         match = _EQUATION.fullmatch(run[0]) if len(run[0]) <= MAX_EQUATION_CHARS else None
@@ -41,11 +38,7 @@ def equations(text: str) -> Iterator[tuple[int, bool]]:
 
 
 def value(expression: str) -> int:
-    """The value of whole numbers joined by + - *, products first.
-
-    >>> value("2 + 3*4 - 1"), value("-3+5")
-    (13, 2)
-    """
+    """The value of whole numbers joined by + - *, products first."""
     parts = _PART.findall(expression.replace(" ", ""))
     return sum((-1 if sign == "-" else 1) * math.prod(map(int, factors.split("*"))) for sign, factors in parts)
 
@@ -54,13 +47,9 @@ def value(expression: str) -> int:
 class Equations(AnswerKeys):
     """Step scores of each completion: `equation_weight` for an equation that holds, `answer_weight` for a right answer.
 
-    Wrong ones are steps of score 0. The answer's step ends with the text; a text without an answer has no such step,
-    and one with neither equations nor an answer has no steps at all. Its total is 0, as if everything were wrong, but
-    with process supervision it has no advantage at all: combine it with a reward of completions as a whole
-    (exact_match, format), so that saying nothing is not better than saying something wrong.
-
-    Plain numbers are compared by value. configs/reward/equations.yaml explains the keys: `max_equations` makes endless
-    true equations not pay.
+    Wrong ones are steps of score 0. The answer's step ends with the text. A text with neither equations nor an answer
+    has no steps: its total is 0, but with process supervision it has no advantage at all: combine it with a reward of
+    completions as a whole (exact_match, format), so that saying nothing is not better than saying something wrong.
     """
 
     scores_steps: ClassVar[bool] = True

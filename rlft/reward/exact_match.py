@@ -8,13 +8,7 @@ from rlft.reward.answer import AnswerKeys, plain_number
 
 
 def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) -> bool:
-    """Whether two answers are the same text, up to the length of white space, or with `numeric` the same number.
-
-    >>> matches("1,000", "1000", numeric=True, ignore_case=False)
-    True
-    >>> matches("18 apples", "18", numeric=True, ignore_case=False)
-    False
-    """
+    """Whether two answers are the same text, up to the length of white space, or with `numeric` the same number."""
     if numeric and (value := plain_number(answer)) is not None and value == plain_number(reference):
         return True
     answer, reference = " ".join(answer.split()), " ".join(reference.split())
@@ -23,10 +17,7 @@ def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch(AnswerKeys):
-    """1.0 for each completion whose answer is the reference answer, else 0.0.
-
-    configs/reward/exact_match.yaml explains the keys.
-    """
+    """1.0 for each completion whose answer is the reference answer, else 0.0."""
 
     numeric: bool
     ignore_case: bool

@@ -22,22 +22,12 @@ class FormatMode(StrEnum):
 
 
 def markers(tags: Sequence[str]) -> list[str]:
-    """The opening and closing tags in the order of the template.
-
-    >>> markers(["think", "answer"])
-    ['<think>', '</think>', '<answer>', '</answer>']
-    """
+    """The opening and closing tags in the order of the template."""
     return [marker for tag in tags for marker in (f"<{tag}>", f"</{tag}>")]
 
 
 def follows_template(text: str, tags: Sequence[str]) -> bool:
-    """Whether the text is just the blocks in order: each tag once, none empty, only white space around and between.
-
-    >>> follows_template("<think>8 + 10</think> <answer>18</answer>", ["think", "answer"])
-    True
-    >>> follows_template("<think>8 + 10</think> So: <answer>18</answer>", ["think", "answer"])
-    False
-    """
+    """Whether the text is just the blocks in order: each tag once, none empty, only white space around and between."""
     if any(text.count(marker) != 1 for marker in markers(tags)):
         return False
     rest = text
@@ -50,11 +40,7 @@ def follows_template(text: str, tags: Sequence[str]) -> bool:
 
 
 def markers_in_place(text: str, tags: Sequence[str]) -> int:
-    """The number of tags that occur exactly once in the text, and after all tags that were counted before.
-
-    >>> markers_in_place("<think>8 + 10 <answer>18</answer>", ["think", "answer"])
-    3
-    """
+    """The number of tags that occur exactly once in the text, and after all tags that were counted before."""
     count, last = 0, -1
     for marker in markers(tags):
         position = text.find(marker)
@@ -63,36 +49,9 @@ def markers_in_place(text: str, tags: Sequence[str]) -> int:
     return count
 
 
-def soft_score(text: str, tags: Sequence[str]) -> float:
-    """The share of the template's parts: each tag in its place is one, and following the whole template is the last.
-
-    So empty tags score less than a completion that keeps to the template.
-
-    >>> soft_score("<think>8 + 10</think><answer>18</answer>", ["think", "answer"])
-    1.0
-    >>> soft_score("<think></think><answer></answer>", ["think", "answer"])
-    0.8
-    """
-    return (markers_in_place(text, tags) + follows_template(text, tags)) / (2 * len(tags) + 1)
-
-
-def follows_pattern(text: str, pattern: str) -> bool:
-    """Whether the whole text matches a regular expression, in which a dot also stands for the end of a line.
-
-    >>> follows_pattern("8 + 10 = 18" + chr(10) + "#### 18", r".+ #### -?[0-9]+"), follows_pattern("#### 18", "####")
-    (False, False)
-    >>> follows_pattern("8 + 10 = 18" + chr(10) + "#### 18", r".+\\n#### -?[0-9]+")
-    True
-    """
-    return re.fullmatch(pattern, text, re.DOTALL) is not None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """1.0 for each completion that keeps to the template; otherwise 0.0 (strict) or a part of 1 (soft).
-
-    configs/reward/format.yaml explains the keys; a pattern has no parts, so it needs mode strict.
-    """
+    """1.0 for each completion that keeps to the template; otherwise 0.0 (strict) or a part of 1 (soft)."""
 
     mode: FormatMode
     tags: Sequence[str]
@@ -113,5 +72,9 @@ class Format:
 
     def _score(self, text: str) -> float:
         if self.pattern is not None:
-            return follows_pattern(text, self.pattern)
-        return follows_template(text, self.tags) if self.mode == FormatMode.strict else soft_score(text, self.tags)
+            return re.fullmatch(self.pattern, text, re.DOTALL) is not None
+        follows = follows_template(text, self.tags)
+        if self.mode == FormatMode.strict:
+            return follows
+        # Each tag in its place is a part, and the whole template the last: empty tags score less than a full one.
+        return (markers_in_place(text, self.tags) + follows) / (2 * len(self.tags) + 1)

@@ -70,8 +70,7 @@ class NoScores(Exception):
 class ServerKeys:
     """The config keys of every reward that sends requests to a server.
 
-    configs/reward/http.yaml explains them. The pause before another attempt is shortened by up to a half at random; a
-    longer Retry-After of the server has priority.
+    The pause before another attempt is shortened by up to a half at random; a longer Retry-After has priority.
     """
 
     url: str
@@ -107,10 +106,8 @@ class ServerKeys:
         self._client()
 
     def ask(self, requests: Sequence[Request], read: Read) -> list[float]:
-        """The scores of the group's completions, each of which is in one of the requests.
-
-        Raises:
-            Unscored: some or all completions got no score.
+        """The scores of the group's completions, each in one of the requests. Unscored: some or all completions got no
+        score.
         """
         answers = asyncio.run_coroutine_threadsafe(self._ask_all(requests, read), _event_loop()).result()
         scores: dict[int, float | None] = {}
@@ -253,11 +250,7 @@ def retry_after(response: Response) -> float:
 
 
 def scores_in(answer: Any, num_completions: int) -> list[float]:
-    """The scores of `{"scores": [...]}`. ValueError unless it holds just a finite number for each completion.
-
-    >>> scores_in({"scores": [1, 0.5]}, 2)
-    [1.0, 0.5]
-    """
+    """The scores of `{"scores": [...]}`. ValueError unless it holds just a finite number for each completion."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
         raise ValueError('its answer is not {"scores": [...]}')

@@ -60,8 +60,7 @@ class ResponseFormat(StrEnum):
 class Judge(ServerKeys):
     """The judge's rating of each completion, with lowest .. highest mapped to 0 .. 1.
 
-    configs/reward/judge.yaml explains the keys. Mode `group` compares siblings better and costs less. A rating outside
-    the scale makes the request be sent again.
+    A rating outside the scale makes the request be sent again.
     """
 
     model: str | None
@@ -155,11 +154,7 @@ def reply(answer: Any) -> Any:
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, without those in others.
-
-    >>> list(objects('{"a": {"b": 1}} {no} {"c": 2}'))
-    [{'a': {'b': 1}}, {'c': 2}]
-    """
+    """The JSON objects in a text, without those in others."""
     start = text.find("{")
     while start >= 0:
         end = start + 1

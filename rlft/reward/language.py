@@ -74,11 +74,7 @@ def words(text: str) -> Iterator[tuple[str, str]]:
 
 
 def windows(text: str, size: int) -> list[tuple[str, int]]:
-    """(text, number of words) of runs of `size` words of one script; a short remainder joins the run before it.
-
-    >>> windows("eins zwei drei vier fünf sechs sieben", size=3)
-    [('eins zwei drei', 3), ('vier fünf sechs sieben', 4)]
-    """
+    """(text, number of words) of runs of `size` words of one script; a short remainder joins the run before it."""
     by_script: dict[str, list[str]] = {}
     for name, word in words(text):
         by_script.setdefault(name, []).append(word)
@@ -90,11 +86,7 @@ def windows(text: str, size: int) -> list[tuple[str, int]]:
 
 
 def counts(text: str, detect: Callable[[str], str], size: int) -> Counter[str]:
-    """{language: number of words}, where `detect` returns the language of a run of words.
-
-    >>> counts("one two three ein zwei", lambda run: "de" if "ein" in run else "en", size=3)["en"]
-    3
-    """
+    """{language: number of words}, where `detect` returns the language of a run of words."""
     result: Counter[str] = Counter()
     for run, num_words in windows(text, size):
         result[detect(run)] += num_words
@@ -116,9 +108,7 @@ def script(letter: str) -> str:
 class Language:
     """The share, 0 to 1, of each completion's words that are in the target language.
 
-    configs/reward/language.yaml explains the keys. An instruction in another language around the question counts, too:
-    then name the target. A smaller window notices a change of language sooner, and is misjudged more often.
-    `too_little` should not exceed the score of the right language, so that saying nothing gains nothing.
+    A smaller window notices a change of language sooner, and is misjudged more often.
     """
 
     target: str

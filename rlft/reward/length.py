@@ -23,9 +23,6 @@ def among_siblings(lengths: Sequence[int], right: Sequence[bool]) -> list[float]
 
     lambda = 0.5 - (length - shortest) / (longest - shortest); a right answer gets lambda, a wrong one min(0, lambda):
     being short makes no wrong answer better than 0. If all are equally long, each gets 0.
-
-    >>> among_siblings([10, 20, 30, 10], right=[True, True, True, False])
-    [0.5, 0.0, -0.5, 0.0]
     """
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest:
@@ -35,20 +32,12 @@ def among_siblings(lengths: Sequence[int], right: Sequence[bool]) -> list[float]
 
 
 def near_target(num_tokens: int, target: int) -> float:
-    """0 at the target length, falling linearly to -1 at no tokens and at twice the target, and -1 beyond.
-
-    >>> [near_target(n, target=100) for n in (100, 75, 125, 200, 500)]
-    [0.0, -0.25, -0.25, -1.0, -1.0]
-    """
+    """0 at the target length, falling linearly to -1 at no tokens and at twice the target, and -1 beyond."""
     return max(-1.0, -abs(num_tokens - target) / target)
 
 
 def below_limit(num_tokens: int, limit: int, penalty: float) -> float:
-    """0 up to the limit, and `penalty` less for each token over it, down to -1.
-
-    >>> [below_limit(n, limit=100, penalty=0.25) for n in (100, 101, 104, 500)]
-    [0.0, -0.25, -1.0, -1.0]
-    """
+    """0 up to the limit, and `penalty` less for each token over it, down to -1."""
     return max(-1.0, penalty * min(0, limit - num_tokens))
 
 
@@ -56,11 +45,7 @@ def below_limit(num_tokens: int, limit: int, penalty: float) -> float:
 class Length(ExactMatch):
     """The length reward of each completion by its number of tokens, its end token included.
 
-    The other keys are exact_match's and say which answers are right. Only mode `kimi` uses them; the other modes judge
-    right and wrong answers alike and need no reference answer. A completion without an answer is wrong.
-
-    `mode` is `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit); configs/reward/length.yaml
-    explains the keys of each.
+    Only mode `kimi` compares answers, as exact_match does; a completion without an answer is wrong.
     """
 
     mode: LengthMode

@@ -42,19 +42,8 @@ _EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing|phi)|\\\{\s*\\\}")
 _EXACT, _NUMERICAL, _ROUNDED = 1e-40, 1e-9, 1e-2
 
 
-def equal(answer: str, reference: str, *, unevaluated: bool, max_chars: int) -> bool:
-    r"""Whether two answers are the same text, the same number, the same words, or the same expression.
-
-    >>> equal(r"\frac{1}{2}", "0.5", unevaluated=False, max_chars=300)
-    True
-    >>> equal("8 + 10", "18", unevaluated=False, max_chars=300), equal("8 + 10", "18", unevaluated=True, max_chars=300)
-    (False, True)
-    """
-    return compared(answer, reference, unevaluated=unevaluated, max_chars=max_chars) is True
-
-
 def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) -> bool | None:
-    """As `equal`, but None where the time did not suffice to find out."""
+    """Whether two answers are the same text, number, words or expression; None where the time did not suffice."""
     if answer.strip() == reference.strip():
         return True
     if len(answer) > max_chars:
@@ -75,11 +64,7 @@ def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) 
 
 
 def is_costly(answer: str) -> bool:
-    """Whether merely parsing an answer would cost seconds: deep nesting, or large binomials (evaluated at once).
-
-    >>> is_costly("(" * 50 + "1" + ")" * 50), is_costly(r"\\binom{2000}{3}"), is_costly(r"\\binom{99999}{3}")
-    (True, False, True)
-    """
+    """Whether merely parsing an answer would cost seconds: deep nesting, or large binomials (evaluated at once)."""
     depth = deepest = 0
     for sign in answer:
         depth += (sign in "({[") - (sign in ")}]")
@@ -129,10 +114,7 @@ def digits(expression: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Math(AnswerKeys):
-    r"""1.0 for each completion whose answer is mathematically equal to the reference answer, else 0.0.
-
-    configs/reward/math.yaml explains the keys; `max_chars` bounds the parser's work.
-    """
+    """1.0 for each completion whose answer is mathematically equal to the reference answer, else 0.0."""
 
     unevaluated: bool
     max_chars: PositiveInt

@@ -139,11 +139,7 @@ def unwrapped(text: str) -> str:
 
 
 def same_text(a: str, b: str) -> bool:
-    r"""Whether two plain answers are the same text, up to spaces that separate nothing.
-
-    >>> same_text("( 1,2 )", "(1, 2)"), same_text("1 8", "18")
-    (True, False)
-    """
+    """Whether two plain answers are the same text, up to spaces that separate nothing."""
     return _SPACE.sub("", " ".join(a.split())) == _SPACE.sub("", " ".join(b.split()))
 
 
@@ -187,11 +183,7 @@ def number(text: str) -> Fraction | None:
 
 
 def without_percent(text: str) -> str | None:
-    r"""What stands before the percent sign that ends a plain answer; None without one.
-
-    >>> without_percent(r"28\%"), without_percent("28 percent"), without_percent("28")
-    ('28', '28', None)
-    """
+    """What stands before the percent sign that ends a plain answer; None without one."""
     match = _PERCENT.search(text)
     return None if match is None else text[: match.start()]
 

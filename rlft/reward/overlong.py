@@ -9,20 +9,15 @@ from rlft.types import Group, require
 
 
 def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
-    """0 up to max_tokens - cache tokens, from there linearly down to -1 at max_tokens, and -1 beyond.
-
-    >>> [penalty(n, max_tokens=20, cache=4) for n in (16, 17, 20, 21)]
-    [0.0, -0.25, -1.0, -1.0]
-    """
+    """0 up to max_tokens - cache tokens, from there linearly down to -1 at max_tokens, and -1 beyond."""
     over = num_tokens - (max_tokens - cache)
     return -min(over, cache) / cache if over > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """The penalty of each completion by its length in tokens, its end token included.
-
-    configs/reward/overlong.yaml explains the keys: max_tokens is L_max, cache is L_cache.
+    """The penalty of each completion by its length in tokens, its end token included: max_tokens is L_max, cache
+    L_cache.
     """
 
     max_tokens: PositiveInt

@@ -21,13 +21,7 @@ class Unit(StrEnum):
 
 
 def repeated_share(items: Sequence[Hashable], n: int) -> float:
-    """1 - different n-grams / all n-grams; 0 if there are fewer than n items. Time and memory: n x items.
-
-    >>> repeated_share("to be or not to be".split(), 2)  # 4 of 5: "to be" comes twice
-    0.2
-    >>> repeated_share("so so so so so so".split(), 2), repeated_share(["so"], 2)
-    (0.8, 0.0)
-    """
+    """1 - different n-grams / all n-grams; 0 if there are fewer than n items. Time and memory: n x items."""
     total = len(items) - n + 1
     if total <= 0:
         return 0.0
@@ -37,10 +31,7 @@ def repeated_share(items: Sequence[Hashable], n: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """-max_penalty times the share of repeated n-grams of each completion: 0 if nothing is repeated.
-
-    configs/reward/repetition.yaml explains the keys.
-    """
+    """-max_penalty times the share of repeated n-grams of each completion: 0 if nothing is repeated."""
 
     unit: Unit
     ngram: PositiveInt

@@ -45,7 +45,6 @@ class Checkpoint:
     """Everything that changes in a run.
 
     Attributes:
-        step: number of finished steps.
         adapters: {role: {PEFT name: tensor}}.
         adapter_config: the fields of adapter_config.json, the same for all adapters.
         optimizer: {name: tensor} of all optimizers' moments.
@@ -55,7 +54,6 @@ class Checkpoint:
             them.
         tensors: {name: {tensor's name: tensor}}, each saved as <name>.safetensors.
         write_folders: {name: function that writes the folder of this name}, for a whole model.
-        folder: the folder from which it was loaded.
     """
 
     step: int
@@ -70,10 +68,6 @@ class Checkpoint:
     folder: Path | None = None
 
 
-def folder_name(step: int) -> str:
-    return f"step_{step:06d}"
-
-
 def step_of(folder: Path) -> int:
     """The step that a checkpoint's folder is named after.
 
@@ -85,7 +79,7 @@ def step_of(folder: Path) -> int:
 
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `root/step_N`, and removes all others but the newest `keep` - 1 before it. Returns the folder."""
-    final = root / folder_name(checkpoint.step)
+    final = root / f"step_{checkpoint.step:06d}"
     with writing(final, num_bytes(checkpoint)):
         root.mkdir(parents=True, exist_ok=True)
         for left_by_a_kill in root.glob(f"{WRITING}*"):
@@ -113,7 +107,6 @@ def num_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _write(temporary: Path, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint's files into an empty folder."""
     for role in sorted({*checkpoint.adapters, *checkpoint.heads}):
         (temporary / role).mkdir()
         if role in checkpoint.adapters:
@@ -151,7 +144,6 @@ def finished(root: Path) -> list[Path]:
 
 
 def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole (`newest_to_resume`); None if there is no checkpoint."""
     folder = newest_to_resume(root, say)
     return None if folder is None else load(folder)
 
@@ -218,17 +210,17 @@ def load(folder: Path) -> Checkpoint:
     state = json.loads((folder / STATE).read_text())
     state.pop(KEY, None)
 
-    def tensors(name: str) -> dict[str, dict[str, Tensor]]:
-        return {file.parent.name: load_file(file) for file in sorted(folder.glob(f"*/{name}"))}
-
+    adapters, heads = (
+        {file.parent.name: load_file(file) for file in sorted(folder.glob(f"*/{name}"))} for name in (ADAPTER, HEAD)
+    )
     configs = sorted(folder.glob("*/adapter_config.json"))
     return Checkpoint(
         step=state.pop("step"),
-        adapters=tensors(ADAPTER),
+        adapters=adapters,
         adapter_config=json.loads(configs[0].read_text()) if configs else {},
         optimizer=load_file(folder / OPTIMIZER),
         state=state,
-        heads=tensors(HEAD),
+        heads=heads,
         tensors={file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors")) if file.name != OPTIMIZER},
         folder=folder,
     )

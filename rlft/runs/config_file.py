@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from rlft.config import command as verbs
-from rlft.config.command import UnknownVerbError
+from rlft.config import command as commands
+from rlft.config.command import UnknownCommandError
 from rlft.config.keys import flatten, keys_of
 
 CONFIG = "config.yaml"
@@ -47,16 +47,15 @@ def check_format(values: Any) -> None:
 
 
 def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
-    """The plain config of a run, `verb` and `origin` included, without the keys that mark the file as complete.
+    """The plain config of a run, `command` and `origin` included, without the keys that mark the file as complete.
 
     Args:
-        folder: the run's folder.
         shared: whether equal sections of several runs' configs may be the same objects, for callers that read many
             configs and change none.
 
     Raises:
         OSError: the file cannot be read.
-        UnknownVerbError: the run is of a verb that does not exist, or no longer exists.
+        UnknownCommandError: the run is of a command that does not exist, or no longer exists.
         NewerError: it was written by a newer rlft; the message says so.
         ValueError: it is damaged; the message says how.
     """
@@ -70,16 +69,16 @@ def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
         raise ValueError("it holds no keys")
     origin = config.get(ORIGIN)
     if not isinstance(origin, dict):
-        raise ValueError(f"it is cut short, its {ORIGIN} is missing" if "verb" in config else "it has no verb")
+        raise ValueError(f"it is cut short, its {ORIGIN} is missing" if "command" in config else "it has no command")
     check_format(origin)
     if WHOLE not in origin or not content.endswith(b"\n"):
         raise ValueError(f"it is cut short, the end of its {ORIGIN} is missing")
-    verb = str(config.get("verb"))
+    command = str(config.get("command"))
     try:
-        verbs.named(verb)
-    except UnknownVerbError as error:
+        commands.named(command)
+    except UnknownCommandError as error:
         problem = f"{error.problem} (of the run in {folder})"
-        raise UnknownVerbError(error.key, problem, got=verb, remedy=error.remedy) from None
+        raise UnknownCommandError(error.key, problem, got=command, remedy=error.remedy) from None
     return {**config, ORIGIN: {key: value for key, value in origin.items() if key not in (KEY, WHOLE)}}
 
 
@@ -108,13 +107,10 @@ def _section_of(section: bytes) -> tuple[str, Any]:
 
 
 def _load(content: bytes) -> Any:
-    return yaml.load(content, Loader=_loader(content))
-
-
-def _loader(content: bytes) -> Any:
-    """The loader for this text: libyaml's takes 1 ms per config, Python's 9 ms, but libyaml crashes on deep nesting."""
+    # libyaml takes 1 ms per config, Python 9 ms, but libyaml crashes on deep nesting.
     deepest = content.count(b"[") + content.count(b"{") + max(map(len, _BEFORE_WORDS.findall(content)), default=0)
-    return yaml.CSafeLoader if yaml.__with_libyaml__ and deepest < MAX_NESTED else yaml.SafeLoader
+    fast = yaml.__with_libyaml__ and deepest < MAX_NESTED
+    return yaml.load(content, Loader=yaml.CSafeLoader if fast else yaml.SafeLoader)
 
 
 PATH_NAMES = ("path", "held_out_path")
@@ -141,7 +137,7 @@ def is_path_key(key: str) -> bool:
 
 @cache
 def _keys_of_roles() -> set[str]:
-    roots = (verbs.named(verb).root for verb in verbs.OWN)
+    roots = (commands.named(command).root for command in commands.OWN)
     return {key for root in roots for key, known in keys_of(root).items() if known.roles}
 
 
@@ -158,9 +154,7 @@ def with_located_paths(config: Mapping[str, Any], recorded: Mapping[str, Any], f
     """The config with every recorded path valid from the current working directory.
 
     Args:
-        config: the run's plain config.
         recorded: what `recorded_paths` returned when the config was written.
-        folder: the run's current folder.
     """
     result = copy.deepcopy(dict(config))
     for key, value in path_keys(config):

@@ -17,8 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.config import command as verbs
-from rlft.config.command import UnknownVerbError
+from rlft.config import command as commands
+from rlft.config.command import UnknownCommandError
 from rlft.config.keys import flatten, keys_of
 from rlft.logger.jsonl import METRICS
 from rlft.runs import checkpoint, run_folder, run_status
@@ -64,7 +64,7 @@ def one_run(name: str, key: str, say: Say) -> Path:
 
     Args:
         name: the name as it was typed; `latest` may also begin a path, such as `latest/checkpoints/step_000040`.
-        key: the key that names it, for errors: `run`, `resume`, a verb.
+        key: the key that names it, for errors: `run`, `resume`, a command.
         say: prints which run was chosen, if the name does not show it.
     """
     path = named_folder(name, key, say)
@@ -79,7 +79,10 @@ def one_run(name: str, key: str, say: Say) -> Path:
         say(f"{name}: {runs[0]}, the only run there")
         return runs[0]
     if runs:
-        raise UserError(key, f"there are {len(runs)} runs in that folder", got=name, remedy=_choice(runs))
+        newest = [str(run) for run in reversed(runs)]
+        rest = f" and {len(newest) - MAX_LISTED} more, which rlft runs lists" if len(newest) > MAX_LISTED else ""
+        remedy = f"name one of them; the newest is {newest[0]}, before it came {', '.join(newest[1:MAX_LISTED])}{rest}"
+        raise UserError(key, f"there are {len(runs)} runs in that folder", got=name, remedy=remedy)
     return path
 
 
@@ -108,11 +111,11 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether the folder's config.yaml is that of a run, even of a verb that no longer exists."""
+    """Whether the folder's config.yaml is that of a run, even of a command that no longer exists."""
     try:
         whole_config(folder)
-    except UnknownVerbError:
-        return True  # so that it is refused for its verb, and not skipped
+    except UnknownCommandError:
+        return True  # so that it is refused for its command, and not skipped
     except (OSError, ValueError):
         return False
     return True
@@ -127,20 +130,11 @@ def _last_written(run: Path) -> float:
     return max(times, default=0)
 
 
-def _choice(runs: Sequence[Path]) -> str:
-    """A remedy that names the runs, the newest first."""
-    newest = [str(run) for run in reversed(runs)]
-    rest = f" and {len(newest) - MAX_LISTED} more, which rlft runs lists" if len(newest) > MAX_LISTED else ""
-    return f"name one of them; the newest is {newest[0]}, before it came {', '.join(newest[1:MAX_LISTED])}{rest}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedRun:
     """A run that a user has named.
 
     Attributes:
-        run: the run's folder.
-        config: its plain config.
         checkpoint: the folder of the named checkpoint; None for the newest.
     """
 
@@ -195,7 +189,6 @@ def find_checkpoint(source: NamedRun, say: Callable[[str], None]) -> Path:
 
 
 def kind_of_checkpoint(folder: Path) -> CheckpointKind:
-    """The kind of the checkpoint in this folder."""
     for kind in CheckpointKind:
         if (folder / kind / ("config.json" if kind is CheckpointKind.weights else "adapter_config.json")).is_file():
             return kind
@@ -230,7 +223,7 @@ def with_named_runs(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def adapter_references(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
     """(key, acceptable roles in order of preference) for every key that may name a run and is not empty."""
-    root, values = verbs.named(plain.get("verb", "train")).root, flatten(plain)
+    root, values = commands.named(plain.get("command", "train")).root, flatten(plain)
     adapters: list[tuple[str, Sequence[str]]] = [(key, of.roles) for key, of in keys_of(root).items() if of.roles]
     adapters += [(f"reward.{name}.path", ("reward", f"reward_{name}")) for name in plain.get("reward", {})]
     for key, roles in adapters:
@@ -268,8 +261,8 @@ def folder_of(path: str, roles: Sequence[str], key: str) -> str:
     raise UserError(key, problem, got=folder, remedy="name the run of another kind, or the folder itself")
 
 
-SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "environment", "scoring", "freshness")
-SHARED_WITH_RUNS += ("token_budget",)
+SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "environment", "scoring", "freshness",
+                    "token_budget")  # fmt: skip
 
 
 def like_run(plain: Mapping[str, Any], source: NamedRun) -> dict[str, Any]:

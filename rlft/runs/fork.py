@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.keys import is_below, known
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
 from rlft.runs import checkpoint, run_folder, run_status
@@ -37,7 +37,6 @@ class Fork:
     """The checkpoint that a new run starts from.
 
     Attributes:
-        run: the folder of the forked run.
         checkpoint: the folder of one of its checkpoints, which is undamaged.
         before: the forked run's config, without its origin.
         origin: the forked run's origin, with the fingerprints of its inputs.
@@ -89,7 +88,7 @@ def check(fork: Fork, config: Mapping[str, Any], fingerprints: Mapping[str, str]
         problem = f"the checkpoint holds adapters, heads and averages made with other values ({'; '.join(unfit)})"
         raise UserError("resume", problem, got=fork.checkpoint, remedy="leave these keys as they were")
 
-    root = verbs.named(config["verb"]).root
+    root = commands.named(config["command"]).root
 
     def replaced(key: str) -> bool:
         section = key.partition(".")[0]
@@ -117,7 +116,7 @@ def _is_state(key: str, fork: Fork, config: Mapping[str, Any]) -> bool:
         return bool(values[0]) != bool(values[1])
     if key.startswith("reward.") and key.endswith((".path", "._target_")):
         return bool(old_values.get("reward_model.refresh_every"))
-    return bool(known(verbs.named(config["verb"]).root, key).in_state)
+    return bool(known(commands.named(config["command"]).root, key).in_state)
 
 
 def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
@@ -140,7 +139,7 @@ def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Map
         with run_folder.removed_on_failure(folder, WRITTEN):
             _copy_checkpoint(fork, copied, changed)
             _copy_logs(fork, folder)
-            run_status.write_interrupted(folder, num_steps)
+            run_status.write(folder, num_steps, run_status.Status.interrupted)
             run_folder.write_config(folder, {**config, "resume": None}, fingerprints, {FORKED_FROM: record})
 
 

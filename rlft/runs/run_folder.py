@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 import rlft
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.keys import flatten, is_below, known
 from rlft.config.schema import free_keys, packages
 from rlft.config.trainer import kept_lanes
@@ -35,7 +35,7 @@ from rlft.runs.config_file import (
     with_located_paths,
 )
 from rlft.runs.run_status import FILE as STATUS
-from rlft.runs.run_status import LOCK
+from rlft.runs.run_status import LOCK, Status
 from rlft.system import locks
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, write_atomically
@@ -83,7 +83,7 @@ def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
     """
     check_free(folder)
     with removed_on_failure(folder, (STATUS,)):
-        run_status.write_interrupted(folder, num_steps)
+        run_status.write(folder, num_steps, Status.interrupted)
         start(folder, config, fingerprints)
 
 
@@ -287,7 +287,7 @@ def _is_of_an_adapter(name: str) -> bool:
 def may_change(key: str, config: Mapping[str, Any]) -> bool:
     """Whether a resume may change this key of a plain config: the key is free, or its engine says so."""
     of_engines = free_keys(config.get("generation") or {})
-    return bool(known(verbs.named(config["verb"]).root, key).free) or is_below(key, of_engines)
+    return bool(known(commands.named(config["command"]).root, key).free) or is_below(key, of_engines)
 
 
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:

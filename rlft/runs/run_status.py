@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from rlft.system.files import write_atomically
 
 FILE = "status.json"
 PROGRESS = "progress.json"
-"""The file in which a verb without metrics, such as `rlft sample`, counts its steps."""
+"""The file in which a command without metrics, such as `rlft sample`, counts its steps."""
 LOCK = ".lock"
 """The file in a run's folder that its process keeps locked. The file stays; the kernel releases the lock."""
 
@@ -54,34 +54,24 @@ def recording_status(folder: Path, num_steps: int) -> Iterator[Ending]:
     """Keeps status.json, which says that the run is running, and afterwards how it ended. A kill leaves it unchanged.
 
     Args:
-        folder: the run's folder.
         num_steps: number of steps of the whole run, which its config may give in epochs.
     """
-    _write(folder, num_steps, Status.running)
+    write(folder, num_steps, Status.running)
     ending = Ending()
     try:
         yield ending
     except KeyboardInterrupt:
-        _write(folder, num_steps, Status.interrupted)
+        write(folder, num_steps, Status.interrupted)
         raise
     except BaseException as error:
         kind = type(error).__name__
-        _write(folder, num_steps, Status.stopped, str(error).partition("\n")[0] or kind, kind)
+        write(folder, num_steps, Status.stopped, str(error).partition("\n")[0] or kind, kind)
         raise
-    _write(folder, num_steps, Status.interrupted if ending.interrupted else Status.finished)
+    write(folder, num_steps, Status.interrupted if ending.interrupted else Status.finished)
 
 
-def write_interrupted(folder: Path, num_steps: int) -> None:
-    """Writes the status of a run that can be resumed but that no process has started, with its number of steps."""
-    _write(folder, num_steps, Status.interrupted)
-
-
-def write_stopped(folder: Path, num_steps: int, reason: str, error: str) -> None:
-    """Writes the status of a run that was stopped from outside, as if the error of this class had stopped it."""
-    _write(folder, num_steps, Status.stopped, reason, error)
-
-
-def _write(folder: Path, num_steps: int, status: Status, reason: str = "", error: str = "") -> None:
+def write(folder: Path, num_steps: int, status: Status, reason: str = "", error: str = "") -> None:
+    """Writes the status of a run of so many steps; `error` is the class of the error that stopped it."""
     reasons = {name: text for name, text in (("reason", reason), ("error", error)) if text}
     fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **reasons}
     content = json.dumps(fields).encode()
@@ -115,7 +105,7 @@ def read(folder: Path) -> tuple[Status, str]:
     if held:
         return Status.running, ""
     try:
-        content = _content(folder)
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         status, reason = Status(content["status"]), str(content.get("reason", ""))
     except OSError as error:
         return Status.unknown, f"{FILE} cannot be read ({error.strerror})"
@@ -126,19 +116,16 @@ def read(folder: Path) -> tuple[Status, str]:
     return (Status.killed, "") if held is False else (Status.running, NO_LOCKS)
 
 
-def _content(folder: Path) -> Any:
-    return json.loads((folder / FILE).read_text(encoding="utf-8"))
-
-
 def error(folder: Path) -> str | None:
-    """The class of the error that stopped a run; None if none did."""
-    with contextlib.suppress(*UNREADABLE):
-        return str(_content(folder)["error"])
-    return None
+    return _value(folder, "error", str)
 
 
 def num_steps(folder: Path) -> int | None:
     """Number of steps of the whole run; None if the file cannot be read."""
+    return _value(folder, "steps", int)
+
+
+def _value(folder: Path, name: str, kind: Callable[[Any], Any]) -> Any:
     with contextlib.suppress(*UNREADABLE):
-        return int(_content(folder)["steps"])
+        return kind(json.loads((folder / FILE).read_text(encoding="utf-8"))[name])
     return None

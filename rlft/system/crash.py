@@ -1,7 +1,6 @@
 """Reports an unexpected error: its traceback goes to a file, and the user sees one line.
 
-An error inside a run is written to error.txt in the run's folder, any other to a temporary file. `RLFT_DEBUG=1` prints
-the traceback of every error that ends a command on stderr, mistakes of the user included.
+`RLFT_DEBUG=1` also prints the traceback of every error that ends a command on stderr, mistakes of the user included.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ class UnforeseenError(RuntimeError):
 
 @contextmanager
 def recorded_in(folder: Path) -> Iterator[None]:
-    """Appends an unexpected error inside to error.txt in this folder.
-
-    Raises:
-        UnforeseenError: in place of that error. Errors that explain themselves propagate unchanged.
-    """
+    """Writes an unexpected error inside to error.txt in this folder and raises UnforeseenError in its place."""
     try:
         yield
     except Exception as error:
@@ -73,7 +68,9 @@ def _remedy(error: BaseException) -> str:
 
 def _write(error: BaseException, file: Path | None) -> Path | None:
     """Appends the traceback and returns the file's path; None if no file could be written."""
-    text = "".join([_command_and_versions(), *traceback.format_exception(error), "\n"])
+    versions = f"rlft {rlft.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    head = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {' '.join(['rlft', *sys.argv[1:]])}\n{versions}\n"
+    text = "".join([head, *traceback.format_exception(error), "\n"])
     content = text.encode("utf-8", "backslashreplace")
     try:
         if file is not None:
@@ -91,12 +88,6 @@ def _write(error: BaseException, file: Path | None) -> Path | None:
         return None
 
 
-def _command_and_versions() -> str:
-    command = " ".join(["rlft", *sys.argv[1:]])
-    versions = f"rlft {rlft.__version__}, Python {platform.python_version()}, {platform.platform()}"
-    return f"{datetime.now():%Y-%m-%d %H:%M:%S}  {command}\n{versions}\n"
-
-
 def one_line(text: object) -> str:
     r"""The text with line breaks, which may come from a value, written as \n.
 
@@ -107,5 +98,4 @@ def one_line(text: object) -> str:
 
 
 def debugging() -> bool:
-    """Whether tracebacks are to be printed."""
     return os.environ.get(DEBUG, "") not in ("", "0")

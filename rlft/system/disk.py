@@ -1,7 +1,7 @@
 """Explains a disk error in one line: which folder, the bytes that it needs and has, and what to do.
 
-Code that writes uses `writing` to add what is written and where; code that runs a verb uses `explained` to add how to
-continue. So a disk error needs no other handling where it occurs.
+Code that writes uses `writing` to add what is written and where; a command uses `explained` to add how to continue.
+So a disk error needs no other handling where it occurs.
 """
 
 from __future__ import annotations
@@ -87,11 +87,7 @@ class DiskError(RuntimeError):
 
 @contextmanager
 def writing(target: Path, needed: int | None = None) -> Iterator[None]:
-    """Turns any system error inside into a DiskError about writing this file or folder, which needs `needed` bytes.
-
-    Raises:
-        DiskError: in place of that error.
-    """
+    """Turns any system error inside into a DiskError about writing this file or folder, which needs `needed` bytes."""
     try:
         yield
     except DiskError as error:  # about a file inside the folder
@@ -107,11 +103,9 @@ def writing(target: Path, needed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def blame_key(key: str) -> Iterator[None]:
-    """Turns a DiskError inside into a refusal of `key`, with which the user has named the file or folder.
+    """Turns a DiskError inside into a UserError of `key`, with which the user has named the file or folder.
 
-    Raises:
-        UserError: another name or folder would help.
-        DiskError: the disk is full or fails.
+    A disk that is full or fails stays a DiskError: another name would not help.
     """
     try:
         yield
@@ -124,14 +118,9 @@ def blame_key(key: str) -> Iterator[None]:
 
 @contextmanager
 def explained(again: str | None, folder: Path | None = None) -> Iterator[None]:
-    """Adds to a disk error inside how to continue.
+    """Adds to a disk error inside the command `again`, which resumes.
 
-    Args:
-        again: the command that resumes.
-        folder: the folder to name if the file is unknown, for instance because a library wrote it.
-
-    Raises:
-        DiskError: in place of that error.
+    `folder` is named if the file is unknown, for instance because a library wrote it.
     """
     try:
         yield
@@ -178,11 +167,6 @@ def room(target: Path | None) -> tuple[int | None, bool]:
 
 
 def size_text(size: int) -> str:
-    """The size in its largest unit.
-
-    >>> size_text(512), size_text(20_500_000), size_text(3 * 10**9), size_text(0)
-    ('1 kB', '20.5 MB', '3.0 GB', '0 kB')
-    """
     if size >= 10**9:
         return f"{size / 1e9:.1f} GB"
     return f"{size / 1e6:.1f} MB" if size >= 10**6 else f"{-(-size // 1000)} kB"

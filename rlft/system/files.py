@@ -27,13 +27,11 @@ def write_atomically(
     """Writes a file so that it holds either its previous content or all of the new one.
 
     Args:
-        file: the file.
         content: the content, in parts if it may be large: about PIECE_BYTES are held in memory at a time.
         temporary: the file's name until it is complete, in the same folder.
         durable: whether to wait until the file is on disk.
 
-    Raises:
-        DiskError: the file cannot be written; nothing of it is left.
+    Raises DiskError: the file cannot be written; nothing of it is left.
     """
     parts = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
     pieces = _pieces(parts)
@@ -71,11 +69,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
-    """Appends the data to a file that was opened unbuffered; a failure leaves the file unchanged.
-
-    Raises:
-        DiskError: it cannot be written.
-    """
+    """Appends to a file that was opened unbuffered. DiskError: it cannot be written, and is unchanged."""
     with writing(Path(stream.name), len(data) + BLOCK):
         old_size = os.fstat(stream.fileno()).st_size
         try:
@@ -94,10 +88,8 @@ def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
 def atomic_folder(final: Path, temporary: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Makes the folder `temporary`, and renames it to `final`, in the same folder, when all its files are on disk.
 
-    A failure or an interruption inside removes it. With `replaces`, an existing `final` is removed first.
-
-    Raises:
-        DiskError: the folder cannot be made, flushed or renamed.
+    A failure or an interruption inside removes it. With `replaces`, an existing `final` is removed first. DiskError:
+    the folder cannot be made, flushed or renamed.
     """
     try:
         with writing(final):

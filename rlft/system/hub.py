@@ -16,10 +16,7 @@ PROBE_SECONDS = 4.0
 
 @cache
 def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the hub can be reached; any HTTP answer counts.
-
-    The request runs in a thread, because name lookups have no time limit.
-    """
+    """Whether the hub can be reached; any HTTP answer counts. A thread asks: name lookups have no time limit."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

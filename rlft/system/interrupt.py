@@ -1,4 +1,4 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves (checkpoint.on_signal); other verbs end within two seconds.
+"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves (checkpoint.on_signal); others end within two seconds.
 
 All end with exit code 130 and a line that says what is kept. Outside a run, a signal raises KeyboardInterrupt in the
 main thread; if the process still lives some seconds later, because a library has swallowed the exception or native
@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 from rlft.system.process import signals
@@ -66,7 +66,7 @@ def set_interrupt_message(what: str) -> None:
 
 
 def line() -> str:
-    """The line that is printed when a verb is interrupted."""
+    """The line that is printed when a command is interrupted."""
     return f"rlft: interrupted: {_message}"
 
 
@@ -74,8 +74,7 @@ def line() -> str:
 def ends_promptly(what: str) -> Iterator[None]:
     """Makes the first signal raise KeyboardInterrupt, and ends the process soon even if that is swallowed.
 
-    Args:
-        what: the text about what is kept, as in `set_interrupt_message`.
+    `what` says what is kept, as in `set_interrupt_message`.
     """
     set_interrupt_message(what)
     if threading.current_thread() is not threading.main_thread():
@@ -144,7 +143,7 @@ def handled_inside() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignores signals in the last moments of a verb: another signal would print a traceback."""
+    """Ignores signals in the last moments of a command: another signal would print a traceback."""
     if threading.current_thread() is threading.main_thread():
         for number in signals.ENDING:
             signal.signal(number, signal.SIG_IGN)
@@ -201,9 +200,7 @@ class Deferred:
             number, frame = self._waiting.pop(0)
             self._handlers[number](number, frame)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signals.restore(self._handlers)
         self.deliver()
 
@@ -251,9 +248,7 @@ class Interrupt:
         finally:
             self._is_saving = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.in_step = False
         with self._closing:
             self._is_closed = True

@@ -27,7 +27,7 @@ else:
 
 
 def no_grad(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A function that calls `function` without gradients, like the decorator `torch.no_grad()`."""
+    """`function` without gradients, like the decorator `torch.no_grad()`."""
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -1,10 +1,7 @@
 """Locks on files and folders, which the kernel releases with their process, even by `kill -9`.
 
-No library is used, because checking a lock must not create a lock file, temporary folders themselves are locked, and a
-file system without locks (NFS without its lock service, Lustre, some FUSE) must be distinguished from a held lock.
-
-A process that is killed does not remove its temporary folders either. Their locks show that it is gone, in whatever
-container it ran, and the next start removes them.
+A process that is killed does not remove its temporary folders. Their locks show that it is gone, in whatever container
+it ran, and the next start removes them.
 """
 
 from __future__ import annotations
@@ -37,15 +34,11 @@ class Taken(StrEnum):
 
 
 def take(handle: int, *, shared: bool = False, tries: int = 1) -> Taken:
-    """Takes the lock of an open file or folder, which is held until the handle is closed.
+    """Takes the lock of an open file or folder, which is held until the handle is closed. OSError: the disk failed.
 
     Args:
-        handle: the open file or folder.
         shared: whether others may hold it, too, which suffices to see whether a process holds it alone.
         tries: number of attempts, because a process that only checks the lock holds it for a moment.
-
-    Raises:
-        OSError: the disk failed.
     """
     for attempt in range(tries):
         if attempt:

@@ -1,8 +1,4 @@
-"""The memory of this process: measures it, keeps freed blocks, and explains an error when it runs out.
-
-The explanation says the stage in which it happened, what is large there, and which key to lower. Also: what the
-processor can multiply in.
-"""
+"""The memory of this process: measures it, keeps freed blocks, and explains an error when it runs out."""
 
 from __future__ import annotations
 
@@ -72,14 +68,13 @@ def _control_group_room() -> int:
 
 
 def resident_bytes() -> int:
-    """The resident set of this process, in bytes."""
     return psutil.Process().memory_info().rss
 
 
 def peak_resident_bytes() -> int:
     """The largest resident set of this process so far, in bytes.
 
-    It is read from /proc if possible, because getrusage starts with the resident set of the parent process.
+    From /proc if possible: getrusage starts with the resident set of the parent process.
     """
     with suppress(OSError, IndexError):
         status = Path("/proc/self/status").read_text()
@@ -90,10 +85,7 @@ def peak_resident_bytes() -> int:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Makes Python's garbage collector skip the objects that exist already: modules, model, data.
-
-    There are about a million of them, which it would traverse again and again as steps create and drop objects.
-    """
+    """Makes Python's garbage collector skip what exists already: about a million objects of modules, model and data."""
     gc.collect()
     gc.freeze()
     try:
@@ -103,11 +95,7 @@ def gc_frozen() -> Iterator[None]:
 
 
 def multiplies_in(dtype: str) -> bool:
-    """Whether the processor has instructions for products in this dtype; True where the system does not tell.
-
-    Args:
-        dtype: such as "bfloat16".
-    """
+    """Whether the processor has instructions for products in a dtype such as bfloat16; True where it is not known."""
     known = _known_instructions(CPUINFO)
     return dtype not in INSTRUCTIONS or not known or bool(known & INSTRUCTIONS[dtype])
 
@@ -152,19 +140,12 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "merge": ("the base's weights in float32", "use as=adapter, which loads no base"),
     "change dtype": ("the model's weights in float32", "leave dtype out, which copies them as they are"),
 }
-"""{stage of a verb without a run folder: (what is largest in it, what to do)}."""
+"""{stage of a command without a run folder: (what is largest in it, what to do)}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest allocation of an engine.
-
-    Attributes:
-        what: the allocation in words.
-        key: the key that bounds it.
-        value: the key's value.
-        may_change: whether a resume may change the key.
-    """
+    """The largest allocation of an engine, in words; the key that bounds it; whether a resume may change that."""
 
     what: str
     key: str
@@ -173,7 +154,7 @@ class Largest:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory ran out; the message says where, and what to lower."""
+    """Memory ran out; the message says where, and what to lower. Checkpoints are written beside the last good one."""
 
 
 class StageAndSteps(Protocol):
@@ -188,7 +169,7 @@ class StageAndSteps(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Doing:
-    """The stage and steps of a verb that has no loggers."""
+    """The stage and steps of a command that has no loggers."""
 
     current: str = "starting"
     finished: int = 0
@@ -198,16 +179,12 @@ class Doing:
 def explained(
     work: StageAndSteps, config: Any, again: str | None = None, engine: Mapping[str, Largest] | None = None
 ) -> Iterator[None]:
-    """Explains a memory error of torch or Python inside by its stage.
+    """Turns a memory error of torch or Python inside into an OutOfMemoryError that explains it by its stage.
 
     Args:
-        work: the current stage and steps.
         config: the typed config, which has the values of keys.
         again: the command that resumes from what is saved, if there is one.
         engine: {stage: the engine's largest allocation}; None if nothing is sampled.
-
-    Raises:
-        OutOfMemoryError: in place of that error. Checkpoints are written beside the last good one, so none is lost.
     """
     try:
         yield
@@ -224,7 +201,6 @@ def is_memory_error(error: BaseException) -> bool:
 def explanation(
     error: BaseException, work: StageAndSteps, config: Any, again: str | None, engine: Mapping[str, Largest]
 ) -> str:
-    """The message, in one line."""
     match = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
     requested = f", {match[1].removesuffix('. Error')} more were wanted" if match else ""
     after_step = "" if again is None else f" after step {work.finished}"

@@ -27,7 +27,6 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Prints a line on stdout."""
     _print(text, sys.stdout)
 
 
@@ -56,11 +55,8 @@ def with_progress(
     """Yields the items, and prints every EVERY_S seconds how many are done and how long the rest will take.
 
     Args:
-        items: the items.
         what: the text before the number, such as "data.path: reading big.jsonl".
         total: the sum of the items' sizes.
-        size: returns the size of an item.
-        clock: returns the time in seconds.
     """
     start = last_shown = clock()
     done = 0
@@ -70,16 +66,8 @@ def with_progress(
         if number % CHECKED == 0 and (now := clock()) - last_shown > EVERY_S:
             last_shown = now
             remaining_s = (now - start) * (total - done) / max(1, done)
-            say(f"{what}: {100 * done / max(1, total):.0f} %, about {_duration(remaining_s)} more")
-
-
-def _duration(seconds: float) -> str:
-    """The duration in its largest unit.
-
-    >>> _duration(40), _duration(300)
-    ('40 s', '5 min')
-    """
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            more = f"{remaining_s:.0f} s" if remaining_s < 120 else f"{remaining_s / 60:.0f} min"
+            say(f"{what}: {100 * done / max(1, total):.0f} %, about {more} more")
 
 
 def command_line(*words: object) -> str:
@@ -105,7 +93,6 @@ def override(key: str, value: object) -> str:
 
 
 def overrides(values: Mapping[str, object]) -> list[str]:
-    """An override for each key."""
     return [override(key, value) for key, value in values.items()]
 
 
@@ -114,8 +101,7 @@ def _quoted(value: object) -> str:
     text = str(value)
     if re.fullmatch(r"[\w./:-]+", text):
         return text
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"
+    return "'" + text.replace("'", "\\'") + "'"
 
 
 def resuming(folder: Path) -> str:

@@ -32,11 +32,11 @@ SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """What a template puts after an assistant's text: `lead`, plain text, then `run`, up to the last end token.
+    """What a template puts after an assistant's text.
 
     Attributes:
-        lead: such as the line break before `<|end|>` in some templates.
-        run: the special tokens, with what is between them; "": there are none.
+        lead: plain text, such as the line break before `<|end|>` in some templates.
+        run: the special tokens up to the last end token, with what is between them; "": there are none.
         last: all that it puts after the last turn of a conversation.
     """
 
@@ -79,7 +79,6 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any 
     """What ends an assistant's turn.
 
     Args:
-        tokenizer: the model's.
         style: `chat`: the chat template's turns; `raw`, or a tokenizer without a template: the tokenizer's end token.
         eos_token_id: what the model's generation config names as ends: a token id, a list of them, or None.
     """
@@ -141,7 +140,6 @@ def closing_of(
     """What the template puts after an assistant's turn and before whatever follows it.
 
     Args:
-        render: the template.
         opening: messages before the turn.
         turn: the assistant's message, whose last text is `said`, which the template leaves as it is.
         answer: the message after it, whose text is `reply`, another such text.

@@ -72,8 +72,7 @@ class PlainText:
 
         `begin` tokenises texts up to the first cut; without it they get no tokens that they do not spell.
 
-        Raises:
-            UserError: the tokenizer makes a special token of what is cut.
+        Raises UserError: the tokenizer makes a special token of what is cut.
         """
         firsts, others = [], []
         for text in texts:
@@ -130,7 +129,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):

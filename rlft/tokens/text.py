@@ -88,8 +88,7 @@ def dated(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenizerB
 def with_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer, whose template has these variables (`prompts.template_variables`).
 
-    Raises:
-        UserError: the template does not read one of them, or it is one that every rendering has.
+    Raises UserError: the template does not read one of them, or it is one that every rendering has.
     """
     if variables:
         read = _read_by(tokenizer, _template(tokenizer)) - {XML_TOOLS}
@@ -144,8 +143,7 @@ def rendered(
 
     `tools` are JSON schemas that the template shows; with `start` the text ends with the start of the assistant's turn.
 
-    Raises:
-        Exception: whatever the template raises, which is a program of somebody else's.
+    Raises Exception: whatever the template raises, which is a program of somebody else's.
     """
     plain = [[_as_templates_take_it(tokenizer, message) for message in each] for each in conversations]
     schemas = [dict(tool) for tool in tools]
@@ -239,11 +237,7 @@ def _arguments_as_text(tokenizer: PreTrainedTokenizerBase, template: str) -> boo
 
 
 def formatted(date: datetime.date, form: str) -> str:
-    """The date in this format, with English names in every locale, and midnight as the time.
-
-    >>> formatted(datetime.date(2026, 7, 5), "%d %b %Y, %A %H:%M")
-    '05 Jul 2026, Sunday 00:00'
-    """
+    """The date in this format, with English names in every locale, and midnight as the time."""
     month, day = MONTHS[date.month - 1], DAYS[date.weekday()]
     names = {"%B": month, "%b": month[:3], "%h": month[:3], "%A": day, "%a": day[:3], "%p": "AM", "%x": "%m/%d/%y"}
     english = re.sub("%.", lambda directive: names.get(directive[0], directive[0]), form, flags=re.DOTALL)
@@ -259,7 +253,6 @@ def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, row: Sequence[int]) -> str:
-    """The text of one row, see `decoded`."""
     return decoded(tokenizer, [list(row)])[0]
 
 
@@ -378,13 +371,7 @@ def last_tag(text: str) -> str:
 
 
 def without_tail(text: str, tail: str) -> str:
-    r"""What is left to say of a turn of which the prompt has begun this much.
-
-    >>> without_tail("<think>\nyes</think>", "<think>\n"), without_tail("<think>yes</think>", "<think>\n")
-    ('yes</think>', 'yes</think>')
-    >>> without_tail("yes", "<think>\n")
-    'yes'
-    """
+    """What is left to say of a turn of which the prompt has begun this much."""
     if tail and text.startswith(tail):
         return text[len(tail) :]
     bare = text.lstrip()

@@ -25,9 +25,13 @@ def make():
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return OmegaConf.to_container(compose(overrides=[f"+algorithm={name}"]).algorithm)
 
+    @cache
+    def adapter(target):
+        return TypeAdapter(get_class(target))
+
     def load(name, **overrides):
-        target, keys = keys_of(name)["_target_"], {k: v for k, v in keys_of(name).items() if k != "_target_"}
-        return TypeAdapter(get_class(target)).validate_python(keys | overrides)
+        keys = {k: v for k, v in keys_of(name).items() if k != "_target_"}
+        return adapter(keys_of(name)["_target_"]).validate_python(keys | overrides)
 
     return load
 

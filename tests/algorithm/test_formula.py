@@ -350,27 +350,30 @@ def test_the_printed_loss_is_the_computed_one_with_every_choice(make, agrees, fa
     agrees(make(family, **keys))
 
 
+@pytest.fixture(scope="module")
+def in_all_settings(make):
+    """(family, algorithm, its printed loss) of every setting."""
+    made = [(family, make(family, **keys)) for family, keys in SETTINGS]
+    return [(family, algorithm, stated(algorithm)) for family, algorithm in made]
+
+
 @pytest.mark.parametrize("module", [*FAMILIES, "objective"])
-def test_no_line_of_a_docstring_is_left_untried(make, module):
+def test_no_line_of_a_docstring_is_left_untried(in_all_settings, module):
     """The settings above print every definition and every term of the families and of what they share."""
     lines = [line for line in docstring_of(module).splitlines() if re.match(r" {4}(\w+(\(x\))? = |  [+-] )", line)]
     assert len(lines) > 5
-    made = [make(family, **keys) for family, keys in SETTINGS if module in (family, "objective")]
-    printed = " ".join(line for algorithm in made for line in stated(algorithm).lines)
+    losses = [loss for family, _, loss in in_all_settings if module in (family, "objective")]
+    printed = " ".join(line for loss in losses for line in loss.lines)
     for line in lines:
         assert line.partition("  if ")[0].strip() in printed, line
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_name_in_a_formula_is_a_key_another_line_or_explained(make, family):
-    for of, keys in SETTINGS:
-        if of == family:
-            algorithm = make(family, **keys)
-            loss = stated(algorithm)
-            names = {name for line in loss.lines for name in re.findall(r"[A-Za-z_]\w*", line.replace("1e-8", ""))}
-            known = {line.partition(" = ")[0].removesuffix("(x)") for line in loss.lines} | keys_of(algorithm).keys()
-            assert names - known - ELEMENTARY <= loss.symbols.keys(), keys
-            assert loss.symbols.keys() <= names, keys
+def test_every_name_in_a_formula_is_a_key_another_line_or_explained(in_all_settings):
+    for _, algorithm, loss in in_all_settings:
+        names = {name for line in loss.lines for name in re.findall(r"[A-Za-z_]\w*", line.replace("1e-8", ""))}
+        known = {line.partition(" = ")[0].removesuffix("(x)") for line in loss.lines} | keys_of(algorithm).keys()
+        assert names - known - ELEMENTARY <= loss.symbols.keys(), algorithm
+        assert loss.symbols.keys() <= names, algorithm
 
 
 def test_a_family_does_not_repeat_what_it_builds_on():

@@ -17,6 +17,8 @@ from rlft.types import Completion, FinishReason, Group, Outputs, Prompt, Rollout
 @each(
     ("name", "base", "keys"),
     [
+        ("grpo_process", "grpo", {"supervision": "process"}),
+        ("dapo", "grpo", {"clip_high": 0.28, "aggregate": "token_mean"}),
         ("dr_grpo", "grpo", {"std": "none", "aggregate": "constant"}),
         ("gspo", "grpo", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
         ("gspo_token", "gspo", {"ratio": "sequence_token"}),

@@ -5,7 +5,6 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.algorithm.ops.surrogate import importance
 from rlft.types import Outputs, UserError
 
 # --- KL to the old policy -------------------------------------------------------------------------------------------
@@ -126,15 +125,6 @@ def test_scores_by_hand(make, hand_batch, close):
 # --- surrogates -----------------------------------------------------------------------------------------------------
 
 
-def test_the_importance_surrogate_is_the_ratio_times_the_advantage_and_nothing_binds(close):
-    r = torch.tensor([[3.0, 0.1], [3.0, 0.1]], dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([[1.0, 1.0], [-2.0, -2.0]], dtype=torch.float64)
-    surrogate = importance(r, advantages)
-    close(surrogate.loss.detach(), [[-3, -0.1], [6, 0.2]])
-    close(torch.autograd.grad(surrogate.loss.sum(), r)[0], [[-1, -1], [2, 2]])
-    assert not (surrogate.low | surrogate.high | surrogate.dual).any()
-
-
 @each(
     ("kind", "loss", "slope", "low", "high"),
     [
@@ -172,6 +162,7 @@ def test_each_surrogate_by_hand(make, hand_batch, scale_of, close, kind, loss, s
         ("sapo", {"dual_clip": 7.0}, r"algorithm\.dual_clip: .*surrogate=sapo.*, got 7\.0; use .*null"),
         ("ppo", {"dual_clip": 1.1}, r"algorithm\.dual_clip: .* = 1\.2, got 1\.1; use 3"),
         ("kimi", {"mismatch_low": 1.5}, r"algorithm\.mismatch_low: .*, got 1\.5 \.\. 2; use"),
+        ("grpo", {"mismatch_high": 0.9}, r"algorithm\.mismatch_low: .*, got 0\.5 \.\. 0\.9; use"),
     ],
 )
 def test_contradictions_are_refused_with_key_value_and_remedy(make, name, overrides, message):

@@ -185,7 +185,7 @@ LOSSES = catalog.choices("loss")
 
 
 def chosen(name: str, **keys: Any) -> PreferenceLoss:
-    plain = compose(["preferences.path=unread", f"loss={name}"], verb="dpo")["loss"]
+    plain = compose(["preferences.path=unread", f"loss={name}"], command="dpo")["loss"]
     return instantiate({**plain, **keys}, "loss")
 
 
@@ -390,7 +390,7 @@ def test_per_token_the_log_ratios_are_means(compute) -> None:
 
 def test_by_default_ipo_takes_means_over_tokens_and_dpo_sums() -> None:
     words = ["preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64"]
-    chosen = {loss: compose([*words, f"loss={loss}"], verb="dpo")["loss"]["per_token"] for loss in ("ipo", "dpo")}
+    chosen = {loss: compose([*words, f"loss={loss}"], command="dpo")["loss"]["per_token"] for loss in ("ipo", "dpo")}
     assert chosen == {"ipo": True, "dpo": False}
 
 

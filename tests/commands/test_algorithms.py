@@ -223,7 +223,7 @@ def test_a_class_that_states_no_loss_is_said_to_state_none(mine: Path, shown: Sh
         ("algorithm.kl_coef=1", "is a key of an algorithm, and none is named, got algorithm.kl_coef=1; write rlft alg"),
         ("grpo algorithm.kl_coff=1", "algorithm.kl_coff: there is no such key, got 1; did you mean algorithm.kl_coef?"),
         ("grpo algorithm.kl_coef=-1", "algorithm.kl_coef: must be greater than or equal to 0, got -1"),
-        ("grpo -m", "this verb has no such option"),
+        ("grpo -m", "this command has no such option"),
         ("grpo --jsn", "command line: there is no such option, got --jsn"),
         ("--config-dir nowhere", "--config-dir: there is no such folder, got nowhere"),
     ],

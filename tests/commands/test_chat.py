@@ -22,6 +22,7 @@ from rlft.commands.chat import COMMANDS, Talk, Terminal, open_talk
 from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import silent
 from rlft.logger.text import visible
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
@@ -31,10 +32,6 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Samplin
 
 QUESTION, ANSWER = "What is 47 + 85?", "132"
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=32", "scoring.workers=0"]
-
-
-def silent(_: str) -> None:
-    """Where nothing needs to be said."""
 
 
 @pytest.fixture
@@ -407,9 +404,9 @@ PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests in the background ignores it
 from pathlib import Path
-from rlft.commands import chat as chat_verb
+from rlft.commands import chat as chat_command
 from rlft.runs.find import find
-original = chat_verb.Talk.ask
+original = chat_command.Talk.ask
 
 def ask(talk, question):
     if question == "slow":
@@ -417,9 +414,9 @@ def ask(talk, question):
         time.sleep(60)
     return original(talk, question)
 
-chat_verb.Talk.ask = ask
+chat_command.Talk.ask = ask
 place = find(Path(sys.argv[1]))
-chat_verb.run(chat_verb.read(place.config, False), place, False, lambda text: print(text, file=sys.stderr))
+chat_command.run(chat_command.read(place.config, False), place, False, lambda text: print(text, file=sys.stderr))
 """
 
 

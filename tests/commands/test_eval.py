@@ -15,16 +15,10 @@ from rlft.commands.eval import resolve_evaluation
 from rlft.config.compose import compose
 
 TINY = (
-    "model.path=embedded:tiny-arithmetic",
-    "model.device=cpu",
-    "data=arithmetic",
-    "data.size=16",
-    "data.held_out_size=8",
-    "generation=transformers",
-    "generation.max_tokens=16",
-    "eval.num_prompts=4",
+    "model.path=embedded:tiny-arithmetic", "model.device=cpu", "data=arithmetic", "data.size=16",
+    "data.held_out_size=8", "generation=transformers", "generation.max_tokens=16", "eval.num_prompts=4",
     "scoring.workers=0",
-)
+)  # fmt: skip
 
 
 @pytest.fixture

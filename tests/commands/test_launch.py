@@ -12,14 +12,14 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.commands.launch import after_the_end
-from rlft.config import command as verbs
+from rlft.config import command as commands
 
 RUN = Path("run")
 MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
 
 
 @each(
-    ("verb", "schedule", "remedy"),
+    ("command", "schedule", "remedy"),
     [
         ("train", "constant", f"{MORE}, or {EVALUATE}"),
         ("sft", "constant", f"{MORE}, or {EVALUATE}"),
@@ -29,8 +29,8 @@ MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
         ("sample", None, "start another one"),
     ],
 )
-def test_what_can_be_done_with_a_finished_run(verb: str, schedule: str | None, remedy: str) -> None:
-    assert after_the_end(verbs.named(verb), schedule, RUN, 5) == remedy
+def test_what_can_be_done_with_a_finished_run(command: str, schedule: str | None, remedy: str) -> None:
+    assert after_the_end(commands.named(command), schedule, RUN, 5) == remedy
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from rlft import cli
-from rlft.commands.preferences import REFERENCE_LOGPROBS, REWARD, open_task
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens
 from rlft.loop.engines import Engines
+from rlft.loop.preference_task import REFERENCE_LOGPROBS, REWARD, open_task
 from rlft.loop.session import open_session
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint
@@ -39,11 +39,11 @@ def test_earlier_preferences_are_read_as_the_new_ones_are_with_a_split_of_their_
     words = [f"preferences.path={write_pairs(tmp_path / 'new.jsonl', range(40))}", "max_completion_tokens=16"]
     words += [f"replay.path={write_pairs(tmp_path / 'old.jsonl', range(100, 140))}", "rankings_per_step=8"]
     held_out = f"preferences.held_out_path={write_pairs(tmp_path / 'held_out.jsonl', range(200, 204))}"
-    made = resolve(compose([*words, held_out], verb="rm")).plan()
+    made = resolve(compose([*words, held_out], command="rm")).plan()
     assert made.replay is not None
     assert (len(made.train.rankings), len(made.held_out.rankings)) == (40, 4)
     assert 30 <= len(made.replay.rankings) < 40  # a tenth of the old questions, by their hash, stays held out
-    from_hub = resolve(compose([*words, "preferences=hub"], verb="rm")).plan()
+    from_hub = resolve(compose([*words, "preferences=hub"], command="rm")).plan()
     assert from_hub.replay is not None
     assert from_hub.replay.rankings == made.replay.rankings
 
@@ -55,9 +55,9 @@ RM = ("+recipe=rm_arithmetic", *SMALL)
 DPO = ("+recipe=dpo_arithmetic", *SMALL, "steps=3")
 
 
-def run(folder: Path, verb: str, *words: str) -> Path:
+def run(folder: Path, command: str, *words: str) -> Path:
     """The folder, with a finished run."""
-    assert cli.run([verb, *words, f"hydra.run.dir={folder}"]) == 0
+    assert cli.run([command, *words, f"hydra.run.dir={folder}"]) == 0
     return folder
 
 
@@ -94,7 +94,7 @@ def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
 def test_a_trained_folder_is_a_reward_and_where_a_critic_begins(trained: Path, policy_run: Any) -> None:
     """Its scores are the run's own, moved so that the best held-out completions have a mean of 0."""
     last = evaluations(trained)[-1]
-    held_out = resolve(compose(RM, verb="rm")).plan().held_out.rankings[:12]
+    held_out = resolve(compose(RM, command="rm")).plan().held_out.rankings[:12]
     groups = [group(ranking) for ranking in held_out]
     scores = policy_run.scorer(groups).by_reward["learned"]
     best, worst = scores[:, 0].double(), scores[:, 1].double()
@@ -140,7 +140,7 @@ def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
     words = [*SMALL, "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64"]
     words.append(f"lora.path={folder}")
     with ExitStack() as stack:
-        task = open_task(resolve(compose(words, verb="rm")).plan(), stack)
+        task = open_task(resolve(compose(words, command="rm")).plan(), stack)
         for name, tensor in task.roles.weights(REWARD).items():
             assert torch.equal(tensor, weights[name]), name
         assert task.roles.heads[REWARD].weight.abs().max() == 0
@@ -168,7 +168,9 @@ def test_three_updates_move_the_pairs_apart(optimised: Path) -> None:
 def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(optimised: Path) -> None:
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:
-        task = open_task(resolve(with_named_runs(compose([*DPO, f"lora.path={optimised}"], verb="dpo"))).plan(), stack)
+        task = open_task(
+            resolve(with_named_runs(compose([*DPO, f"lora.path={optimised}"], command="dpo"))).plan(), stack
+        )
         assert task.plan.reference == str(optimised / "checkpoints" / "step_000003" / "policy")
         metrics = task.evaluate(0).metrics
         assert metrics["eval/margin"] == 0.0
@@ -177,7 +179,7 @@ def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(opti
         )
     with ExitStack() as stack:  # held to the base, it begins where the first round ended
         words = [*DPO, f"lora.path={optimised}", "snapshot.reference=base"]
-        metrics = open_task(resolve(with_named_runs(compose(words, verb="dpo"))).plan(), stack).evaluate(0).metrics
+        metrics = open_task(resolve(with_named_runs(compose(words, command="dpo"))).plan(), stack).evaluate(0).metrics
         assert metrics["eval/margin"] == pytest.approx(evaluations(optimised)[-1]["eval/margin"], rel=1e-4)
 
 
@@ -199,8 +201,8 @@ def test_its_run_is_evaluated_talked_to_and_exported_as_any_policys(
 
 def test_its_plan_counts_the_log_probs_that_a_checkpoint_keeps() -> None:
     """926 pairs: a position and two log-probs each, of 8 bytes, are 2 x 3 x 926 numbers of 4; three copies are kept."""
-    made = resolve(compose(DPO, verb="dpo")).plan()
-    free = resolve(compose([*DPO, "loss=simpo"], verb="dpo")).plan()
+    made = resolve(compose(DPO, command="dpo")).plan()
+    free = resolve(compose([*DPO, "loss=simpo"], command="dpo")).plan()
     assert len(made.train.rankings) == 926
     every = made.config.checkpoint
     copies = min(every.keep + 1, 1 + (made.num_steps - 1) // every.every)

@@ -26,10 +26,10 @@ def counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     counted = {"configs": 0, "sections": 0, "plans": 0}
     from_mapping, plan = instantiate.from_mapping, Resolved.plan
 
-    def typed(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
+    def typed(cls: Any, values: Any, prefix: str, command: str = "train") -> Any:
         counted["configs"] += issubclass(cls, Root)
         counted["sections"] += cls is GenerationConfig
-        return from_mapping(cls, values, prefix, verb)
+        return from_mapping(cls, values, prefix, command)
 
     def planned(self: Resolved, **how: Any) -> Any:
         counted["plans"] += 1
@@ -92,7 +92,9 @@ def test_so_are_those_of_what_is_resumed_and_repeated(
         (("eval", "run=run", "eval.num_prompts=2"), 1),
         (("sample", "run=run", "num_prompts=2", "n=2"), 1),
         ((*saved, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),  # finished, which is seen without a plan
+        ((*saved[:1], *saved[2:], "steps=2", "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),
     ):
         counts.update(dict.fromkeys(counts, 0))
         assert cli.run(words) == 0, capsys.readouterr().err
-        assert counts == dict.fromkeys(counts, runs) | ({"plans": 0} if "-m" in words else {}), words
+        is_finished = "-m" in words and "steps=2" not in words
+        assert counts == dict.fromkeys(counts, runs) | ({"plans": 0} if is_finished else {}), words

@@ -15,7 +15,7 @@ from slow_cases import slow
 
 from rlft import cli
 from rlft.commands import sample
-from rlft.commands.sample import kept
+from rlft.commands.sample import kept_indices
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.config.schema import SampleConfig
@@ -25,7 +25,7 @@ from rlft.types import UserError
 
 
 def config(*keys: str) -> SampleConfig:
-    return build(compose(keys, verb="sample"), SampleConfig, "sample")
+    return build(compose(keys, command="sample"), SampleConfig, "sample")
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ TOKENS = [(1,), (1,), (2,), (3,), (1,)]
     ],
 )
 def test_what_is_kept_of_a_prompts_completions(keys: list[str], rewards: list[float], places: list[int]) -> None:
-    assert kept(TOKENS, rewards, config(*keys)) == places
+    assert kept_indices(TOKENS, rewards, config(*keys)) == places
 
 
 # -- a run's sections --------------------------------------------------------------------------------------------------
@@ -68,32 +68,27 @@ def place(tmp_path: Path, checkpoint: Path | None = None, **changes: Any) -> Nam
 
 
 def test_run_takes_over_the_runs_sections_and_its_policy_samples(tmp_path: Path) -> None:
-    plain = compose([], verb="sample")
+    plain = compose([], command="sample")
     found = like_run(plain, place(tmp_path, seed=9))
     sections = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness")
     assert {name: found[name] for name in sections} == {name: place(tmp_path).config[name] for name in sections}
     assert found["adapter"] == str(tmp_path / "run")
-    own = {"verb", "name", "seed", "n", "keep", "split", "resume"}
+    own = {"command", "name", "seed", "n", "keep", "split", "resume"}
     assert {name: found[name] for name in own} == {name: plain[name] for name in own}
     assert build(found, SampleConfig, "sample").generation.temperature == 0.5
     assert like_run(plain, place(tmp_path, tmp_path / "step_000001"))["adapter"] == str(tmp_path / "step_000001")
 
 
-def test_a_run_without_a_task_gives_no_prompts_to_sample(tmp_path: Path) -> None:
-    found = place(tmp_path)
-    del found.config["data"]
-    assert like_run(compose([], verb="sample"), found)["data"] == {}
-
-
-def test_the_policy_of_a_run_without_an_adapter_is_its_model(tmp_path: Path) -> None:
-    plain = compose([], verb="sample")
-    found = like_run(plain, place(tmp_path, lora=None))
-    assert found["adapter"] is None
+def test_a_run_without_a_task_gives_no_prompts_and_one_without_an_adapter_its_model(tmp_path: Path) -> None:
+    plain, without = compose([], command="sample"), place(tmp_path, lora=None)
+    del without.config["data"]
+    found = like_run(plain, without)
+    assert (found["data"], found["adapter"]) == ({}, None)
     assert found["model"] == {**plain["model"], "path": str(tmp_path / "run")}
 
 
 def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
-    run_folder.start(tmp_path, compose([], verb="sample"), {"adapter_fingerprint": "a" * 64})
+    run_folder.start(tmp_path, compose([], command="sample"), {"adapter_fingerprint": "a" * 64})
     origin = run_folder.read(tmp_path)[run_folder.ORIGIN]
     run_folder.check_same_inputs(origin, {"adapter_fingerprint": "a" * 64})
     with pytest.raises(UserError, match=r"^adapter: the adapter in that folder changed since the run began"):
@@ -102,16 +97,9 @@ def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 TINY = (
-    "num_prompts=7",
-    "prompts_per_step=3",
-    "n=3",
-    "generation=transformers",
-    "generation.max_tokens=32",
-    "data.size=16",
-    "data.held_out_size=8",
-    "scoring.workers=0",
-    "model.device=cpu",
-)
+    "num_prompts=7", "prompts_per_step=3", "n=3", "generation=transformers", "generation.max_tokens=32",
+    "data.size=16", "data.held_out_size=8", "scoring.workers=0", "model.device=cpu",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +137,12 @@ def test_the_first_prompts_of_the_split_are_sampled(sampled: Path, tmp_path: Pat
     assert not held_out & {line["prompt_id"] for line in lines(sampled)}
 
 
-@pytest.mark.parametrize("verb", ["chat", "serve", "eval"])
+@pytest.mark.parametrize("command", ["chat", "serve", "eval"])
 def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(
-    verb: str, sampled: Path, capsys: pytest.CaptureFixture[str]
+    command: str, sampled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert cli.run([verb, f"run={sampled}"]) == 2
+    assert cli.run([command, f"run={sampled}"]) == 2
     assert capsys.readouterr().err.startswith("rlft: run: ")
 
 
@@ -200,18 +188,6 @@ def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
     assert cli.run(["resume", str(folder)]) == 0
     for name in ("samples.jsonl", "progress.json"):
         assert (folder / name).read_bytes() == (sampled / name).read_bytes()
-
-
-def test_samples_that_were_cut_by_hand_are_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    stopped_before_progress(folder, monkeypatch, 3)
-    (folder / "samples.jsonl").write_bytes(b"")
-    assert cli.run(["resume", str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert "rlft: resume: samples.jsonl is shorter than progress.json says" in told
-    assert (folder / "samples.jsonl").read_bytes() == b""
 
 
 def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,17 +244,6 @@ def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(
     assert "run/samples.jsonl" in shown
     assert "sft demonstrations.path=run/samples.jsonl" in shown
     assert "rm preferences.path=run/samples.jsonl" in shown
-
-
-def test_one_prompt_is_too_few_to_learn_from_and_no_verb_is_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [word for word in TINY if not word.startswith("num_prompts=")]
-    assert cli.run(["sample", *words, "num_prompts=1", "hydra.run.dir=run"]) == 0
-    shown = capsys.readouterr().out
-    assert "3 completions of 1 prompts" in shown
-    assert "demonstrations.path" not in shown
 
 
 # -- how completions are drawn -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +13,20 @@ from typing import Annotated, Any, Literal
 import pytest
 import yaml
 from annotated_types import Gt
+from in_one_test import each
 
 import rlft
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.ops.ratio import Mismatch
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.config.compose import compose, compose_run
 from rlft.config.instantiate import convert, from_mapping, instantiate, locate
 from rlft.config.resolved import build
 from rlft.config.schema import RunConfig, SampleConfig, SftConfig
 from rlft.reward.workers.reward_spec import specs
+from rlft.runs.config_file import set_value
 from rlft.types import UserError
 
 
@@ -112,6 +115,27 @@ def test_a_wrong_value_is_refused_by_its_key(hint: Any, value: Any, problem: str
     assert problem in str(refusal.value)
 
 
+DEFAULTS = compose([])
+OUT_OF_BOUNDS = {
+    "prompts_per_step": 0, "epochs": 0, "eval.num_samples": 0, "checkpoint.keep": 0, "checkpoint.on_signal": 0,
+    "lora.rank": 0, "lora.dropout": 1, "prompts.over_limit": "droop", "scoring.on_error": "go", "scoring.timeout": 0,
+    "generation.vllm.gpu_memory_utilization": 90, "generation.vllm.weights": "both", "generation.temperature": -1,
+    "generation.min_p": 1, "rollouts.every": -1, "rollouts.keep": 0, "snapshot.ema_decay": 1.5, "snapshot.old": "never",
+    "snapshot.teacher_gpu_memory_utilization": 0, "snapshot.teacher_quantization": "8bit",
+    "snapshot.teacher_engine": "trl",
+    "model.kernels": "fast", "model.quantization": "8bit", "critic.kind": "own", "overlap.lag": 2,
+}  # fmt: skip
+
+
+@each(("key", "value"), OUT_OF_BOUNDS.items())
+def test_a_value_out_of_the_bounds_of_its_key_is_refused(key: str, value: Any) -> None:
+    plain = copy.deepcopy(DEFAULTS)
+    set_value(plain, key, value)
+    with pytest.raises(UserError) as refusal:
+        build(plain)
+    assert refusal.value.key == key
+
+
 def test_a_nested_mapping_becomes_nested_dataclasses() -> None:
     assert from_mapping(Outer, {"inner": {"size": 2}, "name": "x"}, "") == Outer(inner=Inner(size=2), name="x")
 
@@ -155,7 +179,7 @@ def test_the_defaults_build_and_every_section_is_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "needs"),
+    ("command", "needs"),
     [
         ("train", []),
         ("sft", ["demonstrations.path=some.jsonl"]),
@@ -163,29 +187,29 @@ def test_the_defaults_build_and_every_section_is_typed() -> None:
         ("sample", []),
     ],
 )
-def test_every_verbs_defaults_build(verb: str, needs: list[str]) -> None:
-    plain, root = compose(needs, verb=verb), verbs.named(verb).root
-    assert isinstance(build(plain, root, verb), root)
-    with pytest.raises(UserError, match=rf"^verb: this is rlft {verb}, got another; leave it as it is$"):
-        build({**plain, "verb": "another"}, root, verb)
+def test_every_commands_defaults_build(command: str, needs: list[str]) -> None:
+    plain, root = compose(needs, command=command), commands.named(command).root
+    assert isinstance(build(plain, root, command), root)
+    with pytest.raises(UserError, match=rf"^command: this is rlft {command}, got another; leave it as it is$"):
+        build({**plain, "command": "another"}, root, command)
 
 
-def test_every_verb_has_a_file_that_names_it_and_no_other_file_does() -> None:
-    named = {file.stem: yaml.safe_load(file.read_text())["verb"] for file in catalog.config_folder().glob("*.yaml")}
-    assert named == {verb: verb for verb in verbs.OWN}
-    assert [verbs.named(verb).name for verb in verbs.OWN] == list(verbs.OWN)
+def test_every_command_has_a_file_that_names_it_and_no_other_file_does() -> None:
+    named = {file.stem: yaml.safe_load(file.read_text())["command"] for file in catalog.config_folder().glob("*.yaml")}
+    assert named == {command: command for command in commands.OWN}
+    assert [commands.named(command).name for command in commands.OWN] == list(commands.OWN)
 
 
 def test_prompts_with_answers_are_left_out_by_default_of_sft_only() -> None:
-    assert build(compose(["demonstrations.path=some.jsonl"], verb="sft"), SftConfig, "sft").data == {}
-    plain = compose([], verb="sample")
+    assert build(compose(["demonstrations.path=some.jsonl"], command="sft"), SftConfig, "sft").data == {}
+    plain = compose([], command="sample")
     del plain["data"]
     with pytest.raises(UserError, match=r"^data: is missing; choose data=arithmetic or "):
         build(plain, SampleConfig, "sample")
 
 
 def test_a_run_without_an_adapter_has_no_lora_section() -> None:
-    assert build(compose(["demonstrations.path=some.jsonl", "lora=null"], verb="sft"), SftConfig, "sft").lora is None
+    assert build(compose(["demonstrations.path=some.jsonl", "lora=null"], command="sft"), SftConfig, "sft").lora is None
 
 
 def test_an_empty_list_of_loggers_is_no_logger() -> None:
@@ -249,7 +273,7 @@ def test_load_algorithm_refuses_as_the_command_line_does(name: str, overrides: A
 CHOICES = [(group, choice) for group in catalog.groups() if group != "recipe" for choice in catalog.choices(group)]
 CHOSEN = [catalog.config_folder() / group / f"{choice}.yaml" for group, choice in CHOICES]
 BASES = list(dict.fromkeys(base for file in CHOSEN for base in catalog.bases(file)))
-ROOT_FILES = list(dict.fromkeys(file for verb in verbs.OWN for file in catalog.root_files(verb)))
+ROOT_FILES = list(dict.fromkeys(file for command in commands.OWN for file in catalog.root_files(command)))
 FILES = [*ROOT_FILES, *CHOSEN, *BASES]
 NEEDS = {
     ("data", "jsonl"): ["data.path=some.jsonl"],
@@ -259,17 +283,17 @@ NEEDS = {
     ("environment", "game"): ["environment.factory=mine.Game"],
     ("environment", "textarena"): ["environment.game=GuessTheNumber-v0"],
 }
-VERB_OF = {"demonstrations": "sft", "preferences": "rm"}
+COMMAND_OF = {"demonstrations": "sft", "preferences": "rm"}
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
     if group == "loss":
-        plain = compose([f"loss={choice}", "preferences.path=some.jsonl"], verb="dpo")
+        plain = compose([f"loss={choice}", "preferences.path=some.jsonl"], command="dpo")
         assert type(instantiate(plain[group], group)).__name__.lower() == choice
         return
-    if group in VERB_OF:
-        plain = compose([f"{group}={choice}", f"{group}.path=some.jsonl"], verb=VERB_OF[group])
+    if group in COMMAND_OF:
+        plain = compose([f"{group}={choice}", f"{group}.path=some.jsonl"], command=COMMAND_OF[group])
         assert type(instantiate(plain[group], group)).__module__ == f"rlft.data.{group}"
         return
     config = build(compose([f"{group}={choice}", *NEEDS.get((group, choice), [])]))
@@ -290,19 +314,19 @@ def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
         assert type(built).__module__.startswith(f"rlft.{group}.")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+@each("file", FILES)
 def test_every_key_has_a_comment_and_every_file_a_first_line(file: Path) -> None:
     assert file.read_text().startswith("# ")
     entries = catalog.entries(file)
     sections = {key.rpartition(".")[0] for key in entries}
-    told = {key for verb in verbs.OWN for key, entry in catalog.root_entries(verb).items() if entry.comment}
+    told = {key for command in commands.OWN for key, entry in catalog.root_entries(command).items() if entry.comment}
     told = told if file in ROOT_FILES else set()  # what one of them changes is explained in the base that it builds on
     bare = [k for k, e in entries.items() if not e.comment and k not in sections | told and not k.endswith("_target_")]
     # The upper end of a range that is explained at its lower end.
     assert [key for key in bare if key.replace("high", "low") not in entries or key.replace("high", "low") == key] == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+@each("file", FILES)
 def test_the_catalog_reads_the_keys_and_defaults_that_yaml_reads(file: Path) -> None:
     known = catalog.entries(file)
     read = yaml.safe_load(file.read_text())
@@ -333,8 +357,8 @@ def test_a_key_means_what_stands_beside_it() -> None:
     assert catalog.meaning("data.path") is None  # each data set means something else by it
 
 
-def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did() -> None:
-    names = {verb: [file.stem for file in catalog.root_files(verb)] for verb in verbs.OWN}
+def test_a_commands_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did() -> None:
+    names = {command: [file.stem for file in catalog.root_files(command)] for command in commands.OWN}
     assert names["sft"] == ["run", "training", "sampling", "evaluation", "sft"]
     assert names["rm"] == ["run", "training", "rankings", "rm"]
     assert names["dpo"] == ["run", "training", "rankings", "dpo"]
@@ -344,22 +368,22 @@ def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_i
     assert (train.default, sft.default) == ("1.0e-5", "1.0e-4")
 
 
-def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it() -> None:
+def test_a_command_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it() -> None:
     assert catalog.groups("sft") == ["data", "demonstrations", "generation", "logger", "recipe", "reward"]
     assert catalog.groups("rm") == ["logger", "preferences", "recipe"]
     assert catalog.groups("dpo") == ["logger", "loss", "preferences", "recipe"]
     assert catalog.groups("sample") == ["data", "environment", "generation", "recipe", "reward"]
     assert {"algorithm", "data", "reward"} < set(catalog.groups("train"))
-    by_verb = [name for verb in verbs.OWN for name in catalog.choices("recipe", verb)]
-    assert sorted(by_verb) == catalog.choices("recipe")
+    by_command = [name for command in commands.OWN for name in catalog.choices("recipe", command)]
+    assert sorted(by_command) == catalog.choices("recipe")
     assert "sft_arithmetic" in catalog.choices("recipe", "sft")
     assert "grpo_arithmetic" in catalog.choices("recipe", "train")
-    assert catalog.choices("data", "sft") == catalog.choices("data")  # of any other group every verb has all
+    assert catalog.choices("data", "sft") == catalog.choices("data")  # of any other group every command has all
 
 
 def test_only_the_data_of_sft_and_an_environment_may_be_absent() -> None:
-    found = {(verb, group) for verb in verbs.OWN for group in catalog.groups(verb)}
-    assert {(verb, group) for verb, group in found if catalog.may_be_absent(group, verb)} == {
+    found = {(command, group) for command in commands.OWN for group in catalog.groups(command)}
+    assert {(command, group) for command, group in found if catalog.may_be_absent(group, command)} == {
         ("sft", "data"),
         ("train", "environment"),
         ("sample", "environment"),

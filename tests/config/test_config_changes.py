@@ -41,17 +41,17 @@ def test_another_engine_samples_as_the_run_did() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "verb", "message"),
+    ("override", "command", "message"),
     [
         ("grop_size=3", "train", "grop_size: there is no such key, got 3; did you mean group_size?"),
         ("group_size=3", "sft", "group_size: there is no such key"),
         ("data=arithmetik", "train", "data: is not one of its choices, got arithmetik; did you mean arithmetic?"),
     ],
 )
-def test_what_is_not_there_is_refused(override: str, verb: str, message: str) -> None:
-    plain = PLAIN if verb == "train" else compose(["demonstrations.path=x"], verb=verb)
+def test_what_is_not_there_is_refused(override: str, command: str, message: str) -> None:
+    plain = PLAIN if command == "train" else compose(["demonstrations.path=x"], command=command)
     with pytest.raises(UserError) as refused:
-        changed(plain, [override], None, verb)
+        changed(plain, [override], None, command)
     assert str(refused.value).startswith(message)
 
 

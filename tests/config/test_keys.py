@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 
 import rlft
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.catalog import config_folder
 from rlft.config.instantiate import from_mapping
 from rlft.config.keys import Key, flatten, keys_of, known
@@ -45,8 +45,8 @@ def test_what_is_known_of_a_key_is_no_part_of_its_type() -> None:
 
 def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used() -> None:
     roles = {
-        verb: {key: said.roles for key, said in keys_of(verbs.named(verb).root).items() if said.roles}
-        for verb in verbs.OWN
+        command: {key: said.roles for key, said in keys_of(commands.named(command).root).items() if said.roles}
+        for command in commands.OWN
     }
     model, policy = {"model.path": ("model",)}, {"lora.path": ("policy",)}
     assert roles == {

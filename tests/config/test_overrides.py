@@ -1,4 +1,4 @@
-"""What stands after a verb, word by word; wrong words are in test_refusals.py."""
+"""What stands after a command, word by word; wrong words are in test_refusals.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_value_in_hydras_quotes_is_the_value(quote: str) -> None:
     assert (asked.value("run"), asked.value("hydra.run.dir")) == ("runs/first/a", "runs/b")
 
 
-def test_a_verb_that_only_reads_runs_takes_quotes_after_run_and_leaves_those_of_a_name(
+def test_a_command_that_only_reads_runs_takes_quotes_after_run_and_leaves_those_of_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,7 @@ def test_a_learned_reward_takes_the_runs_budget() -> None:
     assert plain["token_budget"] == "auto", "the saved config goes on saying auto"
 
 
-def test_supervised_verbs_have_a_budget_without_groups() -> None:
+def test_supervised_commands_have_a_budget_without_groups() -> None:
     plain = {"prompts": {"max_tokens": 256}}
     assert token_budget(plain, gpu=False) == 1536
     assert token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256

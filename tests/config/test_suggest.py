@@ -8,17 +8,17 @@ import pytest
 from in_one_test import each
 
 from rlft import cli
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.suggest import REFUSED, SECTIONS, known_keys, peer_names, refused_setting, suggestions
 
 
 def targets(name: str) -> Iterator[tuple[str | None, str]]:
-    """(verb or None for all, target as it is written) of a name of another library."""
+    """(command or None for all, target as it is written) of a name of another library."""
     written = peer_names()[name]
-    by_verb = written.items() if isinstance(written, dict) else [(None, written)]
-    for verb, of_verb in by_verb:
-        for target in [of_verb] if isinstance(of_verb, str) else of_verb:
-            yield verb, target
+    by_command = written.items() if isinstance(written, dict) else [(None, written)]
+    for command, of_command in by_command:
+        for target in [of_command] if isinstance(of_command, str) else of_command:
+            yield command, target
 
 
 def key_of(target: str) -> str:
@@ -30,15 +30,15 @@ def test_the_table_is_large() -> None:
 
 
 @each("name", peer_names())
-def test_every_target_is_a_key_of_a_verb_and_is_suggested_to_those_alone_that_have_it(name: str) -> None:
-    for verb, target in targets(name):
-        assert any(key_of(target) in known_keys(v) for v in ([verb] if verb else verbs.OWN)), target
-    if all(name in known_keys(verb) for verb in verbs.OWN):
+def test_every_target_is_a_key_of_a_command_and_is_suggested_to_those_alone_that_have_it(name: str) -> None:
+    for command, target in targets(name):
+        assert any(key_of(target) in known_keys(v) for v in ([command] if command else commands.OWN)), target
+    if all(name in known_keys(command) for command in commands.OWN):
         return
-    for verb in verbs.OWN:
-        meant = suggestions(name, verb)
-        assert all(one.key in known_keys(verb) or "<name>" in one.key for one in meant)
-        allowed = {key_of(target) for v, target in targets(name) if v in (None, verb)}
+    for command in commands.OWN:
+        meant = suggestions(name, command)
+        assert all(one.key in known_keys(command) or "<name>" in one.key for one in meant)
+        allowed = {key_of(target) for v, target in targets(name) if v in (None, command)}
         assert {one.key for one in meant} <= allowed
 
 
@@ -119,5 +119,5 @@ def test_a_refused_name_is_refused_in_every_section_of_sampling(section: str) ->
 
 
 def test_no_key_of_rlft_is_refused() -> None:
-    for verb in ("train", "sft", "rm", "sample"):
-        assert [key for key in known_keys(verb) if refused_setting(key)] == []
+    for command in ("train", "sft", "rm", "sample"):
+        assert [key for key in known_keys(command) if refused_setting(key)] == []

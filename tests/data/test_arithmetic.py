@@ -2,6 +2,7 @@ import pytest
 from in_one_test import each
 
 from rlft.data.arithmetic import Arithmetic, split_of
+from rlft.data.chains import Chains
 from rlft.types import Split, UserError
 
 KEYS = {"difficulty": 2, "operations": ["+", "-"], "size": 300, "held_out_size": 60, "seed": 0}
@@ -11,21 +12,25 @@ def make(**overrides) -> Arithmetic:
     return Arithmetic(**{**KEYS, **overrides})
 
 
-def test_the_splits_share_no_problem_whatever_the_seeds() -> None:
-    train = {p.id for p in make(size=3000).load(Split.train)}
+def chains(**overrides) -> Chains:
+    return Chains(**{"steps": 2, "largest": 99, "size": 300, "held_out_size": 60, "seed": 0, **overrides})
+
+
+@each("of", [make, chains])
+def test_the_splits_share_no_problem_whatever_the_seeds(of) -> None:
+    train = {p.id for p in of(size=3000).load(Split.train)}
     for seed in (0, 1, 2):
-        held_out = {p.id for p in make(seed=seed, held_out_size=300).load(Split.held_out)}
+        held_out = {p.id for p in of(seed=seed, held_out_size=300).load(Split.held_out)}
         assert len(held_out) == 300
         assert not train & held_out
 
 
-def test_the_same_keys_give_the_same_prompts_and_another_seed_gives_others() -> None:
-    assert make().load(Split.train) == make().load(Split.train)
-    assert make().load(Split.train) != make(seed=1).load(Split.train)
-
-
-def test_a_smaller_set_is_the_start_of_a_larger_one() -> None:
-    assert make(size=100).load(Split.train) == make(size=300).load(Split.train)[:100]
+@each("of", [make, chains])
+def test_the_same_keys_give_the_same_prompts_and_another_seed_or_size_others(of) -> None:
+    prompts = of().load(Split.train)
+    assert prompts == of().load(Split.train)
+    assert prompts != of(seed=1).load(Split.train)
+    assert prompts[:100] == of(size=100).load(Split.train)
 
 
 def test_answers_are_right_and_never_negative() -> None:

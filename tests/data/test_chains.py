@@ -12,23 +12,6 @@ def make(**overrides) -> Chains:
     return Chains(**{**KEYS, **overrides})
 
 
-def test_the_splits_share_no_chain_whatever_the_seeds() -> None:
-    train = {p.id for p in make(steps=2, size=3000).load(Split.train)}
-    for seed in (0, 1, 2):
-        held_out = {p.id for p in make(steps=2, seed=seed, held_out_size=300).load(Split.held_out)}
-        assert len(held_out) == 300
-        assert not train & held_out
-
-
-def test_the_same_keys_give_the_same_prompts_and_another_seed_gives_others() -> None:
-    assert make().load(Split.train) == make().load(Split.train)
-    assert make().load(Split.train) != make(seed=1).load(Split.train)
-
-
-def test_a_smaller_set_is_the_start_of_a_larger_one() -> None:
-    assert make(size=100).load(Split.train) == make(size=300).load(Split.train)[:100]
-
-
 def test_a_chain_is_asked_in_words_and_answered_by_its_last_result() -> None:
     chain = Chain(47, (("+", 38), ("-", 59), ("*", 3)))
     assert chain.results == (85, 26, 78)

@@ -35,7 +35,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": "x", "chosen": "a", "rejected": HALF},
     ],
 }
-VERBS = {"data": "train", "demonstrations": "sft", "preferences": "rm"}
+COMMANDS = {"data": "train", "demonstrations": "sft", "preferences": "rm"}
 GOOD: dict[str, dict[str, Any]] = {
     "data": {"prompt": f"a {WHOLE}", "answer": "1"},
     "demonstrations": {"prompt": f"a {WHOLE}", "completion": "1"},
@@ -51,7 +51,7 @@ def test_a_row_with_half_a_character_is_refused_by_file_and_line(section: str, k
     words = [f"{section}={choice}", f"{section}.path={file}"]
     if choice == "gsm8k":
         words += ["data.prompt_field=prompt", "data.answer_field=answer", "data.answer_pattern=null"]
-    loader = instantiate(compose(words, verb=VERBS[section])[section], section)
+    loader = instantiate(compose(words, command=COMMANDS[section])[section], section)
     for row in ROWS[section]:
         file.write_text(f"{json.dumps(GOOD[section])}\n{json.dumps(row)}\n")  # json.dumps escapes both
         with pytest.raises(UserError) as refused:

@@ -175,8 +175,8 @@ def test_the_command_of_a_published_set_reads_its_rows(
         ["bash", "-c", f"printf '%s\\0' {COMMANDS[name]}"], capture_output=True, text=True, check=True
     )
     _, *words = split.stdout.split("\0")[:-1]
-    verb = words.pop(0) if words[0] in ("sft", "rm", "dpo") else "train"
-    section = {"train": "data", "sft": "demonstrations"}.get(verb, "preferences")
+    command = words.pop(0) if words[0] in ("sft", "rm", "dpo") else "train"
+    section = {"train": "data", "sft": "demonstrations"}.get(command, "preferences")
     row, messages, read = EACH[name]
     rows = [row, *(varied(row, i) for i in range(60))]
     keys = dict(word.split("=", 1) for word in words)
@@ -185,8 +185,8 @@ def test_the_command_of_a_published_set_reads_its_rows(
     for key, held in ((f"{section}.path", rows), (f"{section}.held_out_path", rows[5:9])):
         if "." in keys.get(key, ""):
             write(tmp_path / keys[key], held)
-    more = [] if verb == "train" else ["max_completion_tokens=64"]
-    resolved = resolve(compose([*words, *more], verb=verb))
+    more = [] if command == "train" else ["max_completion_tokens=64"]
+    resolved = resolve(compose([*words, *more], command=command))
     loaded = [instantiate(resolved.plain[section], section).load(part) for part in Split]
     found: list[Any] = [row for part in loaded for row in getattr(part, "rankings", part)]
     assert len(found) > 36

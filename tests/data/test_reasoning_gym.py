@@ -38,6 +38,7 @@ def test_an_entry_becomes_a_prompt_with_all_its_verifier_needs(make_data) -> Non
 FEW = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 
 
+@pytest.mark.usefixtures("gym_here")
 @pytest.mark.parametrize(("task", "options"), [("chain_sum", FEW), slow("gsm_symbolic", {})])
 def test_splits_are_disjoint_by_construction_also_between_seeds(make_data, task: str, options) -> None:
     data = [make_data("reasoning_gym", **SMALL, task=task, options=options, seed=seed) for seed in (0, 1)]
@@ -47,6 +48,7 @@ def test_splits_are_disjoint_by_construction_also_between_seeds(make_data, task:
     assert not train & held_out
 
 
+@pytest.mark.usefixtures("gym_here")
 def test_no_question_comes_twice_in_a_task_with_few_of_them(make_data) -> None:
     # tower_of_hanoi repeats itself: 18 distinct questions in the first 20.
     asked = questions(make_data("reasoning_gym", **SMALL, task="tower_of_hanoi").load(Split.train))
@@ -75,6 +77,7 @@ def test_ransom_note_is_the_same_under_every_hash_seed(tmp_path: Path) -> None:
     assert first == second != ""
 
 
+@pytest.mark.usefixtures("gym_here")
 def test_a_composite_of_tasks_can_be_asked_for(make_data) -> None:
     parts = [{"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "letter_counting")]
     prompts = make_data("reasoning_gym", **SMALL, task="composite", options={"datasets": parts}).load(Split.train)

@@ -59,9 +59,10 @@ def test_a_policy_learns_in_branches_what_it_sampled_in_them(
     model = tmp_path / "rewriting"
     shutil.copytree(tiny_path, model)
     (model / "chat_template.jinja").write_text(REWRITING, encoding="utf-8")
-    game = "environment.factory=conversation_tools.Letters"
-    keys = [game if word.startswith("environment.factory") else word for word in KEYS]
-    keys += [f"model.path={model}", *algorithm, "algorithm.mismatch=token_mask"]
+    changed = {"environment.factory": "conversation_tools.Letters", "steps": 1, "eval.every": 0}
+    keys = [word for word in KEYS if word.partition("=")[0] not in changed]
+    keys += [*(f"{key}={value}" for key, value in changed.items()), f"model.path={model}"]
+    keys += [*algorithm, "algorithm.mismatch=token_mask"]
     done = forks.run("train", *keys, "hydra.run.dir=run", cwd=tmp_path)
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]

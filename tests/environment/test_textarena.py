@@ -123,7 +123,6 @@ def test_an_invalid_move_is_answered_and_a_second_one_ends_the_game() -> None:
 
 # -- refused -----------------------------------------------------------------------------------------------------------
 def test_a_game_that_begins_is_not_refused() -> None:
-    arena().check()
     arena("TicTacToe-v0", opponents=[OPPONENT]).check()
 
 

@@ -53,6 +53,14 @@ class Calculator:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait_for(self, file: Path) -> None:
+        """Is busy until there is such a file."""
+        for _ in range(6000):
+            if file.exists():
+                return
+            time.sleep(0.01)
+        raise AssertionError("nobody has made the file")
+
     def facts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "group": os.getpgrp(), "threads": os.environ["OMP_NUM_THREADS"]} | {
             "extra": os.environ.get("EXTRA"),

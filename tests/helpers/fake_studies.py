@@ -105,7 +105,7 @@ def make_study(
     plan: Any = SimpleNamespace(num_steps=steps)
     config_of_corner: Any = SimpleNamespace(plain={"seed": 0})
     checked = Checked(
-        verb="train",
+        command="train",
         parsed=parse(["-m"]),
         space=space,
         configs=[config_of_corner],

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout, RunInfo, StepRecord
+from rlft.logger.interface import RunInfo, StepRecord
+from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
 
 
 def rollout(name: str, text: str, version: int | None = 0) -> Rollout:

@@ -111,6 +111,6 @@ class AnyPlan(Plan):
     [({"screen": LIVE}, True, False), ({"console": JSONL}, False, True), ({}, False, False), (None, True, False)],
 )
 def test_a_plan_asks_its_loggers_what_they_do(sections, page, metrics):
-    config = SimpleNamespace() if sections is None else SimpleNamespace(logger=sections)  # a verb without loggers
+    config = SimpleNamespace() if sections is None else SimpleNamespace(logger=sections)  # a command without loggers
     plan = AnyPlan(config=config, plain={}, fingerprints={}, engine=None, loggers=loggers_of(sections or {}))
     assert (plan.has_page, plan.writes_metrics) == (page, metrics)

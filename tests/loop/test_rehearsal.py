@@ -91,9 +91,9 @@ def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forw
     assert max(tokens for _, tokens in seen) == longest + 2 * of_the_hint
 
 
-@pytest.mark.parametrize("verb", [slow("train"), "sft"])
+@pytest.mark.parametrize("command", [slow("train"), "sft"])
 def test_an_evaluation_is_rehearsed_with_all_its_samples(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsed: list[tuple[int, int]] = []
     whole = TransformersGenerator.rehearse
@@ -105,7 +105,7 @@ def test_an_evaluation_is_rehearsed_with_all_its_samples(
 
     monkeypatch.setattr(TransformersGenerator, "rehearse", spy)
     words = ["eval.every=2", "eval.num_prompts=5", "eval.num_samples=7"]
-    if verb == "train":
+    if command == "train":
         run(tmp_path / "run", *words)
         assert rehearsed == [(2, 3), (5, 7)]
         return

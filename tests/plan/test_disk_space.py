@@ -75,7 +75,7 @@ def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
     assert parts("steps=30", "rollouts.keep=2")["rollouts"] == 3 * rollouts
     assert parts("rollouts.every=0")["rollouts"] == 0
     assert parts("logger=[console]").keys() == {"checkpoints", "rollouts"}
-    plain = {**compose(["n=4", "num_prompts=3", "data.size=16"], verb="sample"), "token_budget": 512}
+    plain = {**compose(["n=4", "num_prompts=3", "data.size=16"], command="sample"), "token_budget": 512}
     four = resolve(plain).plan().disk_bytes()["samples"]
     assert resolve({**plain, "max_per_prompt": 1}).plan().disk_bytes()["samples"] == four // 4
 
@@ -92,16 +92,16 @@ def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: 
     assert note_of_disk({"checkpoints": 9000, "metrics": 0}, tmp_path) is None
 
 
-@pytest.mark.parametrize("verb", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train", "plan"])
 def test_run_and_plan_say_it_before_weights_are_loaded(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     space = SimpleNamespace(f_bavail=9, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     monkeypatch.setattr("rlft.loop.parts.load_for_training", lambda *args: 1 / 0)
-    cli.run([verb, *SMALL, "hydra.run.dir=run"])
+    cli.run([command, *SMALL, "hydra.run.dir=run"])
     told = " ".join("".join(capsys.readouterr()).split())
     assert "the run may write up to " in told
     assert "and 37 kB are free on the disk of run: free some, lower checkpoint.keep" in told

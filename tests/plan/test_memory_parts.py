@@ -117,7 +117,7 @@ def test_a_key_moves_its_part(override, part, factor):
 
 
 def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
-    plan = resolve(compose(["+recipe=sft_arithmetic", "lora=null", "eval.every=0"], verb="sft")).plan()
+    plan = resolve(compose(["+recipe=sft_arithmetic", "lora=null", "eval.every=0"], command="sft")).plan()
     model = sizes_of(plan.config.model, None)
     plain, recomputed = (by_name(parts(model, plan.demand(model, on), 0)) for on in (False, True))
     assert recomputed["activations"] < 0.5 * plain["activations"]

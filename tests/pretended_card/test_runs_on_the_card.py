@@ -138,7 +138,7 @@ def test_every_recipe_makes_a_step_on_the_card(on_card, tmp_path: Path, recipe: 
         questions = [{"question": f"{a}+{a}?", "answer": f"{a}+{a}={2 * a}\n#### {2 * a}"} for a in numbers]
         lines = "".join(json.dumps(question) + "\n" for question in questions)
         (tmp_path / "questions" / f"{split}.jsonl").write_text(lines)
-    command = catalog.verb_of(recipe)
+    command = catalog.command_of(recipe)
     sizes, dtype = (WHOLE, "float32") if recipe in OF_WHOLE_MODELS else (SIZES[command], "auto")
     sizes = sizes.replace(OF_SUMS, "") if recipe.endswith("gsm8k") else sizes
     words = f"{command} +recipe={recipe} {sizes} {TOLD.get(recipe, '')} steps=1 model.dtype={dtype}"

@@ -129,11 +129,6 @@ def test_verdicts_on_texts_that_are_numbers(group, answer, right):
     assert choice(choices_field="choices")(made) == [float(right)]
 
 
-def test_an_answer_given_twice_or_outside_its_place_is_none(group):
-    texts = ["<answer>B</answer>", "<answer>B</answer>" * 2, "<answer>A) Rome B) Paris</answer>", "B", ""]
-    assert choice()(group(texts, answer="B")) == [1.0, 0.0, 0.0, 0.0, 0.0]
-
-
 def test_case_can_matter(group):
     made = with_choices(
         group(["<answer>b</answer>", "<answer>paris</answer>", "<answer>B</answer>"], answer="B"), CITIES

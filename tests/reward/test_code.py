@@ -562,10 +562,8 @@ def test_a_tolerance_is_for_results_of_calls_too(group):
     assert scores(group, programs, tests, tolerance=1e-6) == [1.0, 0.0]
 
 
-def test_all_wants_every_test_and_fraction_pays_for_each(group):
-    programs = ["def add(a, b): return a + b", "def add(a, b): return 5", "def add(a, b): return 7"]
-    assert scores(group, programs, ADD_TESTS) == [1.0, 0.0, 0.0]
-    assert scores(group, programs, ADD_TESTS, score="fraction") == [1.0, 0.5, 0.0]
+def test_all_wants_every_test(group):
+    assert scores(group, ["def add(a, b): return 5"], ADD_TESTS, score="all") == [0.0]
 
 
 def test_tests_passed_before_the_deadline_count_as_a_fraction(group):

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 from in_one_test import each
@@ -35,16 +34,6 @@ def test_what_exceeds_the_limit_loses_a_fixed_value_right_or_wrong():
     assert cosine()(sized_group([RIGHT, WRONG], [60, 60], finish_reason=FinishReason.length)) == [-12, -12]
 
 
-def test_what_is_right_is_decided_as_in_exact_match():
-    # At no tokens a right answer earns 2 and a wrong one -10.
-    for text, reference, right in (
-        ("1,000", "1000", True),
-        ("8 + 10", "18", False),
-        ("18</answer><answer>18", "18", False),
-    ):
-        assert cosine()(sized_group([f"<answer>{text}</answer>"], [0], answer=reference)) == [2.0 if right else -10.0]
-
-
 @each(("key", "value"), [("wrong_at_0", 1.0), ("wrong_at_max", 1.5), ("exceeded", 1.0), ("right_at_max", -0.5)])
 def test_values_with_which_a_wrong_answer_may_earn_as_much_as_a_right_one_are_refused(key, value):
     # The least that a right answer earns is 1; with right_at_max=-0.5 it is that, and wrong_at_max=0 is more.
@@ -56,11 +45,3 @@ def test_values_with_which_a_wrong_answer_may_earn_as_much_as_a_right_one_are_re
 def test_a_pattern_without_a_group_is_refused():
     with pytest.raises(UserError, match="pattern: has no group"):
         cosine(answer_in=AnswerIn.pattern, pattern="[0-9]+")
-
-
-def test_what_an_environment_said_does_not_lengthen_a_completion():
-    made = sized_group([RIGHT], [100])
-    [whole] = made.rollouts
-    half = replace(whole.completion, mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
-    assert cosine()(replace(made, rollouts=(replace(whole, completion=half),))) == cosine()(sized_group([RIGHT], [50]))
-    assert cosine()(made) != cosine()(sized_group([RIGHT], [50]))

@@ -1,9 +1,10 @@
-from dataclasses import replace
-
 import pytest
+from in_one_test import each
 from reward_groups import TAGGED, sized_group
 
+from rlft.reward.cosine import Cosine
 from rlft.reward.length import Length, LengthMode
+from rlft.reward.overlong import Overlong
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
@@ -71,9 +72,15 @@ def test_a_mode_without_its_number_is_refused(mode):
         specs({"length": config | answer | rest})
 
 
-def test_what_an_environment_said_does_not_lengthen_a_completion():
-    made = sized_group([RIGHT, RIGHT], [100, 50])
-    first, second = made.rollouts
-    half = replace(first.completion, mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
-    assert length()(replace(made, rollouts=(replace(first, completion=half), second))) == [0, 0]
-    assert length()(made) != [0, 0]
+COSINE = {"right_at_0": 2.0, "right_at_max": 1.0, "wrong_at_0": -10.0, "wrong_at_max": 0.0, "exceeded": -12.0}
+REWARDS = [
+    length(mode=LengthMode.target, target=40),
+    Cosine(**TAGGED, numeric=True, ignore_case=False, max_tokens=100, **COSINE),
+    Overlong(max_tokens=60, cache=20),
+]
+
+
+@each("reward", REWARDS)
+def test_what_an_environment_said_does_not_lengthen_a_completion(reward):
+    half = sized_group([RIGHT], [100], mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
+    assert reward(half) == reward(sized_group([RIGHT], [50])) != reward(sized_group([RIGHT], [100]))

@@ -7,8 +7,7 @@ from in_one_test import each
 from reward_groups import TAGGED
 
 from rlft.reward import math
-from rlft.reward.answer import AnswerIn
-from rlft.reward.math import MAX_SECONDS, Math, equal
+from rlft.reward.math import MAX_SECONDS, Math, compared
 from rlft.reward.workers.scorer import Scorer, specs
 
 
@@ -142,17 +141,6 @@ def test_unfinished_sums_can_be_allowed(group):
     assert math_reward(unevaluated=True)(group(texts)) == [1.0, 1.0, 0.0]
 
 
-def test_the_answer_is_looked_for_in_one_place_only(group):
-    texts = [r"\boxed{18}", "18", "<answer>17</answer> or <answer>18</answer>"]
-    assert math_reward()(group(texts)) == [0.0, 0.0, 0.0]
-    assert math_reward(answer_in=AnswerIn.boxed)(group(texts)) == [1.0, 0.0, 0.0]
-
-
-def test_an_answer_given_over_and_over_or_beside_an_echo_of_the_prompt_is_none(group):
-    echo = "What is 8 + 10? Write <answer>your number</answer>. <answer>18</answer>"
-    assert math_reward()(group(["<answer>18</answer>" * 50, echo])) == [0.0, 0.0]
-
-
 def test_the_librarys_own_alarm_is_off(group, monkeypatch):
     import signal
 
@@ -238,7 +226,7 @@ def written_otherwise(gold: str) -> list[str]:
 
 
 def right(answer: str, reference: str) -> bool:
-    return equal(answer, reference, unevaluated=False, max_chars=200)
+    return compared(answer, reference, unevaluated=False, max_chars=200) is True
 
 
 def library(answer: str, reference: str) -> bool:

@@ -37,8 +37,3 @@ def test_a_cache_that_is_none_or_longer_than_the_limit_is_refused(cache):
         UserError, match=rf"reward.overlong.cache: must be from 1 to max_tokens=100 tokens, got {cache}"
     ):
         specs({"overlong": config})
-
-
-def test_what_an_environment_said_does_not_lengthen_a_completion():
-    made = sized_group(["18"], [190], mask=(True,) * 95 + (False,) * 95)
-    assert Overlong(max_tokens=100, cache=10)(made) == [-0.5]

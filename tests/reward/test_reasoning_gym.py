@@ -38,6 +38,7 @@ def test_the_reference_answer_is_right_and_no_answer_is_worth_nothing(reward: Re
         assert reward(group(prompt, right, "no tags", f"{prompt.answer}", "")) == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.usefixtures("gym_here")
 def test_a_verifier_accepts_another_right_answer_than_the_reference(reward: ReasoningGym) -> None:
     # countdown asks for any expression over the numbers that reaches the target; white space makes it another text.
     prompt = load("countdown")[0]
@@ -45,6 +46,7 @@ def test_a_verifier_accepts_another_right_answer_than_the_reference(reward: Reas
     assert reward(group(prompt, other)) == [1.0]
 
 
+@pytest.mark.usefixtures("gym_here")
 def test_options_reach_the_verifier(reward: ReasoningGym) -> None:
     assert reward(group(load("chain_sum", min_terms=2, max_terms=2)[0], "<answer>x</answer>"))[0] < 1.0
 

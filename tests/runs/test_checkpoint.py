@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -53,16 +54,6 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert values(loaded.optimizer) == values(saved.optimizer)
     for mine, theirs in ((loaded.adapters, saved.adapters), (loaded.heads, saved.heads)):
         assert {role: values(tensors) for role, tensors in mine.items()} == {r: values(t) for r, t in theirs.items()}
-
-
-def test_a_role_has_an_adapter_or_a_head_or_both_and_its_folder_holds_just_these(tmp_path):
-    folder = checkpoint.save(tmp_path, made(7), keep=1)
-    assert names(folder / "policy") == ["adapter_config.json", "adapter_model.safetensors", "rlft.json"]
-    assert names(folder / "critic") == ["head.safetensors", "rlft.json"]
-    both = ["adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"]
-    assert names(folder / "reward") == both
-    loaded = checkpoint.load(folder)
-    assert (set(loaded.adapters), set(loaded.heads)) == ({"policy", "reward"}, {"reward", "critic"})
 
 
 def test_a_folder_that_somebody_else_writes_is_part_of_the_checkpoint(tmp_path):
@@ -158,92 +149,65 @@ def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
             json.loads(raw)
 
 
-def flip_a_byte(folder: Path) -> None:
-    file = folder / "optimizer.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+Change = Callable[[Path], object]
 
 
-def cut_a_file(folder: Path) -> None:
-    file = folder / "reward/adapter_model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
+def flipped(name: str) -> Change:
+    """Changes the last byte of this file of a checkpoint."""
+    return lambda folder: (folder / name).write_bytes(flip((folder / name).read_bytes()))
 
 
-def lose_a_file(folder: Path) -> None:
-    (folder / "policy/adapter_model.safetensors").unlink()
+def flip(raw: bytes) -> bytes:
+    return raw[:-1] + bytes([raw[-1] ^ 1])
 
 
-def flip_a_bit_of_a_head(folder: Path) -> None:
-    file = folder / "critic/head.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+def lost(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
 
 
-def lose_a_head(folder: Path) -> None:
-    (folder / "reward/head.safetensors").unlink()
+def manifest(content: bytes) -> Change:
+    return lambda folder: (folder / "MANIFEST").write_bytes(content)
 
 
-def lose_a_role(folder: Path) -> None:
-    for file in (folder / "reward").iterdir():
-        file.unlink()
-    (folder / "reward").rmdir()
+def cut(name: str, share: float) -> Change:
+    return lambda folder: os.truncate(folder / name, int((folder / name).stat().st_size * share))
 
 
-def empty_the_manifest(folder: Path) -> None:
-    (folder / "MANIFEST").write_bytes(b"")
-
-
-def lose_the_manifest(folder: Path) -> None:
-    (folder / "MANIFEST").unlink()
-
-
-def fill_the_manifest_with_zeros(folder: Path) -> None:
-    (folder / "MANIFEST").write_bytes(bytes(300))
-
-
-def spoil_the_manifest(folder: Path) -> None:
-    (folder / "MANIFEST").write_bytes(b"\xff\xfe")
-
-
-def cut_the_manifest_in_a_line(folder: Path) -> None:
-    """977 bytes, 66 and a newline beside each name: the middle is in the checksum of the sixth file."""
-    file = folder / "MANIFEST"
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def cut_the_manifest_between_lines(folder: Path) -> None:
+def cut_between_lines(folder: Path) -> None:
     """And what it then does not list is damaged: nobody would look."""
     file = folder / "MANIFEST"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     (folder / "state.json").write_text('{"step": 4, "seed": 99}')
 
 
-def cut_the_manifest_and_lose_the_file(folder: Path) -> None:
-    cut_the_manifest_between_lines(folder)
+def cut_between_lines_and_lost(folder: Path) -> None:
+    cut_between_lines(folder)
     (folder / "state.json").unlink()
 
 
-DAMAGES = {
-    flip_a_byte: "optimizer.safetensors does not match its checksum",
-    cut_a_file: "reward/adapter_model.safetensors does not match its checksum",
-    lose_a_file: "policy/adapter_model.safetensors is missing",
-    flip_a_bit_of_a_head: "critic/head.safetensors does not match its checksum",
-    lose_a_head: "reward/head.safetensors is missing",
-    lose_a_role: "reward/adapter_config.json is missing",
-    empty_the_manifest: "MANIFEST does not list critic/head.safetensors",
-    lose_the_manifest: "MANIFEST cannot be read",
-    fill_the_manifest_with_zeros: "MANIFEST does not list critic/head.safetensors",
-    spoil_the_manifest: "MANIFEST cannot be read",
-    cut_the_manifest_in_a_line: "MANIFEST does not list policy/rlft.json",
-    cut_the_manifest_between_lines: "MANIFEST does not list state.json",
-    cut_the_manifest_and_lose_the_file: "MANIFEST does not list state.json",
+UNLIKE = "does not match its checksum"
+DAMAGES: dict[str, tuple[Change, str]] = {
+    "a byte": (flipped("optimizer.safetensors"), f"optimizer.safetensors {UNLIKE}"),
+    "a byte of a head": (flipped("critic/head.safetensors"), f"critic/head.safetensors {UNLIKE}"),
+    "a cut file": (cut("reward/adapter_model.safetensors", 0.99), f"reward/adapter_model.safetensors {UNLIKE}"),
+    "a lost file": (lost("policy/adapter_model.safetensors"), "policy/adapter_model.safetensors is missing"),
+    "a lost head": (lost("reward/head.safetensors"), "reward/head.safetensors is missing"),
+    "a lost role": (lambda folder: shutil.rmtree(folder / "reward"), "reward/adapter_config.json is missing"),
+    "an empty manifest": (manifest(b""), "MANIFEST does not list critic/head.safetensors"),
+    "no manifest": (lost("MANIFEST"), "MANIFEST cannot be read"),
+    "a manifest of zeros": (manifest(bytes(300)), "MANIFEST does not list critic/head.safetensors"),
+    "a manifest that is no text": (manifest(b"\xff\xfe"), "MANIFEST cannot be read"),
+    # 977 bytes, 66 and a newline beside each name: the middle is in the checksum of the sixth file.
+    "a manifest cut in a line": (cut("MANIFEST", 0.5), "MANIFEST does not list policy/rlft.json"),
+    "a manifest cut between lines": (cut_between_lines, "MANIFEST does not list state.json"),
+    "a manifest cut and its file lost": (cut_between_lines_and_lost, "MANIFEST does not list state.json"),
 }
+flip_a_byte = DAMAGES["a byte"][0]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(damage, tmp_path):
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(name, tmp_path):
+    damage, words = DAMAGES[name]
     for step in (2, 4):
         checkpoint.save(tmp_path, made(step), keep=2)
     damage(tmp_path / "step_000004")
@@ -251,7 +215,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(damage, tmp_
     loaded = checkpoint.load_newest(tmp_path, said.append)
     assert loaded is not None
     assert loaded.step == 2
-    assert said == [f"checkpoint step_000004 is damaged ({DAMAGES[damage]}); going back to the one before"]
+    assert said == [f"checkpoint step_000004 is damaged ({words}); going back to the one before"]
 
 
 def test_when_all_are_damaged_the_run_is_refused_and_when_there_is_none_there_is_none(tmp_path):

@@ -1,4 +1,4 @@
-"""Whatever happened to the files of a run: every verb ends in one line at most, and other runs are still listed."""
+"""Whatever happened to the files of a run: every command ends in one line at most, and other runs are still listed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ Parsed = tuple[Any, Exception | None]
 
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """Python's YAML parser takes a third of a second to give deep nesting up, and every verb reads the same text."""
+    """Python's YAML parser takes a third of a second to give deep nesting up, and every command reads the same text."""
     seen: dict[bytes, Parsed] = {}
     parse = config_file._load
 
@@ -135,7 +135,7 @@ PLANNING = [
 ]  # fmt: skip
 READ_FIRST = ("config.yaml", f"{SAVED}/state.json", f"{SAVED}/policy/adapter_config.json")
 WHATEVER_HAPPENS = ("runs", "runs --json", "report runs")
-"""Verbs of many runs: the other run is still shown."""
+"""Commands of many runs: the other run is still shown."""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ WHATEVER_HAPPENS = ("runs", "runs --json", "report runs")
         for file in FILES
     ],
 )
-def test_no_verb_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = Path("runs/hurt") / name
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     for damage in DAMAGES:
@@ -154,14 +154,14 @@ def test_no_verb_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.
         for path, content in before.items():
             path.write_bytes(content)
         damage(file)
-        # Verbs that plan a run take longer: all damages of what they read first, else a kind each file.
+        # Commands that plan a run take longer: all damages of what they read first, else a kind each file.
         heavy = name in READ_FIRST or damage is DAMAGES[FILES.index(name) % len(DAMAGES)]
         ends_in_a_line([*LIGHT, *(PLANNING if heavy else ())], workplace, capsys)
 
 
-def ends_in_a_line(verbs: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def ends_in_a_line(commands: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs these on the damaged run."""
-    for typed in verbs:
+    for typed in commands:
         before = sorted(Path("runs/hurt").rglob("*"))
         code = cli.run(typed.split())
         told = capsys.readouterr()
@@ -180,7 +180,7 @@ def ends_in_a_line(verbs: list[str], workplace: Path, capsys: pytest.CaptureFixt
     ("damage", "said"),
     [
         (cut, "is damaged (it "),  # in the middle of a line: YAML or not, as the paths in it are long
-        (without_its_end, "it has no verb"),
+        (without_its_end, "it has no command"),
         (empty, "it holds no keys"),
         (garbage, "it is no YAML"),
         (nested, "it is no YAML"),
@@ -206,15 +206,17 @@ def test_a_damaged_config_is_named(
 
 
 def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace: Path) -> None:
+    """Inside its origin, too: else a fingerprint would be gone, and with it the refusal of changed data."""
     file = Path("runs/hurt/config.yaml")
     lines = file.read_text().splitlines(keepends=True)
     origin = lines.index("origin:\n")
-    for end in range(0, origin, 5):
+    for end in (*range(0, origin, 5), *range(origin + 2, len(lines))):
         file.write_text("".join(lines[:end]))
-        with pytest.raises(ValueError, match=r"it (is cut short|holds no keys|has no verb)"):
+        message = r"it (is cut short|holds no keys|has no command)" if end < origin else "end of its origin is missing"
+        with pytest.raises(ValueError, match=message):
             run_folder.whole_config(file.parent)
     file.write_text("".join(lines))
-    assert run_folder.whole_config(file.parent)["verb"] == "train"
+    assert run_folder.whole_config(file.parent)["command"] == "train"
 
 
 def test_a_file_that_may_not_be_read_is_named(
@@ -246,7 +248,7 @@ READERS = {
     "report runs/hurt": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl"),
     "report runs": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl"),
 }
-"""Verbs, and the files that they read."""
+"""Commands, and the files that they read."""
 
 
 @pytest.mark.parametrize("typed", READERS)
@@ -292,16 +294,6 @@ def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(
         assert line in told, typed
 
 
-def test_a_config_cut_inside_its_origin_is_known_by_the_end_that_it_lacks(workplace: Path) -> None:
-    """Else a fingerprint would be gone, and with it the refusal of changed data."""
-    file = Path("runs/hurt/config.yaml")
-    lines = file.read_text().splitlines(keepends=True)
-    for end in range(lines.index("origin:\n") + 2, len(lines)):
-        file.write_text("".join(lines[:end]))
-        with pytest.raises(ValueError, match="the end of its origin is missing"):
-            run_folder.whole_config(file.parent)
-
-
 def with_values(**values: object) -> Callable[[Path], None]:
     """Replaces values of a file of JSON; None takes one out."""
 
@@ -339,14 +331,14 @@ def test_damaged_samples_are_refused_before_weights_are_loaded(
     monkeypatch.setattr(sys, "path", list(sys.path))
     run = tmp_path / "runs" / "sampled"
     run.mkdir(parents=True)
-    plain = compose(SAMPLED, verb="sample")
+    plain = compose(SAMPLED, command="sample")
     run_folder.start(run, plain, resolve(plain).plan().fingerprints)
     (run / "samples.jsonl").write_bytes(encode({"reward": 1.0}) * 3)
     size = (run / "samples.jsonl").stat().st_size
     done = {"step": 1, "bytes": size, "sampled": 4, "kept": 3, "prompts_kept": 2, "rewards": {"exact_match": 3.0}}
     (run / "progress.json").write_text(json.dumps(done))
     damage(run / name)
-    monkeypatch.setattr("rlft.commands.sample.load_backbone", lambda *args: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("rlft.model.backbone.load_backbone", lambda *args: pytest.fail("weights were loaded"))
     assert cli.run(["resume", "runs/sampled"]) == 2
     assert cli.run(["runs", "--json"]) == 0
     told = capsys.readouterr()

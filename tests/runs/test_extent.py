@@ -27,7 +27,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of three steps of each verb that trains, and one of `rlft sample` of four prompts."""
+    """A folder with a run of three steps of each command that trains, and one of `rlft sample` of four prompts."""
     folder = tmp_path_factory.mktemp("runs")
     for words in (TRAIN, SFT, (*RM, "rankings_per_step=2")):
         assert cli.run([*words, "steps=3", f"hydra.run.dir={folder / words[0]}"]) == 0
@@ -35,12 +35,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("verb", ["train", "sft", "rm"])
+@pytest.mark.parametrize("command", ["train", "sft", "rm"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_what_is_possible(
-    runs: Path, verb: str, steps: int, capsys: pytest.CaptureFixture[str]
+    runs: Path, command: str, steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = runs / verb
+    folder = runs / command
     before = contents(folder)
     capsys.readouterr()
     assert cli.run(["resume", str(folder), f"steps={steps}"]) == 2

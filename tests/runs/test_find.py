@@ -27,7 +27,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     def make(folder: str, *, age: float, metrics: bool = True) -> Path:
         run = Path(folder)
         run.mkdir(parents=True)
-        config = {"verb": "train", "name": run.parent.name, "logger": {"jsonl": {}}, "lora": {"rank": 2}}
+        config = {"command": "train", "name": run.parent.name, "logger": {"jsonl": {}}, "lora": {"rank": 2}}
         run_folder.start(run, config, {})
         (run / "status.json").write_text('{"status": "finished", "steps": 1}')
         if metrics:
@@ -97,7 +97,7 @@ def test_of_several_runs_below_a_folder_none_is_taken_and_the_newest_is_named(ma
     assert str(error.value) == expected
 
 
-def test_what_is_no_run_is_left_to_the_verb(three: tuple[Path, ...]) -> None:
+def test_what_is_no_run_is_left_to_the_command(three: tuple[Path, ...]) -> None:
     Path("empty").mkdir()
     for name in ("empty", "nowhere", "runs/first/a/checkpoints/step_000001"):
         assert said(name) == (Path(name), [])
@@ -108,7 +108,7 @@ def test_what_is_no_run_is_left_to_the_verb(three: tuple[Path, ...]) -> None:
     ["eval run=", "chat run=", "chat ", "export out=out run=", "sample run=", "resume ", "resume run=", "watch ",
      "train resume=", "diff runs/second ", "plan lora.path=", "train lora.path=", "sample adapter="],
 )  # fmt: skip
-def test_every_verb_of_one_run_refuses_several_and_an_unknown_latest(
+def test_every_command_of_one_run_refuses_several_and_an_unknown_latest(
     words: str, three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(f"{words}runs/first".split()) == 2
@@ -119,7 +119,7 @@ def test_every_verb_of_one_run_refuses_several_and_an_unknown_latest(
     assert "yet, got latest; train one first" in capsys.readouterr().err
 
 
-def test_the_verbs_that_only_read_take_latest(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_that_only_read_take_latest(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         "watch latest",
         "report latest",
@@ -240,7 +240,7 @@ def test_a_run_without_a_checkpoint_or_the_role_is_refused_with_what_there_is(tm
 
 def test_every_key_that_may_name_a_run_is_looked_at(run: Path) -> None:
     plain = {
-        "verb": "train",
+        "command": "train",
         "lora": {"path": str(run), "rank": 4},
         "snapshot": {"reference": str(run)},
         "critic": {"init": "base"},
@@ -265,11 +265,11 @@ def test_every_key_that_may_name_a_run_is_looked_at(run: Path) -> None:
 
 
 def test_a_reward_model_goes_on_from_a_reward_model_or_begins_as_a_policy(run: Path, tmp_path: Path) -> None:
-    other = begun(tmp_path / "other", verb="rm")
+    other = begun(tmp_path / "other", command="rm")
     newest = reached(other, 1, "reward")
     for path, expected in ((other, newest / "reward"), (run, run / "checkpoints" / "step_000002" / "policy")):
-        assert with_named_runs({"verb": "rm", "lora": {"path": str(path)}})["lora"]["path"] == str(expected)
+        assert with_named_runs({"command": "rm", "lora": {"path": str(path)}})["lora"]["path"] == str(expected)
 
 
 def test_without_an_adapter_there_is_nothing_to_name() -> None:
-    assert with_named_runs({"verb": "sft", "lora": None}) == {"verb": "sft", "lora": None}
+    assert with_named_runs({"command": "sft", "lora": None}) == {"command": "sft", "lora": None}

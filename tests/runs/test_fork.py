@@ -40,10 +40,10 @@ def test_a_fork_of_a_supervised_run_does_what_the_run_did(words: tuple[str, ...]
     assert (fork / "eval.jsonl").read_bytes() == (run / "eval.jsonl").read_bytes()
     record = yaml.safe_load((fork / "config.yaml").read_text())["origin"]["forked_from"]
     assert (record["run"], record["step"], record["changed"]) == ("../run", 2, {})
-    for verb in ("runs", "report", "diff"):
-        places = [str(tmp_path)] if verb == "runs" else [str(run), str(fork)]
-        out = [f"out={tmp_path / 'both.html'}"] if verb == "report" else []
-        assert cli.run([verb, *places, *out]) == 0
+    for command in ("runs", "report", "diff"):
+        places = [str(tmp_path)] if command == "runs" else [str(run), str(fork)]
+        out = [f"out={tmp_path / 'both.html'}"] if command == "report" else []
+        assert cli.run([command, *places, *out]) == 0
 
 
 MakeFork = Callable[..., tuple[Fork, dict[str, Any]]]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.config import command as verbs
-from rlft.config.command import Verb
+from rlft.config import command as commands
+from rlft.config.command import Command
 from rlft.config.resolved import Resolved
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_status
@@ -30,8 +30,8 @@ class ThreeSteps(Plan):
     num_steps = 3
 
 
-def that_raises(verb: Verb, make_error: Callable[[], BaseException]) -> Verb:
-    """The verb without a model: planned at once, it raises as soon as it begins."""
+def that_raises(command: Command, make_error: Callable[[], BaseException]) -> Command:
+    """The command without a model: planned at once, it raises as soon as it begins."""
 
     def make_plan(resolved: Resolved) -> Any:
         config = SimpleNamespace(resume=resolved.config.resume, token_budget=512)
@@ -40,12 +40,12 @@ def that_raises(verb: Verb, make_error: Callable[[], BaseException]) -> Verb:
     def do(*args: object) -> Any:
         raise make_error()
 
-    return replace(verb, make_plan=make_plan, run=do, steps_done=lambda *args: 0)
+    return replace(command, make_plan=make_plan, run=do, steps_done=lambda *args: 0)
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[[], BaseException]], None]:
-    """Has the run of every verb raise this; temporary files lie in a folder of the test's own."""
+    """Has the run of every command raise this; temporary files lie in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rlft", "train", "seed=1"])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -55,8 +55,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callab
     monkeypatch.delenv(crash.DEBUG, raising=False)
 
     def fail(make_error: Callable[[], BaseException]) -> None:
-        named = verbs.named
-        monkeypatch.setattr(verbs, "named", lambda name: that_raises(named(name), make_error))
+        named = commands.named
+        monkeypatch.setattr(commands, "named", lambda name: that_raises(named(name), make_error))
 
     return fail
 
@@ -131,7 +131,7 @@ def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.Capt
     assert "Traceback" not in "".join(told)
 
 
-VERBS = {
+COMMANDS = {
     "train": "rlft.cli.compose_run",
     "sft": "rlft.cli.compose_run",
     "rm": "rlft.cli.compose_run",
@@ -151,14 +151,14 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("typed", VERBS)
+@pytest.mark.parametrize("typed", COMMANDS)
 def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(
     typed: str, failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*args: object, **keys: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(VERBS[typed], broken)
+    monkeypatch.setattr(COMMANDS[typed], broken)
 
     assert cli.run(typed.split()) == 1
 

@@ -13,12 +13,12 @@ import torch
 from in_one_test import each
 
 from rlft import cli
+from rlft.logger.interface import StepRecord
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import largest_of
 from rlft.plan.startup_table import slow_dtype
 from rlft.system import memory
 from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained, gc_frozen, keep_blocks
-from rlft.types import StepRecord
 
 FAULTS = """
 import resource
@@ -239,15 +239,15 @@ def test_work_without_a_run_names_no_step_and_no_command(run_config):
     ],
     ids=["eval", "sample", "chat"],
 )
-def test_every_verb_tells_it(words, place, told, tmp_path, monkeypatch, capsys):
+def test_every_command_tells_it(words, place, told, tmp_path, monkeypatch, capsys):
     def fail(*arguments, **keys):
         raise torch.OutOfMemoryError
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(place, fail)
-    verb, *rest = words
+    command, *rest = words
     common = ("model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation=transformers")
-    assert cli.run([verb, *common, *rest]) == 1
+    assert cli.run([command, *common, *rest]) == 1
     assert capsys.readouterr().err.endswith(f"rlft: stopped: {told}")
 
 
@@ -261,11 +261,11 @@ LOSSES = (
     [
         (
             ("rm", "preferences.path=embedded:arithmetic-preferences"),
-            "rlft.commands.preferences.PreferenceTask.evaluate",
+            "rlft.loop.preference_task.PreferenceTask.evaluate",
         ),
         (
             ("sft", "demonstrations.path=embedded:arithmetic-demonstrations"),
-            "rlft.commands.sft.DemonstrationTask.evaluate",
+            "rlft.loop.demonstration_task.DemonstrationTask.evaluate",
         ),
     ],
     ids=["rm", "sft"],
@@ -303,15 +303,11 @@ def test_every_key_that_is_told_exists(run_config):
 
 REAL = """
 import resource, torch
-from rlft.config.compose import compose
-from rlft.config.resolved import build
-from rlft.logger.loggers import Loggers
-from rlft.system.memory import explained
-config = build(compose([]))
+from rlft.system.memory import Doing, explained
 torch.ones(10)
 now = int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**26, now + 2**26))
-with explained(Loggers((), print), config, "rlft resume run"):
+with explained(Doing(current="merge"), None):
     torch.ones(2**28)
 """
 
@@ -319,4 +315,4 @@ with explained(Loggers((), print), config, "rlft resume run"):
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS binds on Linux only")
 def test_torchs_own_error_on_a_cpu_is_known():
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
-    assert "OutOfMemoryError: memory ran out in starting after step 0, 1073741824 bytes more were wanted" in done.stderr
+    assert "OutOfMemoryError: memory ran out in merge, 1073741824 bytes more were wanted" in done.stderr

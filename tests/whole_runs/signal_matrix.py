@@ -1,4 +1,4 @@
-"""Every stage of a step x every signal x the main process alone or every process of the job, for every verb that runs.
+"""Every stage of a step x every signal x the main process alone or every process of the job, for every command.
 
     python tests/whole_runs/signal_matrix.py [train] [sft] [rm] [sample]     the whole table; minutes
 
@@ -65,8 +65,8 @@ CHECKPOINT = at("rlft.runs.checkpoint:_write_manifest")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verb:
-    """How a verb is run, and where the stages of a step are. next_step: where the second step of a process begins."""
+class Command:
+    """How a command is run, and where a step's stages are. next_step: where the second step of a process begins."""
 
     words: Sequence[str]
     stages: Mapping[str, Event]
@@ -75,8 +75,8 @@ class Verb:
     trains: bool = True
 
 
-VERBS = {
-    "train": Verb(
+COMMANDS = {
+    "train": Command(
         words=(
             *("train", "+recipe=grpo_arithmetic", *TINY, *DATA, *TRAINS, *EVALUATES, *SLOW),
             *("prompts_per_step=2", "group_size=2"),
@@ -95,19 +95,19 @@ VERBS = {
         },
         next_step=at("rlft.loop.session:Session.sample", 2),
     ),
-    "sft": Verb(
+    "sft": Command(
         words=("sft", "+recipe=sft_arithmetic", *TINY, *DATA, *TRAINS, *EVALUATES, *SLOW, "examples_per_step=4"),
         stages={
             "update": UPDATE,
             "metrics": at("rlft.logger.jsonl:Jsonl.step"),
-            "sampling": at("rlft.commands.sft:evaluate"),
+            "sampling": at("rlft.loop.demonstration_task:evaluate"),
             "scoring": SCORING,
             "evaluation": at("rlft.loop.metrics:summarise"),
             "checkpoint": CHECKPOINT,
         },
         next_step=at("rlft.loop.supervised:SupervisedRun.update", 2),
     ),
-    "rm": Verb(
+    "rm": Command(
         words=(
             "rm", "+recipe=rm_arithmetic", "model.device=cpu", *TRAINS, "rankings_per_step=4", "eval.num_rankings=8",
         ),
@@ -119,7 +119,7 @@ VERBS = {
         },
         next_step=at("rlft.loop.supervised:SupervisedRun.update", 2),
     ),
-    "sample": Verb(
+    "sample": Command(
         words=("sample", *TINY, "data.size=64", "data.held_out_size=4", *SLOW, "n=2", "prompts_per_step=2"),
         stages={
             "sampling": at("rlft.commands.sample:sample"),
@@ -139,14 +139,14 @@ class Cell:
     signal: str
     scope: str
 
-    def events(self, verb: Verb) -> list[Event]:
+    def events(self, command: Command) -> list[Event]:
         """Of the process that gets the signal; after a pause it does one more step and is killed."""
-        event = {**verb.stages[self.stage], "do": SIGNALS[self.signal], "who": self.scope}
-        return [event] if self.signal != "STOP" else [event, {**verb.next_step, "do": "kill"}]
+        event = {**command.stages[self.stage], "do": SIGNALS[self.signal], "who": self.scope}
+        return [event] if self.signal != "STOP" else [event, {**command.next_step, "do": "kill"}]
 
 
-def cells(verb: Verb) -> Iterator[Cell]:
-    for stage in verb.stages:
+def cells(command: Command) -> Iterator[Cell]:
+    for stage in command.stages:
         for name in SIGNALS:
             for scope in SCOPES:
                 yield Cell(stage=stage, signal=name, scope=scope)
@@ -155,17 +155,17 @@ def cells(verb: Verb) -> Iterator[Cell]:
 class Chain:
     """One run that is disturbed again and again. place: a folder for it and for the undisturbed one."""
 
-    def __init__(self, name: str, verb: Verb, chosen: Sequence[Cell], nursery: Nursery, place: Path) -> None:
-        self.name, self.verb, self.nursery, self.place = name, verb, nursery, place
+    def __init__(self, name: str, command: Command, chosen: Sequence[Cell], nursery: Nursery, place: Path) -> None:
+        self.name, self.command, self.nursery, self.place = name, command, nursery, place
         self.undisturbed, self.folder = place / "undisturbed", place / "run"
         (place / "slow_reward.py").write_text(REWARD)
         advances = sum(self.advances(cell) for cell in chosen)
         steps = advances + 3  # one before the first signal, one that is killed at its beginning, and a last one
-        self.words = (*verb.words, f"{verb.steps}={steps if verb.trains else 2 * steps}")
-        keep = ("checkpoint.every=1", "checkpoint.keep=999") if verb.trains else ()
+        self.words = (*command.words, f"{command.steps}={steps if command.trains else 2 * steps}")
+        keep = ("checkpoint.every=1", "checkpoint.keep=999") if command.trains else ()
         nursery.run(*self.words, *keep, "hydra.run.dir=undisturbed", cwd=place, ends=0)
-        begun = [{**verb.next_step, "do": "kill"}]
-        keep = ("checkpoint.every=1",) if verb.trains else ()
+        begun = [{**command.next_step, "do": "kill"}]
+        keep = ("checkpoint.every=1",) if command.trains else ()
         done = nursery.run(*self.words, *keep, "hydra.run.dir=run", cwd=place, events=begun)
         assert done.code == -signal.SIGKILL, done.err
         self.step = 1
@@ -173,11 +173,11 @@ class Chain:
 
     def advances(self, cell: Cell) -> bool:
         """Whether the step that the signal meets is done afterwards."""
-        return cell.signal == "STOP" or (self.verb.trains and cell.signal not in FATAL)
+        return cell.signal == "STOP" or (self.command.trains and cell.signal not in FATAL)
 
     def disturb(self, cell: Cell) -> None:
         """One process of the chain; AssertionError where anything is not as it should be."""
-        started = self.nursery.start("resume", "run", cwd=self.place, events=cell.events(self.verb))
+        started = self.nursery.start("resume", "run", cwd=self.place, events=cell.events(self.command))
         if cell.signal == "STOP":
             pause(started)
         done = started.wait()
@@ -195,7 +195,7 @@ class Chain:
     def finish(self) -> None:
         done = self.nursery.run("resume", "run", cwd=self.place)
         assert done.code == 0, done.err
-        if self.verb.trains:
+        if self.command.trains:
             check_same(self.folder, self.undisturbed)
         else:
             for name in ("samples.jsonl", "progress.json"):
@@ -203,7 +203,7 @@ class Chain:
 
     def said(self) -> list[str]:
         go_on = "go on with: rlft resume run"
-        if self.verb.trains:
+        if self.command.trains:
             return [HEARD, f"stopped after step {self.step}, saved; {go_on}"]
         state = self.progress()
         kept = f"{state['kept']:,} of {state['sampled']:,} completions are kept in run/samples.jsonl"
@@ -214,12 +214,12 @@ class Chain:
 
     def saved(self) -> int:
         """The step after which a resume goes on."""
-        if not self.verb.trains:
+        if not self.command.trains:
             return self.progress()["step"]
         return int(checkpoints(self.folder)[-1].name.removeprefix("step_"))
 
     def check_so_far(self) -> None:
-        if self.verb.trains:
+        if self.command.trains:
             check_so_far(self.folder, self.undisturbed)
             return
         size, file = self.progress()["bytes"], "samples.jsonl"
@@ -238,11 +238,13 @@ def pause(started: Started) -> None:
             continue
 
 
-def run_verb(name: str, nursery: Nursery, place: Path, chosen: Iterable[Cell] | None = None) -> list[tuple[Cell, str]]:
+def run_command(
+    name: str, nursery: Nursery, place: Path, chosen: Iterable[Cell] | None = None
+) -> list[tuple[Cell, str]]:
     """Each cell with what was wrong with it, empty for nothing; AssertionError where the end is not the same."""
-    verb = VERBS[name]
-    all_cells = list(cells(verb) if chosen is None else chosen)
-    chain = Chain(name, verb, all_cells, nursery, place)
+    command = COMMANDS[name]
+    all_cells = list(cells(command) if chosen is None else chosen)
+    chain = Chain(name, command, all_cells, nursery, place)
     found = []
     for cell in all_cells:
         problem = ""
@@ -261,15 +263,15 @@ def run_verb(name: str, nursery: Nursery, place: Path, chosen: Iterable[Cell] | 
 def main() -> None:
     failed = 0
     with closing(Nursery(hash_seed=3)) as nursery, tempfile.TemporaryDirectory() as folder:
-        for name in sys.argv[1:] or VERBS:
+        for name in sys.argv[1:] or COMMANDS:
             (place := Path(folder) / name).mkdir()
             begun, used = time.monotonic(), psutil.cpu_times()
-            found = run_verb(name, nursery, place)
+            found = run_command(name, nursery, place)
             bad = [cell for cell, problem in found if problem]
             failed += len(bad)
             seconds, processor = time.monotonic() - begun, psutil.cpu_times().user - used.user
             print(f"{name}: {len(found) - len(bad)} of {len(found)} cells; {seconds:.0f} s, machine {processor:.0f} s")
-            for stage in VERBS[name].stages:
+            for stage in COMMANDS[name].stages:
                 row = [[not p for c, p in found if (c.stage, c.signal) == (stage, s)] for s in SIGNALS]
                 counts = (f"{s} {sum(r)}/{len(r)}" for s, r in zip(SIGNALS, row, strict=True))
                 print(f"  {stage:<12}{'  '.join(counts)}")

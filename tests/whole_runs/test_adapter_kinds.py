@@ -87,11 +87,11 @@ def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys
     assert len((sampled / "samples.jsonl").read_text().splitlines()) > 0
 
 
-@pytest.mark.parametrize("verb", ["sft", slow("rm")])
-def test_supervised_verbs_learn_such_adapters(verb: str, tmp_path: Path) -> None:
-    words = [f"+recipe={verb}_arithmetic", *BOTH, "steps=2", "logger=[jsonl]", "eval.every=0", "checkpoint.every=0"]
-    assert cli.run([verb, *words, f"hydra.run.dir={tmp_path / verb}"]) == 0
-    saved = checkpoint.load_newest(run_folder.checkpoints(tmp_path / verb), print)
+@pytest.mark.parametrize("command", ["sft", slow("rm")])
+def test_supervised_commands_learn_such_adapters(command: str, tmp_path: Path) -> None:
+    words = [f"+recipe={command}_arithmetic", *BOTH, "steps=2", "logger=[jsonl]", "eval.every=0", "checkpoint.every=0"]
+    assert cli.run([command, *words, f"hydra.run.dir={tmp_path / command}"]) == 0
+    saved = checkpoint.load_newest(run_folder.checkpoints(tmp_path / command), print)
     assert saved is not None
     [weights] = saved.adapters.values()
     magnitudes = [weight for name, weight in weights.items() if "magnitude" in name]

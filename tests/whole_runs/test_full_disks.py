@@ -158,7 +158,7 @@ OTHERS = [
 ]
 
 
-def test_other_verbs_say_it_too_and_leave_nothing(rough: Nursery, undisturbed: Path, tmp_path: Path) -> None:
+def test_other_commands_say_it_too_and_leave_nothing(rough: Nursery, undisturbed: Path, tmp_path: Path) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
     before = files_of(tmp_path / "run")
     for words, name, said in OTHERS:
@@ -195,13 +195,13 @@ def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(
 @pytest.mark.slow
 def test_supervised_runs_say_it_too(rough: Nursery, tmp_path: Path) -> None:
     small = ("steps=2", "model.device=cpu", "lora.rank=2", "eval.every=0", "logger=[jsonl]", "checkpoint.every=1")
-    for verb in ("sft", "rm"):
-        words = (verb, f"+recipe={verb}_arithmetic", *small)
-        assert rough.run(*words, f"hydra.run.dir={verb}_whole", cwd=tmp_path).code == 0
-        done = rough.run(*words, f"hydra.run.dir={verb}", cwd=tmp_path, events=[fails("optimizer.safetensors", 2)])
-        check_failed(done, tmp_path / verb, "step_000002", CAUSES["ENOSPC"])
-        assert rough.run("resume", verb, cwd=tmp_path).code == 0
-        first, second = (checkpoints(tmp_path / name)[-1] for name in (verb, f"{verb}_whole"))
+    for command in ("sft", "rm"):
+        words = (command, f"+recipe={command}_arithmetic", *small)
+        assert rough.run(*words, f"hydra.run.dir={command}_whole", cwd=tmp_path).code == 0
+        done = rough.run(*words, f"hydra.run.dir={command}", cwd=tmp_path, events=[fails("optimizer.safetensors", 2)])
+        check_failed(done, tmp_path / command, "step_000002", CAUSES["ENOSPC"])
+        assert rough.run("resume", command, cwd=tmp_path).code == 0
+        first, second = (checkpoints(tmp_path / name)[-1] for name in (command, f"{command}_whole"))
         assert files_of(first) == files_of(second)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from run_processes import Nursery
-from signal_matrix import VERBS, Cell, cells, run_verb
+from signal_matrix import COMMANDS, Cell, cells, run_command
 
 PART = [Cell(stage="scoring", signal="TERM", scope="everybody")]
 
 
-def problems(verb: str, nursery: Nursery, place: Path, chosen: list[Cell] | None) -> list[tuple[Cell, str]]:
-    return [(cell, problem) for cell, problem in run_verb(verb, nursery, place, chosen) if problem]
+def problems(command: str, nursery: Nursery, place: Path, chosen: list[Cell] | None) -> list[tuple[Cell, str]]:
+    return [(cell, problem) for cell, problem in run_command(command, nursery, place, chosen) if problem]
 
 
 def test_a_signal_in_a_stage_changes_nothing(rough: Nursery, tmp_path: Path) -> None:
@@ -21,13 +21,13 @@ def test_a_signal_in_a_stage_changes_nothing(rough: Nursery, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_signal_in_every_stage_changes_nothing(verb: str, rough: Nursery, tmp_path: Path) -> None:
-    assert problems(verb, rough, tmp_path, None) == []
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_signal_in_every_stage_changes_nothing(command: str, rough: Nursery, tmp_path: Path) -> None:
+    assert problems(command, rough, tmp_path, None) == []
 
 
 def test_the_table_has_every_stage_signal_and_scope() -> None:
     # 6 signals, to the main process or all, in 8, 6, 4 and 3 stages.
-    assert {name: len(set(cells(verb))) for name, verb in VERBS.items()} == {
+    assert {name: len(set(cells(command))) for name, command in COMMANDS.items()} == {
         "train": 96, "sft": 72, "rm": 48, "sample": 36,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP in verbs that train nothing: they end soon, with 130 and a line of what is kept."""
+"""Ctrl-C, SIGTERM and SIGHUP in commands that train nothing: they end soon, with 130 and a line of what is kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("cases", [CASES[1:9:3], slow(CASES)], ids=["three", "all"])
-def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_written(
+def test_a_command_that_trains_nothing_ends_with_130_a_line_and_nothing_half_written(
     cases: list[tuple[str, ...]], rough: Nursery, undisturbed: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
@@ -86,7 +86,7 @@ def press():
         pass  # as a library might, and a destructor does
 """
 ENDS = {
-    "a verb": "with interrupt.ends_promptly('nothing was written'):\n    press(); time.sleep(600)",
+    "a command": "with interrupt.ends_promptly('nothing was written'):\n    press(); time.sleep(600)",
     "a run, twice": """
 with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda text: None) as pressed:
     os.kill(os.getpid(), signal.SIGINT)
@@ -95,7 +95,7 @@ with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda 
 }
 
 
-@pytest.mark.parametrize("code", [ENDS["a verb"], slow(ENDS["a run, twice"])], ids=ENDS)
+@pytest.mark.parametrize("code", [ENDS["a command"], slow(ENDS["a run, twice"])], ids=ENDS)
 def test_a_signal_that_a_library_swallows_ends_the_process_all_the_same(code: str) -> None:
     start = time.monotonic()
     done = ended(SWALLOWED + code)

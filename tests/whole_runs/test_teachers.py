@@ -59,22 +59,22 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
     assert not any(name == "teacher" for found in run.glob("checkpoints/*") for name in found.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["train", "dpo"])
-def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: Path, verb: str) -> None:
+@pytest.mark.parametrize("command", ["train", "dpo"])
+def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: Path, command: str) -> None:
     """An adapter of rank 4 beside a policy of rank 2, which has half as many parameters."""
     words = {
         "train": (*SMALL, "algorithm=opd", f"snapshot.teacher={teacher}", f"snapshot.reference={teacher}"),
         "dpo": ("dpo", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64",
                 f"snapshot.reference={teacher}"),
-    }[verb]  # fmt: skip
-    plan = resolve(with_named_runs(compose([*words[1:], "lora.rank=2"], verb=verb))).plan()
+    }[command]  # fmt: skip
+    plan = resolve(with_named_runs(compose([*words[1:], "lora.rank=2"], command=command))).plan()
     sizes = sizes_of(plan.config.model, plan.config.lora)
     demand = plan.demand(sizes, False)
-    frozen = 2 if verb == "train" else 1
+    frozen = 2 if command == "train" else 1
     assert demand.frozen == frozen * 2 * sizes.lora
     assert demand.adapters == 1
     [part] = [part for part in parts(sizes, demand, 0) if part.name == "adapters"]
-    copies = 1 if verb == "train" else 0  # the sampler's
+    copies = 1 if command == "train" else 0  # the sampler's
     assert part.bytes == 4 * sizes.lora * (1 + copies + 2 * frozen)
     table = plan.parameters(sizes)
     assert table["policy (learns)"] == sizes.lora

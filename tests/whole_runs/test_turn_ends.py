@@ -1,4 +1,4 @@
-"""A base whose tokenizer names another end than its template's: every verb ends a turn where the template does."""
+"""A base whose tokenizer names another end than its template's: every command ends a turn where the template does."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) ->
     keys = [f"model.path={base}", f"demonstrations.path={file}", "examples_per_step=4", "model.device=cpu"]
     keys += ["max_completion_tokens=64", "generation.max_tokens=64"]
     for style, end in (("chat", END), ("raw", OTHER)):
-        plan = resolve(compose([*keys, f"prompts.style={style}"], verb="sft")).plan()
+        plan = resolve(compose([*keys, f"prompts.style={style}"], command="sft")).plan()
         config = plan.config
         args = engine_args(config, config.lora)
         assert {int(text.ids[-1]) for text in plan.train.texts} == {end}

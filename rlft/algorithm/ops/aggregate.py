@@ -82,9 +82,5 @@ def pass_sizes(k: int) -> list[int]:
 
 
 def pass_at(size: int, num_samples: int, num_right: int) -> float:
-    """Unbiased estimate of pass@size, 1 - C(n - c, size) / C(n, size) for c of n samples correct (arXiv 2107.03374).
-
-    >>> pass_at(1, 4, 1), pass_at(4, 4, 1), round(pass_at(2, 4, 1), 3)
-    (0.25, 1.0, 0.5)
-    """
+    """Unbiased estimate of pass@size, 1 - C(n - c, size) / C(n, size) for c of n samples correct (arXiv 2107.03374)."""
     return 1 - math.comb(num_samples - num_right, size) / math.comb(num_samples, size)

@@ -49,16 +49,6 @@ class KLPlace(StrEnum):
     reward = "reward"
 
 
-def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The log-ratio d. `[B, T]`."""
-    return logprobs - reference_logprobs
-
-
-def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half the squared log-ratio, d^2 / 2. `[B, T]`."""
-    return (logprobs - reference_logprobs).square() / 2
-
-
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(-d) - 1 + d, which is never negative. `[B, T]`.
 
@@ -82,9 +72,9 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estim
     """The chosen estimate of KL(policy || reference) at each token, `[B, T]`. `auto` must have been resolved."""
     match estimator:
         case KLEstimator.k1:
-            return k1(logprobs, reference_logprobs)
+            return logprobs - reference_logprobs
         case KLEstimator.k2:
-            return k2(logprobs, reference_logprobs)
+            return (logprobs - reference_logprobs).square() / 2
         case KLEstimator.k3:
             return k3(logprobs, reference_logprobs)
         case KLEstimator.k3_unbiased:

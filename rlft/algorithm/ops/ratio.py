@@ -39,12 +39,6 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     return mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().unsqueeze(-1)
 
 
-def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """exp(sum_t(lp - lp_old)), the ratio of the completions' probabilities. `[B, 1]`; 1 for an empty row."""
-    sum_B = row_sum(logprobs - old_logprobs, mask)
-    return sum_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().unsqueeze(-1)
-
-
 def sequence_token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """s_it = sg[s_i] * exp(lp - sg[lp]). `[B, T]`: the value of s_i, but with a separate gradient for each token.
 
@@ -81,7 +75,6 @@ class Mismatch(StrEnum):
 
     @property
     def is_on(self) -> bool:
-        """Whether it weighs anything."""
         return self not in (Mismatch.auto, Mismatch.off)
 
     @property
@@ -130,7 +123,8 @@ def mismatch_correction(
         case Mismatch.sequence_truncate | Mismatch.sequence_mask:
             weight = sequence_ratio(old_logprobs, sampled_logprobs, mask).expand_as(old_logprobs)
         case Mismatch.sequence_product_truncate | Mismatch.sequence_product_mask:
-            weight = product_ratio(old_logprobs, sampled_logprobs, mask).expand_as(old_logprobs)
+            sum_B = row_sum(old_logprobs - sampled_logprobs, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            weight = sum_B.exp().unsqueeze(-1).expand_as(old_logprobs)
     if mode.truncates:
         return Correction(weight=weight.clamp(max=high), dropped=nowhere, capped=(weight > high) & mask)
     inside = (weight >= low) & (weight <= high)

@@ -63,7 +63,7 @@ CHECKS = (
 """The time limits of `versions` and `kernels` include the start of a process, which imports torch."""
 
 STYLES = {Status.ok: "green", Status.slow: "yellow", Status.wrong: "red", Status.skipped: "dim"}
-VERB = "train"
+COMMAND = "train"
 OWN = (
     "data=jsonl",
     "data.path=letters.jsonl",
@@ -82,52 +82,47 @@ def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something is wrong, else 0."""
     words = [word for word in arguments if word != "--json"]
     check_recipe(words)
-    parsed = only_overrides(words, VERB)
-    run = compose_run(parsed.overrides, parsed.config_dir, VERB)
+    parsed = only_overrides(words, COMMAND)
+    run = compose_run(parsed.overrides, parsed.config_dir, COMMAND)
     plain = with_named_runs(run.plain)
-    resolve(plain, VERB)
+    resolve(plain, COMMAND)
     return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)
 
 
 def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, opens: str = TRIAL) -> int:
     """Runs the checks on the trial that `opens` makes from these settings, prints their rows; returns the exit code."""
+
+    def tell(name: str) -> None:
+        if sys.stderr.isatty():
+            say(f"looking at {name} ..")
+
     interrupt.set_interrupt_message("no results were saved")
     with owned_folder() as folder:
         subject = Subject(opens=opens, settings=settings, folder=folder)
         rows = list(run_checks(checks, subject, tell))
         if debugging():
             say((folder / OUTPUT).read_text(errors="replace"))
+    works = all(row.status is not Status.wrong for row in rows)
     if as_json:
-        print(json.dumps(as_dict(rows), indent=1))
+        print(json.dumps({"works": works, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
         print_rows(rows)
-    return 1 if any(row.status is Status.wrong for row in rows) else 0
-
-
-def as_dict(rows: Sequence[CheckRow]) -> dict[str, Any]:
-    """The table as values for JSON."""
-    return {"works": all(row.status is not Status.wrong for row in rows), "rows": [asdict(row) for row in rows]}
-
-
-def tell(name: str) -> None:
-    """Prints which check begins, if a person is waiting at a terminal."""
-    if sys.stderr.isatty():
-        say(f"looking at {name} ..")
+    return 0 if works else 1
 
 
 def check_recipe(words: Sequence[str]) -> None:
-    """Refuses a recipe of another verb, whose runs have other parts than those that the checks try."""
+    """Refuses a recipe of another command, whose runs have other parts than those that the checks try."""
     for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
-        if name in catalog.choices("recipe") and (verb := catalog.verb_of(name)) != VERB:
-            remedy = f"give the keys that matter, as in rlft doctor model.path=<model>, or a recipe of rlft {VERB}"
-            problem = f"is for rlft {verb}, and a run of rlft {VERB} is tried"
+        if name in catalog.choices("recipe") and (command := catalog.command_of(name)) != COMMAND:
+            remedy = f"give the keys that matter, as in rlft doctor model.path=<model>, or a recipe of rlft {COMMAND}"
+            problem = f"is for rlft {command}, and a run of rlft {COMMAND} is tried"
             raise UserError("+recipe", problem, got=name, remedy=remedy)
 
 
 def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Settings:
     """The settings for a trial of the run with this config, whose folder would be `folder`."""
     typed = frozenset(override.lstrip("+~").partition("=")[0] for override in parsed.overrides)
-    trial_config = compose(OWN, None, VERB)
+    trial_config = compose(OWN, None, COMMAND)
     in_trial = {name: keys_of(RunConfig)[name].in_trial for name in trial_config}
     trial_config |= {n: plain[n] for n, when in in_trial.items() if when == "always" or (when and n in typed)}
     trial_config["prompts"] = {**trial_config["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}

@@ -49,11 +49,8 @@ class Pass:
     Attributes:
         logprobs: log-probs of the completion tokens, `[tokens]`.
         gradients: {parameter: gradient} of the adapter.
-        seconds: duration of the pass.
-        are_plain: whether the kernels were those of transformers and PEFT.
-        reason: why these kernels were chosen.
-        is_packed: whether rows were packed.
-        layout: how rows were laid out, and why.
+        are_plain: whether the kernels were those of transformers and PEFT; `reason`: why.
+        is_packed: whether rows were packed; `layout`: why.
     """
 
     logprobs: Tensor
@@ -98,7 +95,10 @@ def kernel_rows(trial: MachineTrial) -> list[CheckRow]:
     speed = plain_pass.seconds / rlft_pass.seconds
     config = trial.config_of_model.get_text_config()
     bound = rounding(torch.float32, config.num_hidden_layers, config.hidden_size)
-    if trial.dtype.itemsize >= FLOAT32 or not has_room_for_exact(trial):
+    parameters = sizes_of(settings, None).parameters
+    # of the weights in float32, with as much again for a pass
+    has_room = settings.quantization is None and 2 * FLOAT32 * parameters <= free_bytes(trial.device)
+    if trial.dtype.itemsize >= FLOAT32 or not has_room:
         bound = rounding(trial.dtype, config.num_hidden_layers, config.hidden_size)
         bounds = Differences(logprobs=bound, mean=bound, gradients=bound)
         return [kernel_row(differences(rlft_pass, plain_pass), speed, bounds)]
@@ -112,18 +112,10 @@ def bounds_of(plain: Differences, least: float) -> Differences:
 
     `plain` are the differences of plain kernels in 16 bits from plain kernels in float32.
     """
-
-    def bound(difference: float) -> float:
-        return max(least, MAX_RATIO_TO_PLAIN * difference)
-
-    return Differences(logprobs=bound(plain.logprobs), mean=bound(plain.mean), gradients=bound(plain.gradients))
-
-
-def has_room_for_exact(trial: MachineTrial) -> bool:
-    """Whether the weights fit in memory in float32, with as much again for a pass."""
-    model = trial.config.model
-    parameters = sizes_of(model, None).parameters
-    return model.quantization is None and 2 * FLOAT32 * parameters <= free_bytes(trial.device)
+    logprobs, mean, gradients = (
+        max(least, MAX_RATIO_TO_PLAIN * difference) for difference in (plain.logprobs, plain.mean, plain.gradients)
+    )
+    return Differences(logprobs=logprobs, mean=mean, gradients=gradients)
 
 
 def kernel_row(measured: Differences, speed: float, bound: Differences) -> CheckRow:

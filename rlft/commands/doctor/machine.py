@@ -57,15 +57,7 @@ class Cuda:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU.
-
-    Attributes:
-        name: name of the GPU.
-        capability: its compute capability, such as (9, 0).
-        built_for: the architectures that torch is built for, such as "sm_90".
-        total: bytes of its memory.
-        free: bytes that are free.
-    """
+    """A GPU, with the architectures that torch is built for, such as "sm_90", and the bytes of its memory."""
 
     name: str
     capability: tuple[int, int]
@@ -75,7 +67,6 @@ class Gpu:
 
 
 def rows(trial: MachineTrial) -> Iterator[CheckRow]:
-    """The rows of driver, GPU, memory and disk."""
     cuda = Cuda(build=torch.version.cuda, driver=driver_release(), works=torch.cuda.is_available())
     yield driver_row(cuda)
     if cuda.works:
@@ -85,13 +76,11 @@ def rows(trial: MachineTrial) -> Iterator[CheckRow]:
         capability = (properties.major, properties.minor)
         gpu = Gpu(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
         yield gpu_row(gpu)
-    yield CheckRow("memory", Status.ok, f"{size_text(free_memory())} free", numbers=_memory())
-    runs = trial.settings.runs
-    yield disk_row(runs, room(runs)[0], os.access(_existing_ancestor(runs), os.W_OK))
-
-
-def _memory() -> dict[str, float]:
-    return {"free_bytes": free_memory(), "processors": os.cpu_count() or 1}
+    memory = {"free_bytes": free_memory(), "processors": os.cpu_count() or 1}
+    yield CheckRow("memory", Status.ok, f"{size_text(free_memory())} free", numbers=memory)
+    runs = trial.settings.runs.absolute()
+    nearest = next(path for path in (runs, *runs.parents) if path.exists())
+    yield disk_row(runs, room(runs)[0], os.access(nearest, os.W_OK))
 
 
 def driver_release() -> tuple[int, int] | None:
@@ -170,11 +159,6 @@ def disk_row(folder: Path, free: int | None, may_write: bool) -> CheckRow:
     return judged("disk", value, remedy, {} if free is None else {"free_bytes": free}, wrong=is_too_little)
 
 
-def _existing_ancestor(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
 def hub_rows(trial: MachineTrial) -> list[CheckRow]:
     from huggingface_hub import constants
 
@@ -205,7 +189,6 @@ def sandbox_rows(trial: MachineTrial) -> list[CheckRow]:
 
 
 def uses_code(rewards: Mapping[str, Any]) -> bool:
-    """Whether one of these rewards runs programs."""
     targets = [reward.get("_target_") for reward in rewards.values() if isinstance(reward, Mapping)]
     return any(str(target).startswith("rlft.reward.code.") for target in targets)
 
@@ -266,16 +249,12 @@ def python_row(version: str, versions: str) -> CheckRow:
 def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> CheckRow:
     """Whether an installed version (None: the library is missing) is in all required ranges."""
     wanted = list(wanted)
-    ranges = ", ".join(
-        f"{requirement.by} wants {in_order(requirement.versions)}" for requirement in wanted if requirement.versions
-    )
+    ranges = ", ".join(f"{one.by} wants {in_order(one.versions)}" for one in wanted if one.versions)
     if version is None:
         remedy = f"pip install '{name}{in_order(wanted[0].versions) if wanted else ''}'"
         return CheckRow(name, Status.wrong, f"is not installed; {ranges}", remedy)
-    unmet = [requirement for requirement in wanted if not is_within(version, requirement.versions)]
-    remedy = " and ".join(
-        f"pip install '{name}{in_order(requirement.versions)}' (for {requirement.by})" for requirement in unmet
-    )
+    unmet = [one for one in wanted if not is_within(version, one.versions)]
+    remedy = " and ".join(f"pip install '{name}{in_order(one.versions)}' (for {one.by})" for one in unmet)
     return judged(name, f"{version}; {ranges}", remedy, {}, wrong=bool(unmet))
 
 
@@ -306,7 +285,6 @@ def is_within(version: str, versions: SpecifierSet) -> bool:
 
 
 def wanted_by(who: str, requirements: Iterable[Requirement]) -> dict[str, list[Wanted]]:
-    """{library: ranges that this package requires}."""
     ranges: dict[str, list[Wanted]] = {}
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
@@ -325,9 +303,8 @@ def requirements_of(name: str) -> list[Requirement]:
     """The requirements of an installed package on this system; of rlft also those of its extras for an engine."""
     extras: Mapping[str, Sequence[str]] = {"rlft": ("", *ENGINES)}
     requirements = [Requirement(text) for text in metadata.requires(name) or ()]
-    return [requirement for requirement in requirements if applies(requirement, extras.get(name, ("",)))]
-
-
-def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
-    marker = requirement.marker
-    return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
+    return [
+        one
+        for one in requirements
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras.get(name, ("",)))
+    ]

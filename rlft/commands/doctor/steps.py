@@ -179,7 +179,6 @@ def fixed_sequences(trial: MachineTrial) -> list[list[int]]:
 
 # -- speed and memory --------------------------------------------------------------------------------------------------
 def step_rows(trial: MachineTrial) -> list[CheckRow]:
-    """The rows of sampling, update and publish in the trial's steps."""
     measured, roles, work = trial.measured, trial.roles, trial.work
     sample, update, publish = (measured.fastest(stage) for stage in ("sample", "update", "publish"))
     shape = Shape.of_model(trial.session.backbone.model, sizes_of(trial.config.model, trial.config.lora).lora)

@@ -44,8 +44,6 @@ class CheckRow:
     """A row of the table.
 
     Attributes:
-        name: what was checked.
-        status: the verdict.
         value: what was measured, in words; in a skipped row, the reason.
         remedy: what to do; empty if the row is ok.
         numbers: {name: measured number}, with the unit in the name.
@@ -117,8 +115,6 @@ class Subject:
     Attributes:
         opens: `module:function`, called in that process with the settings, the folder and the names of the checks that
             have failed so far; its result is passed to each check.
-        settings: the settings, as plain values.
-        folder: folder for files, which the caller removes.
     """
 
     opens: str
@@ -196,7 +192,6 @@ def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> 
 
 
 def row_of(check: Check, error: Exception) -> CheckRow:
-    """The row of a check that has raised this error."""
     if isinstance(error, NotReadyError):
         return CheckRow(check.name, Status.skipped, str(error), "repair what is wrong above")
     if isinstance(error, UserError):

@@ -37,14 +37,7 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The size of the trial on a kind of device.
-
-    Attributes:
-        size: name of the model's size, where the user has named no model.
-        work: the sizes of a step, where the user has typed none.
-        side: side of the square matrices whose product is measured.
-        product_s: seconds for which that product is measured.
-    """
+    """The size of the trial on a kind of device; `side` and `product_s` are of the product whose rate is measured."""
 
     size: str
     work: Workload
@@ -66,8 +59,6 @@ class Measured:
 
     Attributes:
         seconds: {stage: seconds} of each measured step.
-        prompt_tokens: number of prompt tokens in the last step.
-        completion_tokens: number of completion tokens in the last step.
         peak: peak memory, in bytes.
     """
 
@@ -147,7 +138,6 @@ class MachineTrial:
 
     @cached_property
     def config_of_model(self) -> Any:
-        """transformers' config of the model."""
         return read_config(self.config.model)
 
     # -- the open session -------------------------------------------------------------------------------------------
@@ -173,7 +163,6 @@ class MachineTrial:
         return self.session.roles
 
     def publish(self) -> None:
-        """Publishes the policy to the engine, as a step does."""
         self.num_published += 1
         self.session.publish(self.num_published)
 
@@ -219,7 +208,6 @@ class MachineTrial:
 
 
 def alternating(groups: Sequence[Group]) -> Scores:
-    """Rewards 0, 1, 0, 1, .. in each group."""
     total: Tensor = torch.tensor([[float(i % 2) for i in range(len(group.rollouts))] for group in groups])
     return Scores(total=total, by_reward={"alternating": total})
 

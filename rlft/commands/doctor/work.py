@@ -46,16 +46,6 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The work of one step.
-
-    Attributes:
-        prompts: number of prompts.
-        group: number of completions per prompt.
-        prompt_tokens: number of tokens of a prompt.
-        completion_tokens: number of tokens of a completion.
-        rank: rank of the LoRA on all linear layers.
-    """
-
     prompts: int = 8
     group: int = 8
     prompt_tokens: int

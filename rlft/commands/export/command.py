@@ -53,9 +53,9 @@ For llama.cpp, the command that converts the folder into a GGUF file is printed 
   rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
 
 WORDS = ("out", "as", "dtype")
-"""Keys of the verb, in the order of the parameters of `prepare`."""
+"""Keys of the command, in the order of the parameters of `prepare`."""
 PUSH_WORDS = ("push", "private")
-"""Keys of the verb, in the order of the parameters of `push.read_target`; all others are keys of the run's config."""
+"""Keys of the command, in the order of the parameters of `push.read_target`; all others are of the run's config."""
 GGUF = "gguf"
 
 
@@ -72,7 +72,7 @@ def command(arguments: list[str]) -> None:
         close = difflib.get_close_matches(key, words, n=1)
         remedy = f"did you mean {close[0]}={parsed.value(key)}?" if close else "leave it out"
         raise UserError(key, "changes nothing of what was trained", remedy=remedy)
-    config = configs.changed(source.config, changes, parsed.config_dir, source.config["verb"])
+    config = configs.changed(source.config, changes, parsed.config_dir, source.config["command"])
     out, kind, dtype = (parsed.value(word) for word in WORDS)
     target = push.read_target(*(parsed.value(word) for word in PUSH_WORDS))
     request = prepare(replace(source, config=config), out, kind, dtype, say)

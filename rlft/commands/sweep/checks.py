@@ -33,7 +33,7 @@ from rlft.commands.sweep.space import (
     read_grid,
     read_space,
 )
-from rlft.config import compose as configs
+from rlft.config.compose import compose
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import ClusterConfig
@@ -55,17 +55,14 @@ class Checked:
     """A sweep of which every value has been checked as a run's.
 
     Attributes:
-        verb: of its runs.
         parsed: its words, with the date on which it was begun.
-        space: the keys and their values.
         configs: those of its jobs; of a study those of its corners.
-        cluster: the section of its runs; None where their verb has none.
         on_gpus: whether runs side by side have a GPU each.
         keys: of a study, how its values are drawn and trials compared; None for a plain sweep.
         plans: {job or corner: its plan} of the first one and of those that read other files.
     """
 
-    verb: str
+    command: str
     parsed: Arguments
     space: Space
     configs: Sequence[Resolved]
@@ -78,10 +75,6 @@ class Checked:
     def plains(self) -> list[Mapping[str, Any]]:
         return [one.plain for one in self.configs]
 
-    @property
-    def in_parallel(self) -> bool:
-        return self.cluster is not None and self.cluster.jobs > 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
@@ -92,22 +85,22 @@ class Tried:
     word: str = ""
 
 
-def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
+def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
     """Refuses a sweep for its words, or for what they mean in any of its runs; loads no weights.
 
     `folder` is that of the sweep, if its words name it; there may be one that goes on.
     """
     keys = None
     if own := [word for word in parsed.overrides if is_own(word)]:
-        keys = read_config(own, verb)
-        check_evaluates(verb)
+        keys = read_config(own, command)
+        check_evaluates(command)
         check_installed()
-        space = read_space([word for word in parsed.overrides if not is_own(word)], verb)
+        space = read_space([word for word in parsed.overrides if not is_own(word)], command)
         number_of_trials(keys, space)
     else:
-        space = read_grid(parsed.overrides, verb)
-    tried = corners_of(space) if keys is not None else jobs_of(space)
-    resolved = checked_configs(tried, space, parsed.config_dir, verb, keys and keys.metric)
+        space = read_grid(parsed.overrides, command)
+    tried = jobs_of(space) if keys is None else corners_of(space)
+    resolved = checked_configs(tried, space, parsed.config_dir, command, keys and keys.metric)
     plains = [one.plain for one in resolved]
     if (word := date_word(plains, folder)) is not None:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
@@ -119,9 +112,13 @@ def check(verb: str, parsed: Arguments, folder: Path | None) -> Checked:
         gpus_of(cluster)  # refuses jobs for which there are too few
     plans = planned(tried, resolved, folder if keys is None else None)
     if keys is not None:
-        check_prunes(keys, resolved[0].config.eval.every, plans[0].num_steps)
+        every, steps = resolved[0].config.eval.every, plans[0].num_steps
+        prunes = keys.pruner == "none" or keys.seeds > 1 or every < steps
+        problem = f"never prunes a trial: its run is not evaluated before the last step, {steps}"
+        remedy = f"set eval.every below {steps}, or leave sweep.pruner out"
+        require(prunes, "sweep.pruner", problem, got=keys.pruner, remedy=remedy)
     return Checked(
-        verb=verb,
+        command=command,
         parsed=parsed,
         space=space,
         configs=resolved,
@@ -142,28 +139,28 @@ def corners_of(space: Space) -> list[Tried]:
     return [Tried(words=space.words(params), label=f"tried with {word}", word=word) for word, params in tried]
 
 
-def resolve_words(words: Sequence[str], config_dir: Path | None, verb: str) -> Resolved:
+def resolve_words(words: Sequence[str], config_dir: Path | None, command: str) -> Resolved:
     """The config of a run with these overrides, checked by itself."""
-    return resolve(with_named_runs(configs.compose(words, config_dir, verb)), verb)
+    return resolve(with_named_runs(compose(words, config_dir, command)), command)
 
 
 def checked_configs(
-    tried: Sequence[Tried], space: Space, config_dir: Path | None, verb: str, metric: str | None
+    tried: Sequence[Tried], space: Space, config_dir: Path | None, command: str, metric: str | None
 ) -> list[Resolved]:
     """The configs, once each has been checked; metric: by which they are to be comparable, if they are."""
-    found: list[Resolved] = []
+    configs: list[Resolved] = []
     for one in tried:
         with _blamed_on(one, space):
-            found.append(resolve_words(one.words, config_dir, verb))
-            first, plain = found[0].plain, found[-1].plain
-            if metric is not None and len(found) > 1:
+            configs.append(resolve_words(one.words, config_dir, command))
+            first, plain = configs[0].plain, configs[-1].plain
+            if metric is not None and len(configs) > 1:
                 check_measured_alike(first, plain, metric)
                 check_loggers(plain)
-        if metric is not None and len(found) == 1:
+        if metric is not None and len(configs) == 1:
             check_changes_numbers(space, first)
             check_metric(metric, first)
             check_loggers(first)
-    return found
+    return configs
 
 
 def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path | None = None) -> dict[int, Plan]:
@@ -172,15 +169,15 @@ def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path |
     Those of a study must hold out the same prompts for the same steps. `folder` is that of a plain sweep that is
     repeated, whose finished jobs are left out.
     """
-    seen: list[Any] = []
+    planned_files: list[Any] = []
     plans: dict[int, Plan] = {}
     for number, (one, config) in enumerate(zip(tried, resolved, strict=True)):
         with _blamed_on(one):
             is_done = folder is not None and is_finished(config.plain, folder / str(number))
-            if is_done or (files := of_the_files(config.plain)) in seen:
+            if is_done or (files := of_the_files(config.plain)) in planned_files:
                 continue
             plan = plans[number] = config.plan()
-            seen.append(files)
+            planned_files.append(files)
             if one.word:
                 check_same_questions(key_of(one.word), plans[0], plan)
                 check_same_steps(key_of(one.word), plans[0].num_steps, plan.num_steps)
@@ -209,16 +206,8 @@ def is_finished(plain: Mapping[str, Any], folder: Path) -> bool:
     return is_same and run_status.read(folder)[0] is run_status.Status.finished
 
 
-def check_prunes(keys: StudyConfig, every: int, steps: int) -> None:
-    """Refuses a pruner that never gets an evaluation to prune at. every: steps between evaluations."""
-    prunes = keys.pruner == "none" or keys.seeds > 1 or every < steps
-    problem = f"never prunes a trial: its run is not evaluated before the last step, {steps}"
-    remedy = f"set eval.every below {steps}, or leave sweep.pruner out"
-    require(prunes, "sweep.pruner", problem, got=keys.pruner, remedy=remedy)
-
-
 def cluster_of(resolved: Sequence[Resolved]) -> ClusterConfig | None:
-    """The `cluster` section of a sweep's jobs; None where its verb has none.
+    """The `cluster` section of a sweep's jobs; None where its command has none.
 
     Raises:
         UserError: jobs differ in how many run side by side and where, or would be spread themselves.
@@ -239,7 +228,6 @@ def cluster_of(resolved: Sequence[Resolved]) -> ClusterConfig | None:
 
 
 def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether jobs with these plain configs compute on GPUs here."""
     from rlft.model.backbone import resolve_device
 
     return any(resolve_device(plain["model"]["device"]).type == "cuda" for plain in plains)
@@ -277,7 +265,6 @@ def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str |
 
 
 def dated(resolved: Resolved, word: str) -> Resolved:
-    """The config with the date of a `date_word`."""
     plain, config, date = resolved.plain, resolved.config, word.partition("=")[2]
     plain = {**plain, "model": {**plain["model"], "date": date}}
     return replace(resolved, plain=plain, config=replace(config, model=replace(config.model, date=date)))
@@ -290,8 +277,8 @@ class Values:
     refuse every trial alike: none of them is a failure of a trial's values.
     """
 
-    def __init__(self, space: Space, config_dir: Path | None, verb: str) -> None:
-        self._space, self._config_dir, self._verb = space, config_dir, verb
+    def __init__(self, space: Space, config_dir: Path | None, command: str) -> None:
+        self._space, self._config_dir, self._command = space, config_dir, command
 
     def are_refused(self, words: Sequence[str], key: str) -> bool:
         """Whether the values of a run are to blame for a refusal that ended it.
@@ -307,7 +294,7 @@ class Values:
 
     def _is_refused(self, words: Sequence[str]) -> bool:
         try:
-            resolve_words(words, self._config_dir, self._verb).plan()
+            resolve_words(words, self._config_dir, self._command).plan()
         except UserError:
             return True
         return False

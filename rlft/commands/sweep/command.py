@@ -1,4 +1,4 @@
-"""`rlft <verb> -m`, from its words to its runs: a plain sweep, or a study, which `rlft resume` resumes."""
+"""`rlft <command> -m`, from its words to its runs: a plain sweep, or a study, which `rlft resume` resumes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ class Grid(Source[Run]):
             for number, (params, resolved) in enumerate(zip(checked.space.combinations(), checked.configs, strict=True))
         ]
         self._failed: list[tuple[Run, Ending]] = []
-        first = f"sweep of {len(self._waiting)} jobs; if it is stopped, repeat it with {repeating}"
-        self.beginning = [first]
+        self.beginning = [f"sweep of {len(self._waiting)} jobs; if it is stopped, repeat it with {repeating}"]
         self.again = f"repeat the sweep with {repeating}"
 
     def next(self) -> Run | None:
@@ -105,9 +104,9 @@ def resume(folder: Path, changes: Sequence[str]) -> None:
     folder = _at_its_start(folder, before.start)
     changed = {key_of(word) for word in changes}
     kept = [word for word in before.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]
-    parsed = parse([*before.options, *kept, *changes, override("hydra.sweep.dir", folder)], before.verb)
+    parsed = parse([*before.options, *kept, *changes, override("hydra.sweep.dir", folder)], before.command)
     make_importable(parsed.config_dir)
-    sweep(before.verb, parsed, resumed=True)
+    sweep(before.command, parsed, resumed=True)
 
 
 def _at_its_start(folder: Path, start: str) -> Path:
@@ -123,7 +122,7 @@ def _at_its_start(folder: Path, start: str) -> Path:
     return folder
 
 
-def sweep(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
+def sweep(command: str, parsed: Arguments, *, resumed: bool = False) -> None:
     """Begins a sweep, or goes on with the one in hydra.sweep.dir, and prints what came of its runs.
 
     A `resumed` one must be there already, with something left to do.
@@ -131,7 +130,7 @@ def sweep(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
     named = parsed.value("hydra.sweep.dir")
     if named is not None:
         check_folder(Path(named), is_chosen=any(map(is_own, parsed.overrides)))
-    checked = check(verb, parsed, None if named is None else Path(named))
+    checked = check(command, parsed, None if named is None else Path(named))
     folder = Path(named or configs.new_folder(str(checked.plains[0]["name"]), below="sweeps"))
     if named is None or not resumed:  # a study that is resumed may compute in another directory than the user's
         folder = Path(os.path.relpath(folder))
@@ -147,7 +146,11 @@ def sweep(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
         else:
             from rlft.commands.sweep.study import opened
 
-            _hold(stack, folder)
+            try:
+                stack.enter_context(run_folder.held(folder, "sweep"))
+            except UserError as error:
+                problem, remedy = "another process is doing this sweep", "wait for it, or stop it first"
+                raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from error
             source = opened(checked, checked.keys, folder, resumed=resumed)
         for line in source.beginning:
             say(line)
@@ -173,24 +176,15 @@ def check_folder(folder: Path, *, is_chosen: bool) -> None:
     require(not problem, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
 
 
-def _hold(stack: ExitStack, folder: Path) -> None:
-    """Keeps other processes out of the sweep's folder."""
-    try:
-        stack.enter_context(run_folder.held(folder, "sweep"))
-    except UserError as error:
-        problem, remedy = "another process is doing this sweep", "wait for it, or stop it first"
-        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from error
-
-
 def drive(source: Source[Any], checked: Checked, folder: Path) -> None:
     """Does the runs: one at a time in this process, or `cluster.jobs` at a time in processes of their own."""
-    verb, parsed, cluster = checked.verb, checked.parsed, checked.cluster
+    command, parsed, cluster = checked.command, checked.parsed, checked.cluster
     with ExitStack() as stack:
         if cluster is None or cluster.jobs == 1:
             from rlft.loop.engines import Engines
 
             before, tell, prunes = signals.count(), say if checked.keys is None else silent, checked.keys is not None
-            here = InThisProcess(verb, parsed.config_dir, stack.enter_context(Engines()), tell, prunes=prunes)
+            here = InThisProcess(command, parsed.config_dir, stack.enter_context(Engines()), tell, prunes=prunes)
             Driver(source, here, 1, lambda: signals.count() > before).run()
             return
         from rlft.system.process.launcher import open_launcher
@@ -203,7 +197,7 @@ def drive(source: Source[Any], checked: Checked, folder: Path) -> None:
         options = [option for option in parsed.options if option not in SWEEPING]
 
         def words(run: Run) -> list[str]:
-            return [verb, *options, *run.words, "resume=auto", override("hydra.run.dir", run.folder)]
+            return [command, *options, *run.words, "resume=auto", override("hydra.run.dir", run.folder)]
 
         beside = SideBySide(launcher, words, cluster, handler, say, on_gpus=checked.on_gpus, gpus=gpus)
         Driver(source, beside, cluster.jobs, lambda: handler.requested).run()

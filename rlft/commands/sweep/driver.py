@@ -17,6 +17,7 @@ from rlft.commands.launch import launch, resolve_in
 from rlft.config import compose as configs
 from rlft.config.resolved import AUTO, Resolved
 from rlft.config.trainer import ClusterConfig
+from rlft.logger.interface import Logger
 from rlft.runs import run_folder, run_status
 from rlft.system.crash import UnforeseenError, explains_itself, one_line
 from rlft.system.interrupt import EXIT_CODE, Interrupt
@@ -24,7 +25,7 @@ from rlft.system.process.child import start_python
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import RunningTime
 from rlft.system.terminal import Say
-from rlft.types import Evaluation, Logger, UserError
+from rlft.types import Evaluation, UserError
 
 FACTORY = "rlft.commands.sweep.driver:JobProcess"
 POLL_S = 0.2
@@ -38,9 +39,6 @@ class Run:
 
     Attributes:
         number: of its job, from 0.
-        name: what it is called.
-        words: the overrides of its config.
-        folder: where it is, or will be.
         resolved: its config, if the sweep has read it already.
         plan: its plan, if the sweep has made it already.
     """
@@ -58,12 +56,10 @@ class Ending:
     """How a run ended. It has all its steps if there is neither a problem nor an interruption.
 
     Attributes:
-        problem: why it failed.
         is_interrupted: whether a signal ended it, after saving.
         kind: the class of the error that ended it; "" if it did not say.
         key: what a refusal names; None if it was not refused.
         is_explained: whether it ended for a reason that is known and is no crash.
-        error: the error itself, if it was raised in this process.
     """
 
     problem: str = ""
@@ -149,9 +145,6 @@ class Driver(Generic[R]):
     """Does the runs of a source.
 
     Args:
-        source: says what is to be done, and what evaluations mean.
-        place: does it.
-        limit: runs at a time.
         interrupted: whether a signal has come, after which nothing is begun. One that comes too late for a run, because
             it was in its last step or was pruned, interrupts the sweep and not the run.
     """
@@ -195,8 +188,7 @@ class Driver(Generic[R]):
         """Begins a run where there is room; returns whether it did."""
         if len(self._active) >= self._limit or self._is_ending():
             return False
-        run = self._source.next()
-        if run is not None:
+        if (run := self._source.next()) is not None:
             self._start(run)
         return run is not None
 
@@ -252,8 +244,8 @@ class InThisProcess(Place):
     `prunes` is whether runs may be pruned.
     """
 
-    def __init__(self, verb: str, config_dir: Path | None, engines: Any, say: Say, *, prunes: bool) -> None:
-        self._verb, self._config_dir, self._engines, self._say = verb, config_dir, engines, say
+    def __init__(self, command: str, config_dir: Path | None, engines: Any, say: Say, *, prunes: bool) -> None:
+        self._command, self._config_dir, self._engines, self._say = command, config_dir, engines, say
         self._prunes, self._ending = prunes, Ending()
 
     def start(self, run: Run, is_pruned: Callable[[], bool]) -> None:
@@ -273,12 +265,18 @@ class InThisProcess(Place):
         return self._ending
 
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        resolved, plan = run.resolved, run.plan
-        if resolved is not None and not run_folder.config_file(run.folder).exists():
-            resolved = replace(resolved, plain=run_folder.with_kept_values(resolved.plain, None))
-        else:  # a run that goes on keeps values of its own
-            plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._verb)
-            resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._verb), None
+        resolved, plan, goes_on = run.resolved, run.plan, run_folder.config_file(run.folder).exists()
+        plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._command)
+        kept = run_folder.with_kept_values(plain, run.folder if goes_on else None)
+        if resolved is None or (goes_on and kept != plain):  # the run that goes on has other values than were planned
+            resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command), None
+        elif goes_on:
+            resumed: dict[str, Any] = {"resume": str(run.folder)}
+            run_folder.check_same_config(run.folder, kept | resumed)
+            resolved = replace(resolved, plain=kept | resumed, config=replace(resolved.config, **resumed))
+            plan = plan and replace(plan, plain=resolved.plain, config=replace(plan.config, **resumed))
+        else:
+            resolved = replace(resolved, plain=kept)
         try:
             loggers = [PruningLogger(is_pruned)] if self._prunes else []
             launch(resolved, run.folder, self._engines, plan=plan, may_be_finished=True, loggers=loggers)
@@ -344,11 +342,9 @@ class SideBySide(Place):
     and saves when the sweep is interrupted. Its output is in `<sweep>/cluster/job-<number>.log`.
 
     Args:
-        launcher: starts a member for each job.
         words: (run) -> the words after `rlft` that do it.
         config: how many run at a time, and how long a member may take to answer.
         interrupt: its first signal makes the jobs save and end.
-        say: prints a line.
         on_gpus: whether each job needs a GPU of its own.
         gpus: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
     """
@@ -464,18 +460,12 @@ def _refusal(log: Path) -> str | None:
 
 
 class JobProcess:
-    """An `rlft` process in a member of the cluster, whose log is its output; starts at once.
-
-    Args:
-        words: the words of its command line, the verb first.
-        cwd: the folder from which relative paths are read.
-    """
+    """An `rlft` process in a member of the cluster, whose log is its output; starts at once."""
 
     def __init__(self, words: Sequence[str], cwd: str) -> None:
         self._process = start_python("rlft:main", words, cwd=cwd)
 
     def exit_code(self) -> int | None:
-        """The exit code of the job; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 
 from rlft.algorithm.ops.aggregate import pass_sizes
 from rlft.commands.sweep.space import SECTION, StudyConfig, changes_no_number, key_of
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.instantiate import locate
 from rlft.config.keys import flatten, keys_of
 from rlft.config.overrides import CONFIG_DIR, Arguments
@@ -61,7 +61,7 @@ def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
         values["reward"] = first
         for name in (name for name in rewards if name in (first, metric.removeprefix(REWARDS))):
             values[f"reward.{name}"] = {key: value for key, value in rewards[name].items() if key != "weight"}
-    if plain.get("verb") == "dpo" and metric in IN_UNITS_OF_THE_LOSS:
+    if plain.get("command") == "dpo" and metric in IN_UNITS_OF_THE_LOSS:
         loss = dict(plain["loss"])
         needs_reference = locate(loss["_target_"], "loss._target_").needs_reference
         values |= {"loss": loss.pop("_target_"), **{f"loss.{name}": value for name, value in loss.items()}}
@@ -94,25 +94,25 @@ WITHOUT_SAMPLES = {
     "rm": ("accuracy", "eval/loss"),
     "dpo": ("accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"),
 }
-"""What evaluations of these verbs have, whatever is sampled besides."""
+"""What evaluations of these commands have, whatever is sampled besides."""
 
 
-def check_evaluates(verb: str) -> None:
-    """Refuses a verb whose runs have no evaluations."""
-    evaluates = "eval" in {field.name for field in fields(verbs.named(verb).root)}
-    problem = f"trials are compared by what evaluations measure, and rlft {verb} has none"
+def check_evaluates(command: str) -> None:
+    """Refuses a command whose runs have no evaluations."""
+    evaluates = "eval" in {field.name for field in fields(commands.named(command).root)}
+    problem = f"trials are compared by what evaluations measure, and rlft {command} has none"
     require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
 
 
 def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     """Refuses a metric that evaluations of this run will not have.
 
-    Verbs from outside the tree say only when they run what they measure: theirs are not checked.
+    Commands from outside the tree say only when they run what they measure: theirs are not checked.
     """
     every, problem = (plain.get("eval") or {}).get("every"), "trials are compared by what evaluations measure"
     got = "null" if every is None else every
     require(every, "eval.every", f"{problem}, and there is none", got=got, remedy="set it to a number of steps")
-    known = metrics_of(plain) if plain["verb"] in verbs.OWN else [metric]
+    known = metrics_of(plain) if plain["command"] in commands.OWN else [metric]
     remedy = f"use one of {', '.join(known)}"
     require(metric in known, "sweep.metric", "no evaluation has it", got=metric, remedy=remedy)
 
@@ -127,9 +127,9 @@ def check_loggers(plain: Mapping[str, Any]) -> None:
 
 def metrics_of(plain: Mapping[str, Any]) -> list[str]:
     """The names of numbers in eval.jsonl that a study can compare runs of this config by."""
-    verb, settings, rewards = plain["verb"], plain["eval"], plain.get("reward") or {}
-    known = list(WITHOUT_SAMPLES.get(verb, ()))
-    if verb == "train" or (verb == "sft" and plain.get("data")):
+    command, settings, rewards = plain["command"], plain["eval"], plain.get("reward") or {}
+    known = list(WITHOUT_SAMPLES.get(command, ()))
+    if command == "train" or (command == "sft" and plain.get("data")):
         known = ["accuracy", *(f"eval/pass@{size}" for size in pass_sizes(settings["num_samples"])), *known]
         known += [f"{REWARDS}{name}" for name in rewards]
         known += ["eval/kl_base"] if settings.get("kl_base") else []
@@ -163,7 +163,10 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
             got = f"{different} of {len(before)} other prompts"
         problem = "decides which prompts are held out, so that trials could not be compared"
         raise UserError(key, problem, got=got, remedy="give it one value")
-    texts, others = _held_out_texts(first), _held_out_texts(other)
+    texts, others = (
+        {name: value for name, value in plan.fingerprints.items() if name.startswith("held_out_") and name != PROMPTS}
+        for plan in (first, other)
+    )
     for name in (name for name in texts if texts[name] != others.get(name)):
         what = name.removesuffix("_fingerprint").removeprefix("held_out_")
         problem = f"decides which {what} are held out, or their tokens, so that trials could not be compared"
@@ -185,12 +188,6 @@ def _questions(plan: Plan) -> list[tuple[Any, ...]]:
     return [(prompt.messages, prompt.answer) for prompt in held_out.prompts[:number]]
 
 
-def _held_out_texts(plan: Plan) -> dict[str, str]:
-    """The fingerprints of what is held out as it is: a text that a loss or a ranking is measured on."""
-    names = [name for name in plan.fingerprints if name.startswith("held_out_") and name != PROMPTS]
-    return {name: plan.fingerprints[name] for name in names}
-
-
 def curve(run: Path, metric: str) -> dict[int, float]:
     """{step: the metric} of the evaluations that a run has written, without that before its first step.
 
@@ -206,15 +203,13 @@ class StudyRecord:
     """How a study was begun.
 
     Attributes:
-        verb: of its runs.
         options: words such as -m and --config-dir.
-        words: the overrides.
         start: the directory that relative paths in them are read from.
         configs: the configs of its corners with full keys: that of the first, and of each other what differs from it.
         fingerprints: of what each of the corners reads that are planned.
     """
 
-    verb: str
+    command: str
     options: Sequence[str]
     words: Sequence[str]
     start: str
@@ -229,13 +224,13 @@ class StudyRecord:
 
 
 def record_of(
-    verb: str, parsed: Arguments, plains: Sequence[Mapping[str, Any]], fingerprints: Sequence[Mapping[str, str]]
+    command: str, parsed: Arguments, plains: Sequence[Mapping[str, Any]], fingerprints: Sequence[Mapping[str, str]]
 ) -> StudyRecord:
     """The record of a study that is begun now, with the plain configs of its corners."""
     first, *others = [flatten(plain) for plain in plains]
     configs = [first, *({key: v for key, v in flat.items() if first.get(key, _ABSENT) != v} for flat in others)]
     return StudyRecord(
-        verb=verb,
+        command=command,
         options=list(parsed.options),
         words=list(parsed.overrides),
         start=str(Path.cwd()),
@@ -250,14 +245,9 @@ def is_study(folder: Path) -> bool:
 
 
 def read_record(folder: Path) -> StudyRecord:
-    """The record of the study in this folder.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The record of the study in this folder; raises UserError if it is damaged."""
     try:
-        content = yaml.safe_load((folder / RECORD).read_text(encoding="utf-8"))
-        return StudyRecord(**content)
+        return StudyRecord(**yaml.safe_load((folder / RECORD).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         problem = f"{RECORD} in that folder cannot be read ({type(error).__name__})"
         raise UserError("resume", problem, got=folder, remedy="restore it from a copy, or begin another") from None
@@ -268,11 +258,7 @@ def write_record(folder: Path, now: StudyRecord) -> None:
 
 
 def check_same_study(folder: Path, now: StudyRecord) -> None:
-    """Refuses another study than the one in this folder, if there is one.
-
-    Raises:
-        UserError: it is another sweep, or its YAML, data or base have changed.
-    """
+    """Refuses another study than the one in this folder, if there is one, or one whose YAML, data or base changed."""
     if is_study(folder):
         before = read_record(folder)
         _check_same_words(folder, before, now)
@@ -282,8 +268,8 @@ def check_same_study(folder: Path, now: StudyRecord) -> None:
 
 def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
     remedy = f"resume that one with {resuming(folder)}, or name another hydra.sweep.dir"
-    is_its_verb, problem = before.verb == now.verb, f"there is a sweep of rlft {before.verb}"
-    require(is_its_verb, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
+    is_its_command, problem = before.command == now.command, f"there is a sweep of rlft {before.command}"
+    require(is_its_command, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
     both = ({key_of(w): w.partition("=")[2] for w in of.words} | {CONFIG_DIR[0]: of.config_dir} for of in (before, now))
     old, new = ({key: value for key, value in of.items() if key not in MAY_CHANGE} for of in both)
     for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
@@ -295,20 +281,17 @@ def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> No
 def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
     """Refuses other configs from the same words: a recipe, or other YAML, was changed in between."""
     for old, new in zip(before.configs, now.configs, strict=False):
-        for key in _changed(old, new, before.verb):
+        for key in {**old, **new}:
+            section = key.partition(".")[0]
+            is_free = section != "cluster" and changes_no_number(key, {"command": before.command})
+            is_same = old.get(key) == new.get(key) or same_path(old.get(key), new.get(key))
+            if key in MAY_CHANGE or is_free or is_same:
+                continue
             problem = f"was {old.get(key, 'left out')} when the sweep in {folder} began, and its trials would differ"
             remedy = "put the YAML back as it was, or begin another sweep"
             if is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
                 remedy = "begin another sweep, and name a checkpoint's folder in it, which does not change with its run"
             raise UserError(key, problem, got=new.get(key, "nothing"), remedy=remedy)
-
-
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
-    """The keys that differ and matter to a trial."""
-    for key in {**old, **new}:
-        free = key in MAY_CHANGE or (changes_no_number(key, {"verb": verb}) and key.partition(".")[0] != "cluster")
-        if not free and old.get(key) != new.get(key) and not same_path(old.get(key), new.get(key)):
-            yield key
 
 
 def _check_same_inputs(before: StudyRecord, now: StudyRecord) -> None:

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from rlft.commands.sweep.space import Interval, Space
@@ -35,15 +36,6 @@ PRINTED = ("steps", "accuracy_before", "accuracy", "reward", "loss", "seconds")
 
 
 class Page:
-    """What is written and printed of a study.
-
-    Args:
-        folder: of the sweep.
-        trials: its trials.
-        space: the keys and their values.
-        metric: what is compared.
-    """
-
     def __init__(self, folder: Path, trials: Trials, space: Space, metric: str) -> None:
         self._folder, self._trials, self._space, self._metric = folder, trials, space, metric
 
@@ -103,7 +95,8 @@ def rows(folder: Path, space: Space) -> list[dict[str, Any]]:
         result.append(
             {
                 "job": number,
-                **{column_of(key): value for key, value in space.named(params).items()},
+                # marked, if a result has that name, such as `reward`
+                **{f"{key}=" if key in RESULTS else key: value for key, value in space.named(params).items()},
                 "steps": metrics[-1]["step"] if metrics else 0,
                 "accuracy_before": first.get("accuracy"),
                 "accuracy": last.get("accuracy"),
@@ -120,11 +113,6 @@ def rows(folder: Path, space: Space) -> list[dict[str, Any]]:
         return (row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
 
     return sorted(result, key=rank)
-
-
-def column_of(key: str) -> str:
-    """A swept key's column: the key itself, with a mark if a result has that name, such as `reward`."""
-    return f"{key}=" if key in RESULTS else key
 
 
 def _shown(row: Mapping[str, Any], name: str) -> str:
@@ -148,15 +136,10 @@ def standard_error(values: Sequence[float]) -> float | None:
     >>> standard_error([0.5]), standard_error([0.4, 0.6])
     (None, 0.1)
     """
-    n = len(values)
-    if n < 2:
-        return None
-    mean = sum(values) / n
-    return round(math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n), 12)
+    return None if len(values) < 2 else round(stdev(values) / math.sqrt(len(values)), 12)
 
 
 def write_csv(folder: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Writes sweep.csv in the sweep's folder; returns the file."""
     stream = io.StringIO(newline="")
     csv.writer(stream).writerows([columns, *rows])
     write_atomically(folder / TABLE, stream.getvalue())

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from rlft.config import catalog
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config import compose as configs
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.config.instantiate import from_mapping
@@ -59,7 +59,7 @@ def is_own(word: str) -> bool:
     return key_of(word).partition(".")[0] == SECTION
 
 
-def read_config(words: Sequence[str], verb: str) -> StudyConfig:
+def read_config(words: Sequence[str], command: str) -> StudyConfig:
     """The keys from words such as sweep.trials=20, and else from configs/base/sweep.yaml.
 
     Raises:
@@ -68,7 +68,7 @@ def read_config(words: Sequence[str], verb: str) -> StudyConfig:
     file = catalog.config_folder() / "base" / f"{SECTION}.yaml"
     values = yaml.safe_load(file.read_text())[SECTION]
     sweeper = None
-    for parsed in configs.parse_overrides(words, verb):
+    for parsed in configs.parse_overrides(words, command):
         key = parsed.key_or_group
         line, remedy = parsed.input_line, f"write {parsed.input_line.lstrip('+~')}, or leave it out"
         require(not line.startswith(("+", "~")), key, "takes no sign", got=line, remedy=remedy)
@@ -83,7 +83,7 @@ def read_config(words: Sequence[str], verb: str) -> StudyConfig:
     problem = "names who chooses the values, and this is not one of its choices"
     require(sweeper == SWEEPER, SECTION, problem, got=sweeper, remedy=remedy)
     try:
-        return from_mapping(StudyConfig, values, SECTION, verb)
+        return from_mapping(StudyConfig, values, SECTION, command)
     except UserError as error:
         entry = catalog.entries(file).get(error.key)
         if entry is None or error.remedy.startswith("use "):
@@ -116,7 +116,6 @@ class Choice:
 
     @property
     def extremes(self) -> tuple[str, ...]:
-        """The values that are checked before the first run."""
         return self.values
 
 
@@ -189,14 +188,14 @@ class Space:
                 yield one.word(value), {**first, one.key: value}
 
 
-def read_space(words: Sequence[str], verb: str) -> Space:
+def read_space(words: Sequence[str], command: str) -> Space:
     """The space that these overrides of a study span.
 
     Raises:
         UserError: nothing is chosen, an interval is wrong, or a key cannot be swept.
     """
     fixed, varied = [], []
-    for word, key, got, parsed in _read(words, verb, "resume a sweep with rlft resume <its folder>"):
+    for word, key, got, parsed in _read(words, command, "resume a sweep with rlft resume <its folder>"):
         if not parsed.is_sweep_override():
             fixed.append(word)
             continue
@@ -212,7 +211,7 @@ def read_space(words: Sequence[str], verb: str) -> Space:
     return _without_place(fixed, varied)
 
 
-def read_grid(words: Sequence[str], verb: str) -> Space:
+def read_grid(words: Sequence[str], command: str) -> Space:
     """The space whose combinations a plain sweep goes through one by one, in the same order each time.
 
     Raises:
@@ -220,7 +219,7 @@ def read_grid(words: Sequence[str], verb: str) -> Space:
     """
     fixed, varied = [], []
     again = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
-    for word, key, got, parsed in _read(words, verb, again):
+    for word, key, got, parsed in _read(words, command, again):
         if not parsed.is_sweep_override():
             fixed.append(word)
             continue
@@ -233,9 +232,9 @@ def read_grid(words: Sequence[str], verb: str) -> Space:
         varied += [one] if len(one.values) > 1 else []
         fixed += [one.word(one.values[0])] if len(one.values) == 1 else []
     space = _without_place(fixed, varied)
-    seen: dict[tuple[str, ...], int] = {}
+    first_numbers: dict[tuple[str, ...], int] = {}
     for number, params in enumerate(space.combinations()):
-        first, got = seen.setdefault(tuple(params.values()), number), " ".join(space.words(params))
+        first, got = first_numbers.setdefault(tuple(params.values()), number), " ".join(space.words(params))
         problem = f"jobs {first} and {number} are the same"
         require(first == number, "-m", problem, got=got, remedy="give every value once")
     return space
@@ -250,11 +249,7 @@ def _without_place(fixed: Sequence[str], varied: Sequence[Choice | Interval]) ->
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:
-    """How many trials there are to be.
-
-    Raises:
-        UserError: a grid has an interval, or another number of combinations.
-    """
+    """How many trials there are to be. Raises UserError: a grid has an interval, or another number of combinations."""
     if keys.sampler != "grid":
         return USUAL_TRIALS if keys.trials == "auto" else keys.trials
     if space.size is None:
@@ -268,17 +263,17 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
     return space.size
 
 
-def _read(words: Sequence[str], verb: str, again: str) -> Iterator[tuple[str, str, str, Any]]:
+def _read(words: Sequence[str], command: str, again: str) -> Iterator[tuple[str, str, str, Any]]:
     """(an override, its key, its value as it is typed, what Hydra reads from it) for each; again: how to resume.
 
     Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
     """
-    for word, parsed in zip(words, configs.parse_overrides(words, verb), strict=True):
+    for word, parsed in zip(words, configs.parse_overrides(words, command), strict=True):
         key, got, value = key_of(word), word.partition("=")[2], parsed.value()
         is_new = key != "resume" or got == "null"
         require(is_new, key, "cannot be used in a sweep", got=got, remedy=again)
         if parsed.is_sweep_override() and parsed.value_type.name == "GLOB_CHOICE_SWEEP":
-            choices = value.filter(catalog.choices(key, verb))
+            choices = value.filter(catalog.choices(key, command))
             remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
             raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
         shuffles = parsed.is_sweep_override() and getattr(value, "shuffle", False)
@@ -292,7 +287,7 @@ def changes_no_number(key: str, plain: Mapping[str, Any]) -> bool:
 
     Paths are not among them: a resume may name where the same file is now, and a trial another file.
     """
-    measured = known(verbs.named(plain["verb"]).root, key).measured
+    measured = known(commands.named(plain["command"]).root, key).measured
     return not measured if measured is not None else run_folder.may_change(key, plain) and not is_path_key(key)
 
 

@@ -20,6 +20,7 @@ from rlft.commands.sweep.trials import Trial, Trials
 from rlft.logger.jsonl import EVALUATIONS
 from rlft.loop.driver import BrokenRunError
 from rlft.runs import checkpoint, run_folder, run_status
+from rlft.runs.run_status import Status
 from rlft.system.memory import OutOfMemoryError
 from rlft.system.terminal import resuming, say
 from rlft.types import require
@@ -46,20 +47,13 @@ class TrialRun(Run):
 
 
 class Study(Source[TrialRun]):
-    """The course of a study, see `driver.Source`.
-
-    Args:
-        trials: what is known of its trials.
-        folder: the sweep's folder.
-        checked: the sweep.
-        keys: how its values are drawn and trials compared.
-    """
+    """The course of a study, see `driver.Source`."""
 
     def __init__(self, trials: Trials, folder: Path, checked: Checked, keys: StudyConfig) -> None:
         self.trials, self.folder, self.total = trials, folder, number_of_trials(keys, checked.space)
         self.seeds = [int(checked.plains[0]["seed"]) + i for i in range(keys.seeds)]
         self._space, self._steps, self._metric = checked.space, checked.plans[0].num_steps, keys.metric
-        self._values = Values(checked.space, checked.parsed.config_dir, checked.verb)
+        self._values = Values(checked.space, checked.parsed.config_dir, checked.command)
         self._page = Page(folder, trials, checked.space, keys.metric)
         self._unfinished = trials.unfinished()
         done = trials.number_drawn - len(self._unfinished)
@@ -114,9 +108,9 @@ class Study(Source[TrialRun]):
         return False
 
     def was_pruned(self, run: TrialRun) -> None:
-        if run_status.read(run.folder)[0] is not run_status.Status.finished:
-            step = max(curve(run.folder, self._metric), default=0)
-            run_status.write_stopped(run.folder, self._steps, why_pruned(step), PrunedError.__name__)
+        if run_status.read(run.folder)[0] is not Status.finished:
+            why = why_pruned(max(curve(run.folder, self._metric), default=0))
+            run_status.write(run.folder, self._steps, Status.stopped, why, PrunedError.__name__)
         self._has_ended(run.trial)
 
     def ended(self, run: TrialRun, ending: Ending) -> TrialRun | None:
@@ -196,16 +190,13 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
     """The study in this folder, which is recorded there if it is a new one.
 
     Args:
-        checked: the sweep.
-        keys: how its values are drawn and trials compared.
-        folder: the sweep's, which this process holds.
         resumed: whether it must have something left to do.
 
     Raises:
         UserError: there is another one, or its files are damaged, or it has all its trials.
     """
     fingerprints = [plan.fingerprints for plan in checked.plans.values()]
-    now = measure.record_of(checked.verb, checked.parsed, checked.plains, fingerprints)
+    now = measure.record_of(checked.command, checked.parsed, checked.plains, fingerprints)
     measure.check_same_study(folder, now)
     steps, total = checked.plans[0].num_steps, number_of_trials(keys, checked.space)
     trials = Trials(
@@ -215,7 +206,7 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
         lower=lower_is_better(keys.metric, keys.direction),
         steps=steps,
         first_evaluation=min(steps, int(checked.plains[0]["eval"]["every"])),
-        parallel=checked.in_parallel,
+        parallel=checked.cluster is not None and checked.cluster.jobs > 1,
     )
     done = trials.number_drawn - len(trials.unfinished())
     problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"

@@ -96,10 +96,8 @@ class Trial:
 
     Attributes:
         number: counts from 0 in the order in which trials were drawn.
-        params: {key: value}.
         state: complete, pruned, failed or unfinished.
         value: of the metric: at the end, or where it was pruned; None if it has none.
-        values: of a complete one by seed.
         same_as: the number of the trial whose result it has, or None.
         why: it failed, or what pruned it and where; "" otherwise.
     """
@@ -125,11 +123,6 @@ class Trials:
     """The trials of one study.
 
     Args:
-        folder: the sweep's folder.
-        config: how values are drawn and trials judged.
-        space: the keys and their values.
-        lower: whether a smaller value is better.
-        steps: steps of a run.
         first_evaluation: the step of a run's first evaluation after some training.
         parallel: whether trials run side by side, so that values near those of running ones are avoided.
 
@@ -223,7 +216,6 @@ class Trials:
         """Reports the value of a trial at a point, once; returns whether the trial is thereby pruned.
 
         Args:
-            number: of the trial.
             point: how far it is, in steps, those of its earlier runs included.
             value: of its first run within that; at the end of a run the mean over all that have come so far.
             may_end: whether it can be pruned here.
@@ -307,7 +299,6 @@ def trial_of(trial: FrozenTrial) -> Trial:
 
 
 def distribution(one: Choice | Interval) -> BaseDistribution:
-    """What Optuna draws a key's value from."""
     if isinstance(one, Choice):
         return CategoricalDistribution(one.values)
     if one.whole:

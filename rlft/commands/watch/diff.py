@@ -39,14 +39,11 @@ LAST_SHARE = 0.1
 
 
 class At(StrEnum):
-    """The last step that is compared."""
-
     common = "common"
     last = "last"
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Prints how the two named runs differ."""
     words = read_words("diff", arguments, ("at",), has_json=True)
     at = words.values.get("at", At.common)
     remedy = f"use {' or '.join(At)}"
@@ -59,11 +56,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
-    """The two named runs, or the two below one named folder.
-
-    Raises:
-        UserError: there are not exactly two.
-    """
+    """The two named runs, or the two below one named folder. Raises UserError: there are not exactly two."""
     if len(names) == 1 and len(runs := runs_below(Path(names[0]))) == 2:
         say(f"{names[0]}: {runs[0]} and {runs[1]}, the only two runs there")
         return runs[0], runs[1]
@@ -130,14 +123,20 @@ def differing(configs: Sequence[Mapping[str, Any]], absent: str) -> list[tuple[s
 
 
 def compare_metrics(first: Path, second: Path, at: At) -> Compared:
-    """The metrics of both runs, up to the step that `at` names."""
     lines = [read_lines(folder / METRICS) for folder in (first, second)]
-    num_steps = ends = [_last_step(run_lines) for run_lines in lines]
+    num_steps = ends = [int(run_lines[-1]["step"]) if run_lines else 0 for run_lines in lines]
     if at is At.common:
         ends = [min((end for end, run_lines in zip(ends, lines, strict=True) if run_lines), default=0)] * 2
     kept = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
     rows = [Difference(name="steps", first=num_steps[0], second=num_steps[1])]
-    evaluations = [_accuracies(read_lines(folder / EVALUATIONS)) for folder in (first, second)]
+    evaluations = [
+        {
+            line["step"]: line["accuracy"]
+            for line in read_lines(folder / EVALUATIONS)
+            if line.get("accuracy") is not None
+        }
+        for folder in (first, second)
+    ]
     rows += accuracy_rows(evaluations, at)
     names = dict.fromkeys(name for run_lines in kept for line in run_lines for name in line if name != "step")
     for name in names:
@@ -152,7 +151,6 @@ def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Di
 
     Args:
         evaluations: {step: accuracy} of each run.
-        at: the last step that is compared.
     """
     common_steps = sorted(set(evaluations[0]) & set(evaluations[1]))
     rows = []
@@ -166,11 +164,6 @@ def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Di
         if any(value is not None for value in values):
             rows.append(Difference(name=name, first=values[0], second=values[1], steps=(steps[0], steps[1])))
     return rows
-
-
-def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """{step: accuracy} of the evaluations that measured accuracy."""
-    return {line["step"]: line["accuracy"] for line in evaluations if line.get("accuracy") is not None}
 
 
 def _span(lines: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
@@ -194,10 +187,6 @@ def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
         return max(values)
     last = _last_tenth(values)
     return sum(last) / len(last)
-
-
-def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
-    return int(lines[-1]["step"]) if lines else 0
 
 
 def as_json(first: Path, second: Path, at: At) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft.commands.watch import runs as runs_verb
+from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.diff import differing
 from rlft.commands.watch.report_completions import choose, safe
 from rlft.commands.watch.runs import REPORT, read_words
@@ -61,7 +61,6 @@ PAGE = """<!doctype html>
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Writes the report and prints its path."""
     print(report(arguments))
 
 
@@ -126,17 +125,15 @@ Line = Mapping[str, Any]
 def folders_of(words: Sequence[str]) -> list[Path]:
     """The named runs; a folder above runs, such as a sweep's, means all runs below it.
 
-    Of several runs, those without metrics are left out, with a line on stderr.
-
-    Raises:
-        UserError: no run is named, or none exists, or none has metrics.
+    Of several runs, those without metrics are left out, with a line on stderr. Raises UserError: no run is named, or
+    none exists, or none has metrics.
     """
     require(words, "report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
     named_runs: list[Path] = []
     for word in words:
         runs = runs_in(named_folder(word, "report", say))
         named_runs += [run for run in runs if run not in named_runs]
-    reported = [run for run in named_runs if has_metrics(run)]
+    reported = [run for run in named_runs if any(read_lines(run / name, silent) for name in (METRICS, EVALUATIONS))]
     if not reported:
         raise no_metrics(named_runs[0])
     for run in (run for run in named_runs if run not in reported):
@@ -146,8 +143,8 @@ def folders_of(words: Sequence[str]) -> list[Path]:
 
 def runs_in(folder: Path) -> list[Path]:
     """The runs in this folder and below it, without damaged ones, about which a line is printed on stderr."""
-    rows = {path: runs_verb.read(path, silent) for path in sorted(runs_verb.run_folders(folder))}
-    runs = [path for path, row in rows.items() if row is not None and row.status != runs_verb.DAMAGED]
+    rows = {path: runs_command.read(path, silent) for path in sorted(runs_command.run_folders(folder))}
+    runs = [path for path, row in rows.items() if row is not None and row.status != runs_command.DAMAGED]
     for path, row in rows.items():
         if runs and row is not None and path not in runs:
             say(f"{path} is left out: {row.reason}")
@@ -160,10 +157,6 @@ def runs_in(folder: Path) -> list[Path]:
     return runs
 
 
-def has_metrics(folder: Path) -> bool:
-    return any(read_lines(folder / name, silent) for name in (METRICS, EVALUATIONS))
-
-
 def no_metrics(folder: Path) -> UserError:
     problem = f"the run has no {METRICS}, which a report needs"
     return UserError("report", problem, got=folder, remedy="keep jsonl among its loggers")
@@ -173,8 +166,6 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
     """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together.
 
     Args:
-        folders: the folders of the runs.
-        max_bytes: the most bytes of completions.
         words: the folders as they were typed, which may be those of sweeps or above them.
     """
     runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
@@ -222,14 +213,14 @@ def _number(cell: str) -> str:
 
 def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
     """The data of one run. Raises UserError if the run has no metrics."""
-    config, row = flatten(read(folder, "report")), runs_verb.read(folder, silent)
+    config, row = flatten(read(folder, "report")), runs_command.read(folder, silent)
     lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
     if row is None or not (lines or evaluations):
         raise no_metrics(folder)
     points = thinned(lines)
     return {
         "name": safe(str(folder)),
-        "verb": row.verb,
+        "command": row.command,
         "status": row.status,
         "reason": safe(row.reason),
         "step": row.step,

@@ -82,15 +82,12 @@ def fitting(groups: Iterable[ShownGroup], max_bytes: int) -> Iterator[ShownGroup
     """The groups that fit, in order; a group that is too large is tried again without its tokens' values."""
     remaining = max_bytes
     for group in groups:
-        for version in (group, without_tokens(group)):
+        rows = [{name: v for name, v in row.items() if name != "tokens"} for row in group["rows"]]
+        for version in (group, {**group, "rows": rows}):
             if (size := _size(version)) <= remaining:
                 remaining -= size
                 yield version
                 break
-
-
-def without_tokens(group: ShownGroup) -> ShownGroup:
-    return group | {"rows": [{name: v for name, v in row.items() if name != "tokens"} for row in group["rows"]]}
 
 
 def spread(steps: Sequence[int], number: int) -> list[int]:

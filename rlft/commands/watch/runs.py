@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from rlft.config import command as verbs
+from rlft.config import command as commands
 from rlft.config.overrides import unquoted
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
@@ -31,26 +31,25 @@ from rlft.system.terminal import Say, say
 from rlft.types import UserError, require
 
 USAGE = """\
-usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
+usage: rlft runs [<folder>] [status=<status>] [name=<text>] [command=<command>] [sort=<column>] [--json]
 
 Every run below the folder (runs, if none is named), one line each, the newest last: whether it is running, finished,
 interrupted, stopped by itself (and why) or killed; its step; the last reward, or the last loss of a supervised run (of
-a verb that has another such metric: that one, under reward if more is better, else under loss); held-out accuracy, age
-and size. A narrow terminal gets fewer columns; in a pipe or a file the columns are all there,
-separated by tabs.
+a command that has another such metric: that one, under reward if more is better, else under loss); held-out accuracy,
+age and size. A narrow terminal gets fewer columns; in a pipe or a file the columns are all there, separated by tabs.
 
-  status, name, verb   show only those; name: part of the run's name or folder
-  sort                 age, name, status, step, reward, loss, accuracy or size
-  --json               the same as JSON, sizes in bytes and ages in seconds
+  status, name, command  show only those; name: part of the run's name or folder
+  sort                   age, name, status, step, reward, loss, accuracy or size
+  --json                 the same as JSON, sizes in bytes and ages in seconds
 
   rlft runs
   rlft runs runs/grpo_arithmetic status=killed
   rlft runs | grep finished | cut -f1"""
 
-WORDS = ("status", "name", "verb", "sort")
+WORDS = ("status", "name", "command", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
-TITLES = ("run", "verb", "status", "step", "reward", "loss", "accuracy", "age", "size")
-LEFT_OUT_FIRST = ("size", "verb", "age")
+TITLES = ("run", "command", "status", "step", "reward", "loss", "accuracy", "age", "size")
+LEFT_OUT_FIRST = ("size", "command", "age")
 """Columns that are left out, in this order, until folders fit in full length."""
 
 LEFT_OUT_LAST = ("accuracy", "step")
@@ -67,7 +66,6 @@ REPORT = "report.html"
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Prints the table or the JSON."""
     words = read_words("runs", arguments, WORDS, has_json=True)
     got = " ".join(words.folders)
     require(len(words.folders) < 2, "runs", "takes one folder", got=got, remedy="name the one above them")
@@ -83,14 +81,14 @@ def command(arguments: Sequence[str]) -> None:
 class RunRow:
     """The row of a run.
 
-    `reward` or `loss` is the last value of the headline metric of the run's verb (reward/mean or loss/total for rlft's
-    own verbs): `reward` if more is better, else `loss`. `age` is the number of seconds since anything was written,
-    `size` the bytes of the whole folder. `steps` is None if it is not known before the run starts.
+    `reward` or `loss` is the last value of the command's headline metric (reward/mean or loss/total for rlft's own):
+    `reward` if more is better, else `loss`. `age` is the number of seconds since anything was written, `size` the bytes
+    of the whole folder. `steps` is None if it is not known before the run starts.
     """
 
     folder: str
     name: str = ""
-    verb: str = ""
+    command: str = ""
     status: str
     reason: str
     step: int = 0
@@ -106,18 +104,17 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     """The rows of the runs below the folder that match the filters in `words`, sorted.
 
     Raises:
-        UserError: the folder, the status, the verb or the column does not exist.
+        UserError: the folder, the status, the command or the column does not exist.
     """
     remedy = "name one that holds runs, or train one"
     require(root.is_dir(), "runs", "there is no such folder", got=root, remedy=remedy)
     _check("status", words.get("status"), [*map(str, Status), DAMAGED])
     _check("sort", words.get("sort"), COLUMNS)
     all_rows = [row for folder in run_folders(root) if (row := read(folder)) is not None]
-    _check("verb", words.get("verb"), sorted({*verbs.names(), *(row.verb for row in all_rows if row.verb)}))
-    kept = [row for row in all_rows if _matches(row, words)]
-    column = words.get("sort", "age")
-    kept.sort(key=lambda row: _sort_key(row, column))
-    return kept
+    known = {*commands.names(), *(row.command for row in all_rows if row.command)}
+    _check("command", words.get("command"), sorted(known))
+    chosen = [row for row in all_rows if _matches(row, words)]
+    return sorted(chosen, key=lambda row: _sort_key(row, words.get("sort", "age")))
 
 
 def read(folder: Path, say: Say = warn) -> RunRow | None:
@@ -144,14 +141,14 @@ def _read(folder: Path, say: Say) -> RunRow:
     last = last_line(folder / METRICS, say)
     evaluations, _ = (read_lines(folder / name, say) for name in (EVALUATIONS, ALARMS))
     accuracy = next((line["accuracy"] for line in reversed(evaluations) if line.get("accuracy") is not None), None)
-    headline = verbs.named(config["verb"]).headline
+    headline = commands.named(config["command"]).headline
     value = None if headline is None else last.get(headline.metric)
     is_loss = headline is not None and headline.lower_is_better
     age, size = _age_and_size(folder)
     return RunRow(
         folder=str(folder),
         name=str(config.get("name", "")),
-        verb=config["verb"],
+        command=config["command"],
         status=str(status),
         reason=reason,
         step=int(last.get("step", counted_steps(folder))),
@@ -197,8 +194,9 @@ def _check(word: str, value: str | None, known: Sequence[str]) -> None:
 
 
 def _matches(row: RunRow, words: Mapping[str, str]) -> bool:
-    has_name = words.get("name", "") in row.name or words.get("name", "") in row.folder
-    return has_name and row.status == words.get("status", row.status) and row.verb == words.get("verb", row.verb)
+    has_name = any(words.get("name", "") in text for text in (row.name, row.folder))
+    is_chosen = row.status == words.get("status", row.status) and row.command == words.get("command", row.command)
+    return has_name and is_chosen
 
 
 def _sort_key(row: RunRow, column: str) -> tuple[Any, ...]:
@@ -221,11 +219,10 @@ def print_rows(listed: Sequence[RunRow], root: Path) -> None:
 
 
 def cells_of(row: RunRow) -> dict[str, str]:
-    """The text of each column."""
     numbers = {"reward": row.reward, "loss": row.loss, "accuracy": row.accuracy}
     return {
         "run": row.folder,
-        "verb": row.verb,
+        "command": row.command,
         "status": row.status,
         "step": f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}",
         **{name: "" if value is None else f"{value:.3f}" for name, value in numbers.items()},
@@ -249,10 +246,12 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
     titles, room = fitting_columns(rows, titles, root, terminal.width)
     if any(len(row["run"]) > room for row in rows):
         terminal.print(Text(f"in {visible(str(root))}:", style="dim"), soft_wrap=True)
-        rows = [{**row, "run": _shortened(_relative(row["run"], root), room)} for row in rows]
+        folders = [_relative(row["run"], root) for row in rows]
+        folders = [text if len(text) <= room else f"...{text[3 - room :]}" for text in folders]
+        rows = [{**row, "run": text} for row, text in zip(rows, folders, strict=True)]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for name in titles:
-        is_text = name in ("run", "verb", "status")
+        is_text = name in ("run", "command", "status")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True, overflow="crop")
     for row in rows:
         table.add_row(*(Text(row[name]) for name in titles))
@@ -280,10 +279,6 @@ def fitting_columns(
     return kept, max(room(), LEAST_ROOM)
 
 
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"...{text[3 - width :]}"
-
-
 def _relative(folder: str, root: Path) -> str:
     """The folder relative to the root, if it is below it."""
     path = Path(folder)
@@ -304,13 +299,7 @@ def age_text(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
-    """A parsed command line.
-
-    Attributes:
-        folders: the folders as they were typed, without a leading `run=`.
-        values: {key: value} of the typed keys.
-        as_json: whether --json was typed.
-    """
+    """A parsed command line: the folders as they were typed, without a leading `run=`, and the typed keys."""
 
     folders: tuple[str, ...]
     values: Mapping[str, str]
@@ -318,31 +307,29 @@ class RunArguments:
 
 
 def read_words(
-    verb: str, arguments: Sequence[str], known: Sequence[str] = (), *, has_json: bool = False
+    command: str, arguments: Sequence[str], known: Sequence[str] = (), *, has_json: bool = False
 ) -> RunArguments:
-    """Parses the arguments of a verb that has the keys in `known`.
+    """Parses the arguments of a command that has the keys in `known`.
 
-    An existing path is a folder, even with an equals sign: a sweep's may be named `lr=1e-05`.
-
-    Raises:
-        UserError: the verb does not have such an option or key.
+    An existing path is a folder, even with an equals sign: a sweep's may be named `lr=1e-05`. Raises UserError: the
+    command does not have such an option or key.
     """
     options = [word for word in arguments if word.startswith("-") and not _exists(word)]
     if unknown_options := [word for word in options if not (has_json and word == "--json")]:
         remedy = "use --json or --help" if has_json else "use --help"
         raise UserError("command line", "there is no such option", got=unknown_options[0], remedy=remedy)
-    words = [_without_run(word) for word in arguments if word not in options]
+    words = [
+        unquoted(word.removeprefix("run=")) if word.startswith("run=") and not _exists(word) else word
+        for word in arguments
+        if word not in options
+    ]
     assignments = [word for word in words if "=" in word and not _exists(word)]
     values = dict(word.split("=", 1) for word in assignments)
     if unknown := [word for word in values if word not in known]:
         remedy = f"use {', '.join(f'{word}=' for word in known)}" if known else "name folders only"
-        raise UserError(unknown[0], f"is not a key of rlft {verb}", got=values[unknown[0]], remedy=remedy)
+        raise UserError(unknown[0], f"is not a key of rlft {command}", got=values[unknown[0]], remedy=remedy)
     folders = tuple(word for word in words if word not in assignments)
     return RunArguments(folders=folders, values=values, as_json=bool(options))
-
-
-def _without_run(word: str) -> str:
-    return unquoted(word.removeprefix("run=")) if word.startswith("run=") and not _exists(word) else word
 
 
 def _exists(word: str) -> bool:

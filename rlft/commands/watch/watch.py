@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.watch.runs import read_words
-from rlft.config import command as verbs
-from rlft.config.command import LOSS, Headline
+from rlft.config import command as commands
+from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
+from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines
 from rlft.logger.loggers import is_declared
 from rlft.logger.summary import print_summary
@@ -20,7 +21,7 @@ from rlft.runs import run_folder, run_status
 from rlft.runs.find import one_run
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
-from rlft.types import Evaluation, RunInfo, StepRecord, UserError, require
+from rlft.types import Evaluation, UserError, require
 
 USAGE = """\
 usage: rlft watch <run>
@@ -69,7 +70,6 @@ class RunClock:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Shows the named run."""
     folders = read_words("watch", arguments).folders
     remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
     require(len(folders) == 1, "watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
@@ -77,14 +77,11 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Shows the run until it ends.
-
-    Raises:
-        UserError: the folder holds no run, or the run writes no metrics.
-    """
+    """Shows the run until it ends. Raises UserError: the folder holds no run, or the run writes no metrics."""
     config = run_folder.read(folder, "watch")
-    problem = f"a run of rlft {config['verb']} writes no {METRICS}, which the view needs"
-    require(headline_of(config), "watch", problem, got=folder, remedy="look into the files of its folder")
+    problem = f"a run of rlft {config['command']} writes no {METRICS}, which the view needs"
+    headline = commands.named(config["command"]).headline
+    require(headline, "watch", problem, got=folder, remedy="look into the files of its folder")
     problem = f"the run writes no {METRICS}, which the view needs"
     require(writes_metrics(config, folder), "watch", problem, got=folder, remedy="keep jsonl among its loggers")
     terminal = open_terminal()
@@ -128,13 +125,8 @@ def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], Non
         view.close("interrupted")  # the run was resumed from an earlier step, so the view is out of date
 
 
-def headline_of(config: Mapping[str, Any]) -> Headline | None:
-    """The headline metric of a run with this config; None if it writes no metrics."""
-    return verbs.named(config["verb"]).headline
-
-
 def _info(folder: Path, config: Mapping[str, Any]) -> RunInfo:
-    headline = headline_of(config) or LOSS
+    headline = commands.named(config["command"]).headline or LOSS
     watched = headline.label, headline.metric
     name, steps = str(config.get("name", "")), run_status.num_steps(folder) or int(config.get("steps") or 0)
     return RunInfo(folder=folder, name=name, config=config, step=0, steps=steps, sizes=(), watched=watched)

@@ -1,8 +1,7 @@
 """`environment=endpoint`: agents that speak to the policy through an endpoint, as functions or as programs.
 
-An agent plays a whole conversation by itself: it sends the requests that it likes to a base URL, with a key of its own,
-and reports the reward at the end. A function is called once for each conversation in a worker process; a program is
-started once for each conversation, with URL and key as environment variables, and may have its own Python environment.
+A function is called once for each conversation in a worker process; a program is started once for each, with URL and
+key as environment variables, and may have its own Python environment. Both report the reward at the end.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ MOST_READ = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Environment):
-    """The keys of `environment=endpoint`.
-
-    Attributes:
-        agent: the function that plays a conversation, as `module.function`; or None, where `command` is given.
-        command: the words of a command line that plays a conversation; or None, where `agent` is given.
-        port: where the endpoint listens while a step samples.
-        body_bytes: the most bytes of a request.
-    """
+    """The keys of `environment=endpoint`; either `agent`, as `module.function`, or `command` is given."""
 
     plays_itself: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = False
@@ -77,10 +69,6 @@ class Endpoint(Environment):
     def start(self) -> None:
         if self.agent is not None:
             locate(self.agent, AGENT)
-
-    @property
-    def rewards_turns(self) -> bool:
-        return True
 
     def make(self) -> Agent:
         if self.agent is not None:

@@ -1,7 +1,6 @@
 """The ASGI app and its server: it checks keys, limits what is requested and for how long, and fills an `Inbox`.
 
-The server has a socket that is bound before anything else happens. starlette and uvicorn are imported when an app is
-made and served: nothing else of rlft needs them (`pip install 'rlft[serve]'`).
+starlette and uvicorn are imported when an app is made and served (`pip install 'rlft[serve]'`).
 """
 
 from __future__ import annotations
@@ -46,14 +45,9 @@ class Limits:
 
 
 def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: str, most_tokens: int) -> Starlette:
-    """The app.
+    """The app of `model`, whose prompt and completion have at most `most_tokens` together; requests go into the inbox.
 
-    Args:
-        inbox: where requests wait.
-        callers: the keys with which requests may come now; the server's thread reads it.
-        limits: the limits of the server.
-        model: the name of the only model.
-        most_tokens: the most tokens of a prompt and its completion together.
+    `callers` are the keys with which requests may come now; the server's thread reads it.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -186,8 +180,7 @@ async def _body(http: HttpRequest, limits: Limits) -> bytes:
 async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[str, Any]:
     """The reply of the thread that samples. If the client disconnects before sampling begins, nothing is sampled.
 
-    Raises:
-        Refusal: the request is refused, or not answered in time.
+    Raises Refusal: the request is refused, or not answered in time.
     """
     reply = asyncio.wrap_future(request.reply)
     gone = asyncio.ensure_future(_gone(http))
@@ -215,8 +208,7 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     """The reply as events, of which the first is sent with the first token; `at_end` is closed after the last one.
 
-    Raises:
-        Refusal: as in `_reply`; once the stream has begun, a refusal becomes an event of it instead.
+    Raises Refusal: as in `_reply`; once the stream has begun, a refusal becomes an event of it instead.
     """
     loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str]()
 
@@ -278,8 +270,7 @@ def check_installed(key: str) -> None:
 def bound(host: str, port: int, section: str) -> socket.socket:
     """A socket that listens at this address; port 0: at a free port.
 
-    Raises:
-        UserError: by <section>.port or .host: another process uses the port, or this machine has no such address.
+    Raises UserError: by <section>.port or .host: another process uses the port, or this machine has no such address.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -308,14 +299,9 @@ def _why_not(error: OSError, host: str, port: int, section: str) -> tuple[str, o
 
 
 class Server:
-    """Serves an app by uvicorn, in a thread of its own, until it is closed.
+    """Serves an app by uvicorn, in a thread of its own, until it is closed, with its socket from `bound`.
 
-    Args:
-        app: the app that handles requests.
-        listening: a socket from `bound`; it is closed with the server.
-
-    Raises:
-        RuntimeError: the server has not started in time.
+    Raises RuntimeError: the server has not started in time.
     """
 
     def __init__(self, app: Starlette, listening: socket.socket) -> None:

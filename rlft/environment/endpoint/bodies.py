@@ -41,13 +41,10 @@ LEAST_LOGPROB = -9999.0
 
 
 class Refusal(Exception):
-    """A request that is not served.
+    """A request that is not served, with its HTTP status; `message` says what is wrong, and what to do.
 
-    Args:
-        status: HTTP status.
-        message: what is wrong, and what to do.
-        code: OpenAI's `error.code`, for programs.
-        again: whether the same request may be served later, which OpenAI's client tries by itself.
+    `code` is OpenAI's `error.code`; `again` says whether the same request may be served later, which OpenAI's client
+    tries by itself.
     """
 
     def __init__(self, status: int, message: str, code: str, *, again: bool = False) -> None:
@@ -130,7 +127,6 @@ class Chat(Drawn):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the policy sees."""
         return [] if self.tool_choice == "none" else self.tools or []
 
 
@@ -176,8 +172,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """The body of a request.
 
-    Raises:
-        Refusal: it is not a JSON object, lacks a field or has one of another type, or requests what is not supported.
+    Refusal: it is not a JSON object, lacks a field or has one of another type, or requests what is not supported.
     """
     try:
         value = json.loads(raw)
@@ -211,8 +206,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
 def normal(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates take them: contents are texts, arguments of calls are objects where they are JSON.
 
-    Raises:
-        Refusal: a message has no role or an unknown one, or a part that is not text.
+    Raises Refusal: a message has no role or an unknown one, or a part that is not text.
     """
     return [_normal(message, number) for number, message in enumerate(messages)]
 
@@ -376,16 +370,15 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
     for index, completion in enumerate(completions):
         ids, logprobs = list(completion.token_ids), None
         if body.sampling_params.logprobs is not None:
-            logprobs = {"content": [_of_token(*pair) for pair in zip(ids, completion.logprobs, strict=True)]}
-        choices.append(
-            {
-                "index": index,
-                "token_ids": ids,
-                "logprobs": logprobs,
-                "finish_reason": _finish(completion),
-                "stop_reason": None,
-            }
-        )
+            values = [max(LEAST_LOGPROB, value) for value in completion.logprobs]
+            others = {"rank": None, "top_logprobs": []}
+            content = [
+                {"token": f"token_id:{token}", "token_id": token, "logprob": value, **others}
+                for token, value in zip(ids, values, strict=True)
+            ]
+            logprobs = {"content": content}
+        choice = {"index": index, "token_ids": ids, "logprobs": logprobs, "finish_reason": _finish(completion)}
+        choices.append({**choice, "stop_reason": None})
     return {
         "request_id": body.request_id or uuid.uuid4().hex,
         "output_mode": "tokens",
@@ -400,7 +393,6 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
 def tokenize_reply(
     body: Tokenize, ids: Sequence[int], most_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The reply to a `Tokenize`."""
     strings = tokenizer.convert_ids_to_tokens(list(ids)) if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
 
@@ -425,11 +417,6 @@ def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedToke
         entry = {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode("utf-8", "replace"))}
         content.append({**entry, "top_logprobs": [entry] if body.top_logprobs else []})
     return {"content": content}
-
-
-def _of_token(token: int, logprob: float) -> dict[str, Any]:
-    value = max(LEAST_LOGPROB, logprob)
-    return {"token": f"token_id:{token}", "token_id": token, "logprob": value, "rank": None, "top_logprobs": []}
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

@@ -90,9 +90,7 @@ class AgentGenerator(GeneratorOver):
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """n conversations for each prompt, which agents begin as they like; otherwise like `Conversations.sample`.
 
-        Raises:
-            EnvironmentFailure: the workers of the agents cannot start, or no agent has sent a request.
-            UserError: the record of these conversations is damaged.
+        EnvironmentFailure: workers cannot start, or no agent has sent a request. UserError: the record is damaged.
         """
 
         def play() -> list[Group]:
@@ -109,7 +107,6 @@ class AgentGenerator(GeneratorOver):
         return self._inbox.fileno()
 
     def attend(self) -> None:
-        """Answers the requests of a tick."""
         draws: list[tuple[Request, Trajectory, Draw]] = []
         for request in self._inbox.take(most=min(self.environment.workers, len(self._open))):
             try:
@@ -132,7 +129,6 @@ class AgentGenerator(GeneratorOver):
         yield request, trajectory, trajectory.ask(body)
 
     def _play(self, conversations: Sequence[Conversation], sampling: Sampling) -> None:
-        """Has agents hold these conversations."""
         url, jobs, trajectories = f"{self._address()}/v1", [], dict[str, Trajectory]()
         for conversation in conversations:
             key = secrets.token_urlsafe(24)
@@ -192,11 +188,8 @@ class Traces:
     ) -> list[Group]:
         """The groups that are recorded for these arguments of `sample`; else what `play` returns, which is recorded.
 
-        Records that no resume can need are then removed.
-
-        Raises:
-            UserError: the record is damaged.
-            DiskError: it cannot be written.
+        Records that no resume can need are then removed. UserError: the record is damaged. DiskError: it cannot be
+        written.
         """
         asked = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
         inputs = json.dumps([version, asked, n, list(seeds), asdict(sampling)]).encode()

@@ -42,12 +42,10 @@ ID = "endpoint"
 # -- waiting -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """A waiting request.
+    """A waiting request, with the secret that says whose it is.
 
-    Attributes:
-        key: the secret with which it came, which says whose request it is.
-        on_text: called by the thread that samples with pieces of the reply's text, before the reply.
-        reply: becomes the body of the reply, or a Refusal. The server cancels it when the client has disconnected.
+    `on_text` is called by the thread that samples with pieces of the reply's text, before the reply. `reply` becomes
+    the body of the reply, or a Refusal; the server cancels it when the client has disconnected.
     """
 
     key: str
@@ -82,9 +80,7 @@ class Inbox:
     def take(self, *, wait_s: float = 0.0, most: int | None = None) -> list[Request]:
         """The requests of a tick whose clients still wait; empty if none came within `wait_s` seconds.
 
-        Args:
-            wait_s: seconds to wait for the first request.
-            most: the number of requests that can come at all: after that many it does not wait for more.
+        After `most` requests, the number that can come at all, it does not wait for more.
         """
         taken: list[Request] = []
         patience = wait_s
@@ -157,7 +153,6 @@ def drawn(
 
 
 def _teller(listeners: Sequence[Callable[[int], None] | None]) -> TokenCallback:
-    """Calls the listener of the row, if it has one."""
 
     def tell(row: int, token: int) -> None:
         if (listener := listeners[row]) is not None:
@@ -172,7 +167,6 @@ class Service:
 
     Args:
         sampling: how answers are sampled where a request does not say so.
-        model: the model's name in replies.
         most_tokens: the most tokens of a prompt and its completion together.
         vocabulary: token ids are below this.
         seed: seeds of requests that have none derive from it and the number of the request.

@@ -33,10 +33,8 @@ class Speech:
         self._cached = lru_cache(maxsize=REMEMBERED)(self._make)
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Spoken:
-        """The speech with these tools.
-
-        Raises:
-            Refusal: the chat template cannot show tools, or they are not functions with schemas.
+        """The speech with these tools. Refusal: the chat template cannot show tools, or they are no functions with
+        schemas.
         """
         for number, tool in enumerate(tools):
             function = tool.get("function")
@@ -55,11 +53,7 @@ class Speech:
 
 
 class Spoken:
-    """What conversations with these tools look like to one model.
-
-    Raises:
-        UserError: the chat template cannot show the tools, or hold a conversation.
-    """
+    """What conversations with these tools look like to one model. UserError: its chat template cannot hold them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools)
@@ -73,8 +67,7 @@ class Spoken:
     def prompt(self, messages: Sequence[Message], *, start: bool = True) -> tuple[int, ...]:
         """The tokens of a whole conversation; with `start`, up to the start of the policy's next turn.
 
-        Raises:
-            Refusal: the chat template does not accept these messages.
+        Refusal: the chat template does not accept these messages.
         """
         shown = self._shown.messages(list(self._plain(messages)))
         try:
@@ -90,8 +83,7 @@ class Spoken:
     def suffix(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens between a turn of the policy and its next one, where `has_suffix` holds.
 
-        Raises:
-            Refusal: the chat template does not accept these messages.
+        Refusal: as in `prompt`.
         """
         try:
             return self._template.suffix(sampled, list(self._plain(messages)))

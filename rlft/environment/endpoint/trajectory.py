@@ -36,8 +36,6 @@ class Trajectory:
     Attributes:
         conversation: its state, as for other environments; the opening is that of the first request.
         longest_row: the most tokens of the opening and all that follows.
-        model: the model's name in replies.
-        has_begun: whether a request has come.
         known: messages so far, the policy's included; None after a request of tokens.
         tools: tools of the last request.
         is_asked: whether a request of it is being sampled.
@@ -61,8 +59,7 @@ class Trajectory:
     def ask(self, body: Chat | Generate) -> Draw:
         """What a request needs from the engine; the transcript then holds what the policy reads before its turn.
 
-        Raises:
-            Refusal: it requests too much, cannot continue this conversation, or a limit has ended the conversation.
+        Refusal: it requests too much, cannot continue this conversation, or a limit has ended the conversation.
         """
         conversation = self.conversation
         if self.is_asked:

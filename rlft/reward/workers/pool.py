@@ -57,10 +57,8 @@ class Pool(ABC):
     def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
         """Each task with its reply, in order of completion; no task is begun after a reply for which `stop_when` holds.
 
-        A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed.
-
-        Raises:
-            RewardError: workers cannot start, or are lost again and again.
+        A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed. RewardError:
+        workers cannot start, or are lost again and again.
         """
         waiting = deque(tasks)
         self._begin()

@@ -46,11 +46,7 @@ TRAINERS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")
 class RewardSpec:
     """A reward by the dotted path of its class or function; small and picklable, so that each worker builds its own.
 
-    Attributes:
-        target: dotted path of its class or function.
-        kwargs: its keys.
-        weight: factor in the total reward.
-        on_error: what happens if it fails; None for the run's setting.
+    `weight` is its factor in the total reward, `on_error` what happens if it fails; None for the run's setting.
     """
 
     name: str
@@ -112,8 +108,7 @@ class RewardSpec:
 def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     """The specs of a `reward` config, `{name: {_target_, weight, ...}}`, each of them built once as a trial.
 
-    Raises:
-        UserError: a target that cannot be imported or called, keys that don't fit, a weight that is not a number.
+    Raises UserError: a target that cannot be imported or called, keys that don't fit, a weight that is not a number.
     """
     if "_target_" in rewards:  # a user's own YAML that lacks its first line
         name = str(rewards["_target_"]).rpartition(".")[2]
@@ -142,7 +137,8 @@ def _spec(name: str, config: Any) -> RewardSpec:
         remedy = f"choose it with reward=[...,{name}], leave it out with ~reward.{name}, or give its YAML a _target_"
         raise UserError(key, "has no _target_", got=config, remedy=remedy)
     target = locate(config["_target_"], f"{key}._target_")
-    scorer_keys = (*SCORER_KEYS, FORM) if _has_form(target) else SCORER_KEYS
+    has_form = is_trl(target.__call__ if isinstance(target, type) else target)
+    scorer_keys = (*SCORER_KEYS, FORM) if has_form else SCORER_KEYS
     kwargs = {k: v for k, v in config.items() if k not in scorer_keys}
     check_keys(_parameters(target), kwargs, key, also=scorer_keys[1:])
     spec = RewardSpec(
@@ -179,11 +175,6 @@ def _parameters(target: Any) -> list[inspect.Parameter]:
     # unnoticed.
     taken = (*PASSED, *TRAINERS_OWN)
     return [p.replace(default=None) for p in named_parameters(target) if p.name not in taken]
-
-
-def _has_form(target: Any) -> bool:
-    """Whether a function, or the objects of a class, take TRL's form."""
-    return is_trl(target.__call__ if isinstance(target, type) else target)
 
 
 def _typed(target: Any, kwargs: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -246,7 +237,10 @@ class TrlReward:
         columns = {ANSWER: group.prompt.answer, **group.prompt.metadata}
         passed: dict[str, Any] = {
             "prompts": [self._prompt(group) for _ in range(count)],
-            "completions": [self._completion(rollout.completion) for rollout in group.rollouts],
+            "completions": [
+                list(messages_of(r.completion)) if self.form == "messages" else r.completion.text
+                for r in group.rollouts
+            ],
             "completion_ids": [list(rollout.completion.token_ids) for rollout in group.rollouts],
             **{name: [value] * count for name, value in columns.items() if name not in PASSED},
         }
@@ -256,9 +250,6 @@ class TrlReward:
         if self.form == "messages":
             return [dict(message) for message in group.prompt.messages]
         return "\n\n".join(message["content"] for message in group.prompt.messages)
-
-    def _completion(self, completion: Completion) -> Any:
-        return list(messages_of(completion)) if self.form == "messages" else completion.text
 
 
 def messages_of(completion: Completion) -> Iterator[dict[str, Any]]:
@@ -277,11 +268,7 @@ def messages_of(completion: Completion) -> Iterator[dict[str, Any]]:
 
 
 def is_trl(function: Any) -> bool:
-    """Whether a function or callable object has TRL's form.
-
-    >>> is_trl(lambda completions, **kwargs: []), is_trl(lambda **kwargs: []), is_trl(lambda group, limit=1: [])
-    (True, True, False)
-    """
+    """Whether a function or callable object has TRL's form."""
     parameters = parameters_of(function)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     return any(p.name in PASSED for p in parameters) or (bool(parameters) and not positional)
@@ -297,7 +284,6 @@ def parameters_of(function: Any) -> list[inspect.Parameter]:
 
 
 def named_parameters(function: Any) -> list[inspect.Parameter]:
-    """The parameters that can be given by their names."""
     return [p for p in parameters_of(function) if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 

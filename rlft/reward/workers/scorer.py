@@ -40,10 +40,8 @@ Outcomes = dict[tuple[int, str], Outcome]
 class Scorer:
     """Scores groups with every reward; results don't depend on which worker is faster.
 
-    Make and use it in the thread that runs the loop.
-
-    `num_failures` counts the completions that have got a fixed score because a reward failed on them; `last_failure`
-    says what happened to the last one.
+    Make and use it in the thread that runs the loop. `num_failures` counts the completions that have got a fixed score
+    because a reward failed on them; `last_failure` says what happened to the last one.
 
     Args:
         workers: number of processes, which start in the background; 0 scores in the calling process (no isolation).
@@ -54,8 +52,7 @@ class Scorer:
         resident: {name: callable} of rewards that this process computes for all groups at once, after those of the
             workers; a reward that `runs_in_trainer` needs one. Wrong scores of theirs always stop the run.
         open_pool: opens the workers elsewhere; None: processes of this machine.
-        allow_unscorable: whether completions of a prompt whose reference answer a reward cannot use get 0, whatever
-            `on_error` is (data.allow_unscorable).
+        allow_unscorable: data.allow_unscorable, which has priority over `on_error`.
     """
 
     def __init__(
@@ -93,9 +90,8 @@ class Scorer:
     def __call__(self, groups: Sequence[Group]) -> Scores:
         """Scores `[P, G]` of P groups of equal size G.
 
-        Raises:
-            RewardError: a reward failed and its on_error is `stop`, workers could not start, or a resident reward did
-                not give a finite number for each completion.
+        Raises RewardError: a reward failed and its on_error is `stop`, workers could not start, or a resident reward
+        did not give a finite number for each completion.
         """
         return self._finished(groups, self._by_workers(groups, {}))
 
@@ -322,9 +318,7 @@ def failed_alone(failure: Failure) -> bool:
 def describe(name: str, group: Group, failure: Failure, completion: int | None) -> str:
     """Which reward failed, how, on which prompt and completion, and what to do."""
     where = f"prompt {group.prompt.id!r}" if failure.cause is Cause.not_built else whereabouts(group, completion)
-    remedy = "fix the reward, or give such completions a fixed score with scoring.on_error=0"
-    if failure.remedy:
-        remedy = failure.remedy
+    remedy = failure.remedy or "fix the reward, or give such completions a fixed score with scoring.on_error=0"
     if failure.cause is Cause.time_limit:
         remedy = f"raise scoring.timeout, {remedy}"
     if failure.cause is Cause.not_built:
@@ -335,7 +329,6 @@ def describe(name: str, group: Group, failure: Failure, completion: int | None) 
 
 
 def whereabouts(group: Group, completion: int | None) -> str:
-    """Names the prompt and its completion, or all of its completions."""
     where, size = f"prompt {group.prompt.id!r}", len(group.rollouts)
     if completion is None:
         return f"{where}, its {size} completions as a whole"
@@ -343,11 +336,7 @@ def whereabouts(group: Group, completion: int | None) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text on one line, without its middle if it is long.
-
-    >>> shortened("18" + chr(10))
-    "'18\\\\n'"
-    """
+    """The text on one line, without its middle if it is long."""
     if len(text) <= MAX_SHOWN_CHARS:
         return repr(text)
     half = MAX_SHOWN_CHARS // 2
@@ -382,16 +371,21 @@ def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: 
     def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0)
 
-    sums = {name: exact([[_total(score) for score in row] for row in rows]) for name, rows in by_reward.items()}
+    def number(score: float | StepScores, *, whole: bool = False) -> float:
+        if not isinstance(score, StepScores):
+            return score
+        return 0.0 if whole else sum(score.values)
+
+    sums = {name: exact([[number(score) for score in row] for row in rows]) for name, rows in by_reward.items()}
     total = weighted_sum(sums)
     if not process:
         return Scores(total=total, by_reward=sums, weights=weights)
     # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
-    whole = sums | {name: exact([[_fixed(score) for score in row] for row in by_reward[name]]) for name in process}
+    whole = {name: exact([[number(score, whole=True) for score in row] for row in by_reward[name]]) for name in process}
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
-    return Scores(total=total, by_reward=sums, outcome=weighted_sum(whole), steps=steps, weights=weights)
+    return Scores(total=total, by_reward=sums, outcome=weighted_sum(sums | whole), steps=steps, weights=weights)
 
 
 def unscored_rows(groups: Sequence[Group]) -> Scores:
@@ -425,21 +419,10 @@ def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
     )
 
 
-def _total(score: float | StepScores) -> float:
-    return sum(score.values) if isinstance(score, StepScores) else score
-
-
-def _fixed(score: float | StepScores) -> float:
-    return 0.0 if isinstance(score, StepScores) else score
-
-
 def merged_steps(scores: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:
     """A completion's steps by several process rewards, weighted and merged; values of steps with the same end add up.
 
     A reward of weight 0 is only reported: its steps are left out. Fixed scores are no steps.
-
-    >>> merged_steps([StepScores(values=(1.0, 0.0), ends=(6, 9)), StepScores(values=(1.0,), ends=(9,))], [1.0, 0.5])
-    StepScores(values=(1.0, 0.5), ends=(6, 9))
     """
     by_end: dict[int, float] = {}
     for each, weight in zip(scores, weights, strict=True):

@@ -53,11 +53,9 @@ class Failure:
     """A reward that failed on a group.
 
     Attributes:
-        cause: why.
         problem: a phrase for the user, such as "raised ValueError: ...".
         completion: index of the completion that it looked at last, which need not be the one at fault, or None.
         scores: the scores of a reward that returned, with None for unusable ones; None if it did not return.
-        traceback: the traceback, if it raised.
         remedy: what to do about it; "": the usual.
     """
 
@@ -80,12 +78,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A reward that is ready to be called.
-
-    Attributes:
-        reward: the callable.
-        scores_steps: whether it must give `StepScores` or numbers.
-        largest: the largest size of a score.
+    """A reward that is ready to be called; whether it must give `StepScores` or numbers, and the largest size of a
+    score.
     """
 
     reward: Reward
@@ -191,13 +185,7 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
 
 
 def checked(values: Any, num_completions: int, largest: float = MAX_SCORE) -> list[float] | Failure:
-    """What a reward returned, as floats up to this size, or a Failure if that is not possible.
-
-    >>> checked([1, 0.5], 2)
-    [1.0, 0.5]
-    >>> checked([1.0], 2).problem, checked([1.0, float("nan")], 2).scores
-    ('returned 1 scores for 2 completions', (1.0, None))
-    """
+    """What a reward returned, as floats up to this size, or a Failure if that is not possible."""
     returned = _listed(values, num_completions, "numbers")
     if isinstance(returned, Failure):
         return returned
@@ -223,11 +211,6 @@ def checked_steps(values: Any, texts: Sequence[str], largest: float = MAX_SCORE)
     """What a process reward returned for completions of these texts, as StepScores of floats and ints, or a Failure.
 
     Each step has a finite value and an end; ends rise strictly, within 1 .. len(text). Having no steps is valid.
-
-    >>> checked_steps([StepScores(values=(1, 0), ends=(6, 9))], ["7+5=12,13"])
-    [StepScores(values=(1.0, 0.0), ends=(6, 9))]
-    >>> checked_steps([StepScores(values=(1,), ends=(10,))], ["7+5=12,13"]).problem
-    'returned an end of 10 for step 1, outside 1 .. 9 (the characters of the text),'
     """
     returned = _listed(values, len(texts), "StepScores")
     if isinstance(returned, Failure):

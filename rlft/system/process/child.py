@@ -69,15 +69,13 @@ def start_python(
     environment: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A Python process that calls a function without arguments, and ends with the thread that has started it.
+    """A Python process that calls the function `module:function`, and ends with the thread that has started it.
 
     Args:
-        target: the function, as `module:function`.
         words: its command line, sys.argv[1:].
         descriptors: open files that it inherits.
         output: descriptor of the file for what it prints; None for the output of this process.
         environment: environment variables, in addition to those of this process.
-        cwd: its folder; None for that of this process.
     """
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "w") as start:
@@ -112,12 +110,10 @@ class Child:
     It leads a process group, with which it is ended: whatever it has started ends with it.
 
     Args:
-        name: what it is; shown in its command line.
+        name: shown in its command line.
         target: `module:function`, called in the process with its end of the connection and the arguments.
         arguments: they are pickled, and should be small, because sending them may wait for the process.
-        descriptors: open files that it inherits.
-        output: descriptor of the file for what it prints; None for the output of this process.
-        environment: environment variables, in addition to those of this process.
+        descriptors, output, environment: as in `start_python`.
         start: starts the process; tests fork it instead.
 
     Attributes:
@@ -192,7 +188,6 @@ class Child:
             self._process.kill()
 
     def wait(self, seconds: float) -> None:
-        """Waits until it has ended, at most `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -209,8 +204,8 @@ class Ended:
 
     Attributes:
         how: the end of a sentence, such as "was killed by SIGSEGV".
-        is_late: whether it was ended because its time limit had passed.
-        was_stopped: whether it was ended because somebody had stopped it and not continued it.
+        is_late: whether its time limit had passed.
+        was_stopped: whether somebody had stopped it and not continued it.
     """
 
     how: str
@@ -264,8 +259,6 @@ class Children(Generic[AnyChild]):
     dead child had, and a killed one cannot leave a lock taken. Make it where the children are used.
 
     Args:
-        start: starts one.
-        number: how many there are.
         what: what they are, such as "reward workers".
         error: makes the exception for children that cannot start, of its text.
     """
@@ -288,10 +281,8 @@ class Children(Generic[AnyChild]):
     def answers(self, beside: Beside | None = None) -> Iterator[tuple[AnyChild, Any]]:
         """Waits a moment for children that are busy or start: (child, its answer, or `Ended`).
 
-        Whoever gets `Ended` replaces the child. One that has ended before it was ready is replaced here.
-
-        Raises:
-            Exception: children cannot start, by `error`.
+        Whoever gets `Ended` replaces the child. One that has ended before it was ready is replaced here; if children
+        cannot start, `error` is raised.
         """
         for child in wait_for(
             [child for child in self.all if child.is_busy or not child.is_ready], self._clock, beside

@@ -26,12 +26,7 @@ POLL_S = 0.5
 
 
 class LocalProcesses:
-    """A `Launcher` of processes on this machine.
-
-    Args:
-        folder: the run's folder; logs are in `<folder>/cluster/`.
-        start: starts a process.
-    """
+    """A `Launcher` of processes on this machine; their logs are in `<folder>/cluster/`."""
 
     def __init__(self, folder: Path, start: Start = start_server) -> None:
         self._logs, self._start_process = folder / LOGS, start
@@ -153,15 +148,14 @@ def open_launcher(
 
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
-        folder: the run's folder; logs of members are in `<folder>/cluster/`.
+        folder: the run's folder.
         on_gpus: whether members need GPUs.
         own_gpu: the GPU of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
             cluster, the GPU is reserved there.
         threads: number of threads of each member, except reward workers.
         scorers: number of reward workers among the members.
 
-    Raises:
-        UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
+    Raises UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """
     launcher: Launcher = LocalProcesses(folder)
     if config.kind == "ray":

@@ -47,8 +47,7 @@ class MemberSpec:
 
     Attributes:
         name: a name like "engine-0", unique in the run; the log is `<run>/cluster/<name>.log`.
-        factory: `package.module:callable` that makes the object in the member's process.
-        arguments: keyword arguments of the factory; they are pickled.
+        factory: `package.module:callable` that makes the object in the member's process, of the pickled arguments.
         gpus: number of GPUs that the member has to itself.
         threads: number of threads of torch and of its libraries.
         environment: environment variables that are set before Python starts.

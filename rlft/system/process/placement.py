@@ -16,13 +16,7 @@ from rlft.types import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """The memory that an engine takes on a GPU, alone or together with a rank.
-
-    Attributes:
-        needed: bytes that it takes.
-        gpu: bytes of the GPU.
-        text: both in words.
-    """
+    """The bytes that an engine needs on a GPU, alone or together with a rank, and those of the GPU; both in words."""
 
     needed: int
     gpu: int
@@ -57,7 +51,7 @@ def place(
     pair: GpuMemory | None = None,
     alone: GpuMemory | None = None,
 ) -> Placement:
-    """The placement of a run.
+    """The placement of a run. UserError: the GPUs are too few or too small.
 
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
@@ -66,9 +60,6 @@ def place(
         lag: `overlap.lag`; if it is 1, engines need GPUs of their own.
         pair: the memory of an engine and a rank on one GPU; None if it is not known.
         alone: the memory of an engine on each of its GPUs; None if it is not known.
-
-    Raises:
-        UserError: the GPUs are too few or too small.
     """
     engines, gpus_each, ranks = config.engines, config.gpus_per_engine, config.ranks
     if not on_gpus:
@@ -136,11 +127,9 @@ def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -
 
 
 def environment_of(gpus: Sequence[int], names: Sequence[str]) -> dict[str, str]:
-    """The environment variables of a member that has these GPUs of this machine.
+    """The environment variables of a member that has these GPUs of this machine, counted as in `Placement`.
 
-    Args:
-        gpus: numbers of its GPUs, as in `Placement`.
-        names: names of all GPUs, that of the run's own process first.
+    `names` are those of all GPUs, that of the run's own process first.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
 
@@ -161,12 +150,7 @@ def all_gpus(own: torch.device) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a cluster can assign to members.
-
-    Attributes:
-        cpus: number of processor cores of all machines together.
-        gpus: number of GPUs of each machine.
-    """
+    """What a cluster can assign to members: the processor cores of all machines together, the GPUs of each."""
 
     cpus: float
     gpus: Sequence[int]
@@ -180,18 +164,13 @@ def cores_of_a_member(threads: int, *, on_gpus: bool) -> int:
 def check_room(
     config: Any, has: Resources, *, on_gpus: bool, threads: int, scorers: int = 0, counts_own: bool = True
 ) -> None:
-    """Refuses a run or sweep that the cluster is too small for.
+    """Refuses a run or sweep that the cluster is too small for, by a UserError with the numbers.
 
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
-        has: what the cluster has.
-        on_gpus: whether members need GPUs.
         threads: number of threads of each member.
         scorers: number of reward workers, each of which has a core and no GPU.
         counts_own: whether the GPU of the run's own process is one of the cluster's.
-
-    Raises:
-        UserError: the cluster is too small; the message has the numbers.
     """
     members = config.jobs if config.jobs > 1 else config.engines + config.ranks - 1
     key = "jobs" if config.jobs > 1 else "engines" if config.engines else "ranks"

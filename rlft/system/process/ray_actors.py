@@ -30,12 +30,7 @@ PART_BYTES = 2**20
 
 
 class RayActors:
-    """A `Launcher` of Ray's actors.
-
-    Args:
-        folder: the run's folder; logs are in `<folder>/cluster/`.
-        session: the Ray to use; `close` closes it.
-    """
+    """A `Launcher` of Ray's actors, whose logs are in `<folder>/cluster/`; `close` closes the session."""
 
     def __init__(self, folder: Path, session: RaySession) -> None:
         self._logs, self._session = folder.absolute() / LOGS, session
@@ -213,11 +208,7 @@ class RayMember:
 
 
 def how_it_died(text: str) -> str:
-    """The sentence of Ray's error that says why an actor is dead.
-
-    >>> how_it_died("The actor died unexpectedly.\\n\\tpid: 3\\nThe actor is dead because its node has died. See")
-    'its node has died'
-    """
+    """The sentence of Ray's error that says why an actor is dead."""
     _, because, reason = text.partition("because ")
     reason = (reason if because else text).strip().split(". ")[0].splitlines()[0]
     detail = text.partition("Worker exit detail: ")[2].split(". ")[0].splitlines()

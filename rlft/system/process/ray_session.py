@@ -81,8 +81,7 @@ class RaySession:
         address: None starts Ray on this machine; else `auto` or `host:port` of a cluster, which stays up.
         log: the file for Ray's messages about its processes, which Ray would print.
 
-    Raises:
-        UserError: by cluster.address: there is no cluster, it does not answer, or has another version of Ray or Python.
+    Raises UserError: there is no cluster, it does not answer, or has another version of Ray or Python.
     """
 
     def __init__(self, address: str | None, *, log: Path) -> None:
@@ -115,10 +114,9 @@ class RaySession:
         return Resources(cpus=cpus, gpus=gpus)
 
     def reserve(self, gpu: str) -> bool:
-        """Keeps the GPU of this process, until `close`, from being given to others; whether it is one of the cluster's.
+        """Keeps this process's GPU from being given to others, until `close`; whether it is one of the cluster's.
 
-        Raises:
-            UserError: by cluster.address: others may use it.
+        Raises UserError: others may use it.
         """
         if is_of_a_job(os.environ):
             return True  # Ray has given it to this process
@@ -156,8 +154,7 @@ def reserve(gpu: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
         node: Ray's id of this machine.
         timeout_s: seconds that Ray may take to assign a GPU.
 
-    Raises:
-        UserError: by cluster.address: others use the GPUs of this machine, or Ray names them in another way.
+    Raises UserError: others use the GPUs of this machine, or Ray names them in another way.
     """
     import ray
 

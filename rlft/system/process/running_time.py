@@ -75,15 +75,9 @@ def in_background(call: Callable[..., Result], *arguments: Any) -> Future[Result
 
 
 def within(seconds: float, call: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns what the call returns. The call runs in a thread of its own, which is abandoned when the time is over.
+    """Returns what the call returns. It runs in a thread of its own, which is abandoned when the time is over.
 
-    Args:
-        seconds: the time limit; time in which this process is stopped does not count.
-        call: the function to call.
-        arguments: its arguments.
-
-    Raises:
-        TimeoutError: the call has not returned in time. What the call raises is raised, too.
+    Time in which this process is stopped does not count. TimeoutError: the call has not returned in time.
     """
     future, clock = in_background(call, *arguments), RunningTime()
     while not wait([future], timeout=TICK_S).done:
@@ -96,16 +90,9 @@ def within_processor_time(seconds: float, call: Callable[..., Result], *argument
     """Returns what the call returns, and ends it once this thread has used up that processor time in it.
 
     It works in every thread and without signals: a second thread reads the clock and makes the interpreter raise
-    OutOfProcessorTime here. So only Python code is ended, not a single long operation of the interpreter, such as
-    a product of huge numbers. A busy machine and a stopped process use up no time.
-
-    Args:
-        seconds: of processor time of this thread.
-        call: the function to call; it should change nothing that must not be left half done.
-        arguments: its arguments.
-
-    Raises:
-        OutOfProcessorTime: the time is used up. What the call raises is raised, too.
+    OutOfProcessorTime here. So only Python code is ended, not a single long operation of the interpreter, such as a
+    product of huge numbers. A busy machine and a stopped process use up no time. The call should change nothing that
+    must not be left half done.
     """
     thread_id, clock = threading.get_ident(), _clock_of_this_thread()
     end, lock, is_over = clock() + seconds, threading.Lock(), threading.Event()

@@ -45,16 +45,13 @@ def count() -> int:
 def may_have_disturbed(done_at: float) -> bool:
     """Whether a signal may have ended programs that finished at this time of the monotonic clock.
 
-    Call it SKEW_S later, because the signal may reach this process later than those programs.
+    Call it SKEW_S later: the signal may reach this process after those programs.
     """
     return abs(done_at - _last_at) <= SKEW_S
 
 
 def undisturbed(trial: Callable[[], T]) -> Callable[[], T]:
-    """A function that learns something from programs: it runs them again if a signal may have ended them.
-
-    It waits SKEW_S for a signal that reaches this process later than those programs.
-    """
+    """A function that learns something from programs: it runs them again if a signal may have ended them."""
 
     @functools.wraps(trial)
     def repeated() -> T:

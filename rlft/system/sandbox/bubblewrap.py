@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
@@ -99,6 +99,11 @@ class Limits:
     processes: int
     file_bytes: int
 
+    @classmethod
+    def of(cls, keys: Any, seconds: float) -> Limits:
+        """The limits in a section's keys of the same names, but for this time."""
+        return cls(seconds=seconds, **{f.name: getattr(keys, f.name) for f in fields(cls) if f.name != "seconds"})
+
     @property
     def total_bytes(self) -> int:
         """Memory that all processes together may hold, including what they write to the temporary folder."""
@@ -149,19 +154,13 @@ def run(
     filtered: bool = True,
     clock: RunningTime | None = None,
 ) -> Result:
-    """Runs a script to its end; returns what it prints and how it ends.
+    """Runs a script to its end; returns what it prints and how it ends. SandboxError: it could not be started.
 
     Args:
         files: {name: content} of the script's files.
         arguments: the script, which is one of the files, and its arguments.
-        limits: its limits.
-        isolation: how it is isolated.
-        stdin: what it reads from stdin.
         filtered: False leaves out the system-call filter.
         clock: the clock of `collect`.
-
-    Raises:
-        SandboxError: the script could not be started.
     """
     with (
         _read_only(stdin) as reading,
@@ -227,7 +226,7 @@ def running(
             ended_by_itself = process.poll() is not None
         finally:
             _end(process)
-        if ended_by_itself and not _has_started(start_reader):
+        if ended_by_itself and not select.select([start_reader], [], [], 0)[0]:
             raise SandboxError(f"a program could not be started in its sandbox ({_tail(messages)})")
 
 
@@ -259,28 +258,16 @@ def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime
 
 
 def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> list[str]:
-    """The command line up to the interpreter's flags.
+    """The command line up to the interpreter's flags; `sources` are {name: descriptor with the content} of files.
 
-    The script's files are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
-
-    Args:
-        isolation: how the script is isolated.
-        sources: {name: descriptor with the content} of its files.
-        limits: its limits.
+    They are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
     """
     executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     if isolation is Isolation.none:
         return [str(executable)]
     return [
-        *(
-            shutil.which("bwrap") or "bwrap",
-            "--die-with-parent",
-            "--new-session",
-            "--unshare-pid",
-            "--unshare-net",
-            "--unshare-ipc",
-        ),
-        *("--unshare-uts", "--unshare-cgroup-try"),
+        *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session"),
+        *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
         *(_as_user() if isolation is Isolation.user else _as_root()),
         *("--ro-bind", "/usr", "/usr", *_system_libraries()),
         *_interpreter(executable.parent.parent),
@@ -294,7 +281,6 @@ def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> 
 
 
 def environment(isolation: Isolation, folder: str) -> dict[str, str]:
-    """All environment variables of a script."""
     if isolation is Isolation.none:
         return {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
     return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": "/python/lib"}
@@ -370,10 +356,6 @@ def _pipe() -> Iterator[tuple[int, int]]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def _has_started(start_reader: int) -> bool:
-    return bool(select.select([start_reader], [], [], 0)[0])
 
 
 def _tail(messages: IO[bytes]) -> str:

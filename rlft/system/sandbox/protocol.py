@@ -80,9 +80,6 @@ def pack(value: Any, keep: Keep) -> Any:
 
     Python's own types are sent by name. Subclasses are sent as their base (Counter as a dict). But containers of a
     class that the program defines are kept, because tests may need their methods; named tuples are sent as tuples.
-
-    >>> pack([1, (2.5, "x")], id)
-    ['list', [1, ['tuple', [2.5, 'x']]]]
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -104,11 +101,7 @@ def pack(value: Any, keep: Keep) -> Any:
 
 
 def unpack(packed: Any, fetch: Callable[[str, int], Any]) -> Any:
-    """The value that was given to `pack`; `fetch` gets the kind (object or iterator) and number of kept objects.
-
-    >>> unpack(pack({"a": {1, 2}, (0,): b"x"}, id), print)
-    {'a': {1, 2}, (0,): b'x'}
-    """
+    """The value that was given to `pack`; `fetch` gets the kind (object or iterator) and number of kept objects."""
     if not isinstance(packed, list):
         return packed
     kind, content = packed

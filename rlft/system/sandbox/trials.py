@@ -98,7 +98,7 @@ class MemoryBound:
 
     Attributes:
         by: what bounds it, in words; empty if nothing does.
-        open: kinds of memory that they can hold without a bound unless a cgroup counts it.
+        open: kinds of memory without a bound unless a cgroup counts it.
     """
 
     by: tuple[str, ...]
@@ -177,15 +177,10 @@ class Required(StrEnum):
 
 
 def check_isolation(required: Required, *, allow_unsafe: bool) -> None:
-    """Refuses to run programs here without the required isolation.
+    """Refuses to run programs here without the required isolation, by the key `isolation` or `allow_unsafe`.
 
-    Args:
-        required: `strict` also refuses if memory is not bounded, and has priority over `allow_unsafe`.
-        allow_unsafe: whether programs may run unisolated, with this user's rights, if no isolation works.
-
-    Raises:
-        UserError: by `isolation` or `allow_unsafe`, without the section: no isolation works here and `allow_unsafe` is
-            false, or the isolation is less than `required`.
+    `strict` also refuses if memory is not bounded, and has priority over `allow_unsafe`, which lets programs run with
+    this user's rights if no isolation works.
     """
     isolation, what = available()
     strict = required is Required.strict

@@ -24,6 +24,7 @@ from rlft.commands.export.command import export, prepare
 from rlft.commands.export.model_card import facts, front_matter, results
 from rlft.commands.export.weights import MergeError, round_weights
 from rlft.config.compose import compose
+from rlft.logger.jsonl import silent
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.kernels import elementwise
 from rlft.model.reward_model import open_learned
@@ -34,10 +35,6 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserErr
 
 CPU = torch.device("cpu")
 TEXTS = ("What is 47 + 85?", "<think>47 + 85 = 132</think><answer>132</answer>", "x" * 60)
-
-
-def silent(_: str) -> None:
-    """Where nothing needs to be said."""
 
 
 def exported(place: NamedRun, out: Path, kind: str | None = None, dtype: str | None = None) -> Path:
@@ -111,26 +108,19 @@ def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
     assert largest_gap(found, trainers) < 1e-4
 
 
-def test_the_adapter_says_what_the_trained_policy_says(
+def test_the_adapter_says_what_the_trained_policy_says_and_knows_where_its_base_is(
     trained: Path, trainers: list[float], sequences: list[list[int]], tiny_path: Path, tmp_path: Path
 ) -> None:
     out = exported(find(trained), tmp_path / "out", "adapter")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), out)
-    # The same tensors in the same modules: only the order of additions may differ.
-    assert largest_gap(score(in_float64(model), sequences), trainers) < 1e-6
+    on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), out)
+    for model in (on_base, AutoPeftModelForCausalLM.from_pretrained(out)):
+        # The same tensors in the same modules: only the order of additions may differ.
+        assert largest_gap(score(in_float64(model), sequences), trainers) < 1e-6
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_path.resolve())
     tokenizer = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(f.name for f in out.iterdir()) == sorted(
         ["README.md", "adapter_config.json", "adapter_model.safetensors", "rlft.json", *tokenizer]
     )
-
-
-def test_the_adapter_knows_where_its_base_is(
-    trained: Path, trainers: list[float], sequences: list[list[int]], tiny_path: Path, tmp_path: Path
-) -> None:
-    out = exported(find(trained), tmp_path / "out", "adapter")
-    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_path.resolve())
-    model = AutoPeftModelForCausalLM.from_pretrained(out)
-    assert largest_gap(score(in_float64(model), sequences), trainers) < 1e-6
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
@@ -361,7 +351,7 @@ def test_a_merge_that_would_change_what_the_policy_says_is_refused(
 KILLED = """
 import os, signal, sys
 from transformers import PreTrainedModel
-from rlft.commands.export import command as export_verb
+from rlft.commands.export import command as export_command
 from rlft.runs.find import find
 from pathlib import Path
 
@@ -372,8 +362,8 @@ def killed(*arguments, **keywords):
     os.kill(os.getpid(), signal.SIGKILL)
 
 PreTrainedModel.save_pretrained = killed
-asked = export_verb.prepare(find(Path(sys.argv[1])), sys.argv[2], None, None, print)
-export_verb.export(asked, print)
+asked = export_command.prepare(find(Path(sys.argv[1])), sys.argv[2], None, None, print)
+export_command.export(asked, print)
 """
 
 
@@ -513,9 +503,9 @@ def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., NamedR
     assert "## Results" not in text, "there was no evaluation"
 
 
-def test_the_card_says_what_runs_of_other_verbs_learned_from_and_were_measured_on() -> None:
+def test_the_card_says_what_runs_of_other_commands_learned_from_and_were_measured_on() -> None:
     line = {"step": 3, "eval/loss": 0.5, "eval/accuracy": 0.75, "eval/accuracy_se": 0.1}
-    sft = compose(["demonstrations.path=mine/a.jsonl"], verb="sft")
+    sft = compose(["demonstrations.path=mine/a.jsonl"], command="sft")
     assert ("A step", "32 demonstrations") in facts(sft)
     assert dict(facts(sft))["Demonstrations"].startswith("demonstrations: path=a.jsonl, ")
     told = results([line], sft)
@@ -523,7 +513,7 @@ def test_the_card_says_what_runs_of_other_verbs_learned_from_and_were_measured_o
     assert "| loss | 0.5000 |" in told
     assert "samples" not in told
     assert "Held-out prompts, at most 128, sampled as in training; " in results([line], {**sft, "data": {"x": 1}})
-    rm = compose(["preferences.path=mine/a.jsonl"], verb="rm")
+    rm = compose(["preferences.path=mine/a.jsonl"], command="rm")
     assert ("A step", "32 rankings") in facts(rm)
     assert "Held-out rankings, at most 512; " in results([line], rm)
     assert "| accuracy | 0.7500 ± 0.1000 |" in results([line], rm)

@@ -259,7 +259,7 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
 
 def begun(**config: Any) -> measure.StudyRecord:
     configs = [{"trainer.lr": 1e-4, **config}]
-    return measure.StudyRecord(verb="train", options=(), words=(), start=".", configs=configs, fingerprints=())
+    return measure.StudyRecord(command="train", options=(), words=(), start=".", configs=configs, fingerprints=())
 
 
 def keep(folder: Path, now: measure.StudyRecord) -> None:

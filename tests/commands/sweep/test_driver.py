@@ -159,7 +159,7 @@ def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path)
 
     def interrupted(number: int, ending: Ending) -> None:
         if ending.is_interrupted:  # the process has saved and says that it was interrupted
-            run_status.write_interrupted(tmp_path / str(number) / "seed_0", STEPS)
+            run_status.write(tmp_path / str(number) / "seed_0", STEPS, run_status.Status.interrupted)
         end(number, ending)
 
     place.end = interrupted

@@ -242,7 +242,7 @@ def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder
     folder = tmp_path / "my sweep" / "0"
     folder.mkdir(parents=True)
     run_folder.write_config(folder, plain, {})
-    run_status.write_interrupted(folder, 4)
+    run_status.write(folder, 4, run_status.Status.interrupted)
     assert not is_finished(plain, folder)
     with pytest.raises(UserError, match="seed: 0 -> 1"):
         is_finished({**plain, "seed": 1}, folder)
@@ -263,7 +263,7 @@ def test_real_processes_end_as_their_commands_do(tmp_path: Path, said: list[str]
         assert happens(lambda: place.wait() or not place._running, within_s=60.0)
     finally:
         launcher.close()
-    assert any("job 1 failed: trian: there is no such verb; did you mean rlft train?" in line for line in said)
+    assert any("job 1 failed: trian: there is no such command; did you mean rlft train?" in line for line in said)
     assert (tmp_path / "cluster" / "job-0.log").read_text() == f"rlft {rlft.__version__}\n"
 
 
@@ -274,7 +274,7 @@ def job(**cluster: Any) -> Any:
 
 def test_what_cannot_differ_between_jobs_is_refused() -> None:
     assert cluster_of([job(jobs=3), job(jobs=3)]) == job(jobs=3).config.cluster
-    without: Any = SimpleNamespace(plain={"verb": "sft"}, config=None)
+    without: Any = SimpleNamespace(plain={"command": "sft"}, config=None)
     assert cluster_of([without]) is None
     with pytest.raises(UserError, match=r"cluster\.jobs: is one for all jobs of a sweep, got 1, 2"):
         cluster_of([job(jobs=1), job(jobs=2)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_studies import line, write
+from in_one_test import each
 
 from rlft.commands.sweep.measure import (
     check_loggers,
@@ -28,22 +29,21 @@ def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
         "eval/reward/exact_match", "eval/reward/format", "eval/kl_base",
     ]  # fmt: skip
     sft = ["demonstrations=jsonl", "demonstrations.path=x.jsonl"]
-    assert metrics_of(compose(sft, verb="sft")) == ["eval/loss"]
-    assert metrics_of(compose(["preferences=jsonl", "preferences.path=x.jsonl"], verb="rm")) == [
+    assert metrics_of(compose(sft, command="sft")) == ["eval/loss"]
+    assert metrics_of(compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="rm")) == [
         "accuracy",
         "eval/loss",
     ]
-    dpo = compose(["preferences=jsonl", "preferences.path=x.jsonl"], verb="dpo")
+    dpo = compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="dpo")
     assert metrics_of(dpo) == ["accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"]
 
 
 def test_a_metric_that_there_will_not_be_is_refused() -> None:
     with pytest.raises(UserError, match=r"sweep.metric: no evaluation has it, got eval/pass@8; use one of accuracy, "):
         check_metric("eval/pass@8", compose(["eval.num_samples=4"]))
-    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure, .*, got 0;"):
-        check_metric("accuracy", compose(["eval.every=0"]))
-    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure, .*, got null;"):
-        check_metric("accuracy", {"verb": "train", "eval": {"every": None}})
+    for every, got in ((0, "0"), (None, "null")):
+        with pytest.raises(UserError, match=rf"eval.every: trials are compared by .*, and there is none, got {got};"):
+            check_metric("accuracy", {"command": "train", "eval": {"every": every}})
     check_metric("eval/reward/format", compose([]))
 
 
@@ -53,24 +53,16 @@ def test_loggers_that_write_no_evaluations_are_refused() -> None:
     check_loggers(compose(["logger=[console,jsonl]"]))
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["eval.num_samples=8"], "eval.num_samples"),
-        (["reward=[format,exact_match]"], "reward"),
-        (["generation.temperature=0.5"], "generation.temperature"),
-        (["generation.top_p=0.9"], "generation.top_p"),
-        (["generation.top_k=5"], "generation.top_k"),
-        (["generation.min_p=0.1"], "generation.min_p"),
-        (["generation.stop=['4']"], "generation.stop"),
-        (["generation.include_stop_str_in_output=true"], "generation.include_stop_str_in_output"),
-        (["scoring.on_error=0"], "scoring.on_error"),
-    ],
-)
-def test_trials_that_would_be_measured_differently_are_refused(words: list[str], key: str) -> None:
+@each(
+    "word",
+    ["eval.num_samples=8", "reward=[format,exact_match]", "generation.temperature=0.5", "generation.top_p=0.9",
+     "generation.top_k=5", "generation.min_p=0.1", "generation.stop=['4']",
+     "generation.include_stop_str_in_output=true", "scoring.on_error=0"],
+)  # fmt: skip
+def test_trials_that_would_be_measured_differently_are_refused(word: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_measured_alike(compose([]), compose(words), "accuracy")
-    assert refused.value.key == key
+        check_measured_alike(compose([]), compose([word]), "accuracy")
+    assert refused.value.key == word.partition("=")[0]
 
 
 def test_the_reward_that_trials_are_compared_by_is_one_for_all() -> None:
@@ -84,33 +76,27 @@ def test_the_reward_that_trials_are_compared_by_is_one_for_all() -> None:
 PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64")
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["loss=ipo"], "loss"),
-        (["loss.beta=0.5"], "loss.beta"),
-        (["snapshot.reference=base"], "snapshot.reference"),
-        (["lora.path=elsewhere"], "lora.path"),
-    ],
-    ids=["another loss", "another beta", "another reference", "another start, which is the reference"],
-)
-def test_dpos_loss_and_margin_are_compared_in_one_unit(words: list[str], key: str) -> None:
-    first, other = (compose([*PREFERENCES, *more], verb="dpo") for more in ([], words))
+# another start is another reference
+@each("word", ["loss=ipo", "loss.beta=0.5", "snapshot.reference=base", "lora.path=elsewhere"])
+def test_dpos_loss_and_margin_are_compared_in_one_unit(word: str) -> None:
+    first, other = (compose([*PREFERENCES, *more], command="dpo") for more in ([], [word]))
     for metric in ("accuracy", "eval/chosen_logprob"):
         check_measured_alike(first, other, metric)
     for metric in ("eval/loss", "eval/margin"):
         with pytest.raises(UserError) as refused:
             check_measured_alike(first, other, metric)
-        assert refused.value.key == key
+        assert refused.value.key == word.partition("=")[0]
 
 
 def test_a_loss_without_a_reference_is_compared_wherever_the_policy_begins() -> None:
-    first, other = (compose([*PREFERENCES, "loss=simpo", *more], verb="dpo") for more in ([], ["lora.path=elsewhere"]))
+    first, other = (
+        compose([*PREFERENCES, "loss=simpo", *more], command="dpo") for more in ([], ["lora.path=elsewhere"])
+    )
     check_measured_alike(first, other, "eval/loss")
 
 
 def test_a_reward_models_loss_is_measured_without_its_margin() -> None:
-    first, other = (compose([*PREFERENCES, *more], verb="rm") for more in ([], ["margin=1"]))
+    first, other = (compose([*PREFERENCES, *more], command="rm") for more in ([], ["margin=1"]))
     check_measured_alike(first, other, "eval/loss")
 
 
@@ -126,13 +112,13 @@ def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> 
 
 
 @pytest.mark.parametrize(
-    ("verb", "section"), [("dpo", "preferences"), ("rm", "preferences"), ("sft", "demonstrations")]
+    ("command", "section"), [("dpo", "preferences"), ("rm", "preferences"), ("sft", "demonstrations")]
 )
-def test_trials_are_compared_on_the_same_held_out_texts(verb: str, section: str) -> None:
+def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: str) -> None:
     """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
     words = [f"{section}=jsonl", f"{section}.path=embedded:arithmetic-{section}", "model.device=cpu"]
     whole, short, same = (
-        resolve(compose([*words, *more], verb=verb)).plan()
+        resolve(compose([*words, *more], command=command)).plan()
         for more in (
             ["max_completion_tokens=64"],
             ["max_completion_tokens=20"],

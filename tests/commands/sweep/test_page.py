@@ -118,7 +118,7 @@ def finished(tmp_path: Path) -> Any:
 def printed(tmp_path: Path, space: Space, capsys: pytest.CaptureFixture[str]) -> list[str]:
     configs: list[Any] = [SimpleNamespace(plain={}) for _ in space.combinations()]
     checked = Checked(
-        verb="train", parsed=parse(["-m"]), space=space, configs=configs, cluster=None, on_gpus=False, plans={}
+        command="train", parsed=parse(["-m"]), space=space, configs=configs, cluster=None, on_gpus=False, plans={}
     )
     Grid(checked, tmp_path).show()
     return capsys.readouterr().out.splitlines()

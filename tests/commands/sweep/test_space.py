@@ -111,8 +111,8 @@ def test_keys_that_change_no_number_cannot_be_chosen(word: str) -> None:
 
 def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
     section = {"engine": "fused_engine.Fused", "Fused": {"_target_": "fused_engine.Fused"}}
-    assert not changes_no_number("generation.Fused.lends", {"verb": "train"})
-    assert changes_no_number("generation.Fused.lends", {"verb": "train", "generation": section})
+    assert not changes_no_number("generation.Fused.lends", {"command": "train"})
+    assert changes_no_number("generation.Fused.lends", {"command": "train", "generation": section})
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -
     study = make_study(tmp_path, keys(trials=1))
     run = study.run(study.trials.draw(), 0)
     write(run.folder, [line(0, 0.1), line(2, 0.2)])
-    run_status.write_interrupted(run.folder, STEPS)
+    run_status.write(run.folder, STEPS, run_status.Status.interrupted)
     study.was_pruned(run)
     reason = "pruned by its sweep after step 2: its trial lags behind"
     assert run_status.read(run.folder) == (run_status.Status.stopped, reason)

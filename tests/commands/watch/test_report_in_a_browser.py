@@ -21,7 +21,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
 from rlft import cli
-from rlft.commands.watch import report as report_verb
+from rlft.commands.watch import report as report_command
 from rlft.commands.watch.report_completions import MAX_TEXT, safe
 from rlft.logger.jsonl import encode
 
@@ -94,7 +94,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 def opened(driver: webdriver.Chrome, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Opens the report of these runs; afterwards the console must be empty."""
     driver.get_log("browser")
-    yield lambda *runs: Page(driver, report_verb.report([*map(str, runs), f"out={tmp_path / 'report.html'}"]))
+    yield lambda *runs: Page(driver, report_command.report([*map(str, runs), f"out={tmp_path / 'report.html'}"]))
     assert driver.get_log("browser") == []
 
 
@@ -232,25 +232,18 @@ def test_numbers_are_written_as_they_are(opened: Callable[..., Page], make_run: 
     assert ticks == ["110.2", "100.4", "1,001.5", "1,200", "0.25", "2M", "-1.0e-7", "0"]
 
 
-@pytest.mark.parametrize("verb", ["sft", "rm"])
-def test_runs_of_other_verbs_are_drawn_too(verb: str, opened: Callable[..., Page], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["sft", "rm"])
+def test_runs_of_other_commands_are_drawn_too(command: str, opened: Callable[..., Page], tmp_path: Path) -> None:
     words = {
         "sft": ["demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=4"],
         "rm": ["preferences.path=embedded:arithmetic-preferences", "rankings_per_step=4"],
-    }[verb]
-    common = [
-        "max_completion_tokens=64",
-        "steps=3",
-        "eval.every=3",
-        "lora.rank=2",
-        "model.device=cpu",
-        "logger=[jsonl]",
-    ]
-    assert cli.run([verb, *words, *common, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    }[command]
+    common = ["max_completion_tokens=64", "steps=3", "eval.every=3", "lora.rank=2", "model.device=cpu", "logger=jsonl"]
+    assert cli.run([command, *words, *common, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     page = opened(tmp_path / "run")
     titles = page.texts(".chart h3")
     assert {"loss", "seconds by stage"} <= set(titles)
-    assert ("reward and held-out accuracy" in titles) == (verb == "rm"), "of rankings: pairs that are ranked right"
+    assert ("reward and held-out accuracy" in titles) == (command == "rm"), "of rankings: pairs that are ranked right"
     page.press("2")
     assert page.texts("#groups li") == ["no such completion"]
     page.select("filter", "best")
@@ -465,7 +458,7 @@ def test_a_run_of_1000_steps_of_512_completions_is_small_and_soon_usable(
         file.unlink()
         os.link(run / "rollouts" / f"of_{step % 16}", file)
     start = time.monotonic()
-    report = report_verb.report([str(run)])
+    report = report_command.report([str(run)])
     took = time.monotonic() - start
     assert 2_000_000 < report.stat().st_size <= LARGEST_BYTES
     driver.get_log("browser")
@@ -496,6 +489,6 @@ def test_the_pictures_of_the_first_page_are_drawn(
     import report_figures
 
     monkeypatch.setattr(report_figures, "DOCS", tmp_path)
-    report_figures.draw(report_verb.report([str(looked_at), f"out={tmp_path / 'report.html'}"]))
+    report_figures.draw(report_command.report([str(looked_at), f"out={tmp_path / 'report.html'}"]))
     for name in ("report_curves.png", "report_tokens.png"):
         assert (tmp_path / name).stat().st_size > 20_000

@@ -67,7 +67,7 @@ def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.Capture
     found = {row["folder"]: row for row in listed(capsys, str(made))}
     assert len(found) == 3, "a config.yaml of somebody else's is no run"
     first = found[str(made / "first" / "a")]
-    assert (first["status"], first["verb"], first["step"], first["steps"]) == ("finished", "train", 3, 3)
+    assert (first["status"], first["command"], first["step"], first["steps"]) == ("finished", "train", 3, 3)
     assert 0 <= first["accuracy"] <= 1
     last = json.loads((made / "first" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
     assert first["reward"] == last["reward/mean"]
@@ -85,10 +85,10 @@ def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.Capture
     [
         ([], ["second/c", "first/a", "first/b"]),  # the newest last
         (["status=killed"], ["first/b"]),
-        (["verb=sft"], ["second/c"]),
+        (["command=sft"], ["second/c"]),
         (["name=first"], ["first/a", "first/b"]),
         (["name=irs", "status=finished"], ["first/a"]),
-        (["sort=name", "verb=train"], ["first/a", "first/b"]),
+        (["sort=name", "command=train"], ["first/a", "first/b"]),
         (["sort=accuracy", "status=stopped"], ["second/c"]),
     ],
 )
@@ -159,7 +159,7 @@ def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
     assert cli.run(["sft", *words]) == 0
     row = listed(capsys, str(tmp_path))[0]
     assert row["step"] == row["steps"] > 0
-    assert watch._info(tmp_path / "epochs", {"verb": "sft", "steps": None}).steps == row["steps"]
+    assert watch._info(tmp_path / "epochs", {"command": "sft", "steps": None}).steps == row["steps"]
 
 
 def test_a_sampling_is_as_far_as_its_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_a_sampling_is_as_far_as_its_prompts(tmp_path: Path, capsys: pytest.Capt
     words += ["data.size=16", "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"]
     assert cli.run(["sample", *words, "name=drawn", f"hydra.run.dir={tmp_path / 'drawn'}"]) == 0
     row = listed(capsys, str(tmp_path))[0]
-    assert (row["verb"], row["step"], row["steps"]) == ("sample", 2, 2)
+    assert (row["command"], row["step"], row["steps"]) == ("sample", 2, 2)
 
 
 def test_a_run_without_metrics_cannot_be_watched(
@@ -193,7 +193,7 @@ def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str])
     [
         (["nowhere"], "runs: there is no such folder, got nowhere; "),
         (["status=asleep"], "status: is not one of its choices, got asleep; use one of running, finished"),
-        (["verb=traine"], "verb: is not one of its choices, got traine; use one of dpo, rm, sample, sft, train"),
+        (["command=traine"], "command: is not one of its choices, got traine; use one of dpo, rm, sample, sft, train"),
         (["sort=luck"], "sort: is not one of its choices, got luck; use one of age"),
         (["stat=killed"], "stat: is not a key of rlft runs, got killed; use status="),
         (["x" * 300 + "=1"], "x" * 300 + ": is not a key of rlft runs, got 1; use status="),

@@ -128,17 +128,16 @@ def test_what_is_wrong_with_steps_is_told_with_the_completion(scorer, group, ord
     )
 
 
-@pytest.mark.parametrize(("order", "message"), FAULTS)
-def test_a_fixed_score_is_of_the_completion_as_a_whole(scorer, group, order, message):
+def test_a_fixed_score_is_of_the_completion_as_a_whole(scorer, group):
     score = scorer(1, on_error=-3, length={"weight": 0.5}, stepwise={"weight": 2.0})
-    scores = score([group(["ab c", order, "abc"])])
-    assert scores.by_reward["stepwise"].tolist() == [[3.0, -3.0, 3.0]]
-    size = len(order)
-    assert scores.outcome.tolist() == [[2.0, 0.5 * size - 6.0, 1.5]]
-    assert scores.total.tolist() == [[8.0, 0.5 * size - 6.0, 7.5]]
-    assert scores.steps == [[StepScores(values=(4.0, 2.0), ends=(2, 4)), NONE, StepScores(values=(6.0,), ends=(3,))]]
-    assert score.num_failures == 1
-    assert message in score.last_failure
+    scores = score([group(["ab c", order, "abc"], id=order) for order, _ in FAULTS])
+    assert scores.by_reward["stepwise"].tolist() == [[3.0, -3.0, 3.0]] * len(FAULTS)
+    sizes = [len(order) for order, _ in FAULTS]
+    assert scores.outcome.tolist() == [[2.0, 0.5 * size - 6.0, 1.5] for size in sizes]
+    assert scores.total.tolist() == [[8.0, 0.5 * size - 6.0, 7.5] for size in sizes]
+    of_a_group = [StepScores(values=(4.0, 2.0), ends=(2, 4)), NONE, StepScores(values=(6.0,), ends=(3,))]
+    assert scores.steps == [of_a_group] * len(FAULTS)
+    assert score.num_failures == len(FAULTS)
 
 
 def test_a_number_of_steps_that_does_not_fit_the_group_is_refused():

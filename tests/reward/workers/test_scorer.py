@@ -93,14 +93,13 @@ def test_a_fault_stops_the_run_with_reward_prompt_and_completion(scorer, group, 
     assert score([group(["fine"])]).by_reward["naughty"].tolist() == [[4.0]]
 
 
-@pytest.mark.parametrize(("order", "message"), FAULTS + DEADLY_FAULTS)
-def test_a_fixed_score_is_given_to_the_failing_completion_only(scorer, group, order, message):
-    score = scorer("length", "naughty", on_error=-1)
-    scores = score([group(["ab", order, "abcd"], id="p0"), group(["a", "b", "c"], id="p1")])
-    assert scores.by_reward["naughty"].tolist() == [[2.0, -1.0, 4.0], [1.0, 1.0, 1.0]]
-    assert scores.by_reward["length"].tolist() == [[2.0, float(len(order)), 4.0], [1.0, 1.0, 1.0]]
-    assert score.num_failures == 1
-    assert message in score.last_failure
+def test_a_fixed_score_is_given_to_the_failing_completions_only(scorer, group):
+    score, orders = scorer("length", "naughty", on_error=-1), [order for order, _ in FAULTS + DEADLY_FAULTS]
+    scores = score([*(group(["ab", order, "abcd"], id=order) for order in orders), group(["a", "b", "c"], id="fine")])
+    assert scores.by_reward["naughty"].tolist() == [*([2.0, -1.0, 4.0] for _ in orders), [1.0, 1.0, 1.0]]
+    assert scores.by_reward["length"].tolist() == [*([2.0, len(order), 4.0] for order in orders), [1.0, 1.0, 1.0]]
+    assert score.num_failures == len(orders)
+    assert DEADLY_FAULTS[-1][1] in score.last_failure
 
 
 @pytest.mark.parametrize(("order", "message"), FAULTS)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft.commands.preferences import (
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.data.examples import RankedTokens, Rankings
+from rlft.loop.preference_task import (
     BIAS,
     LOGPROBS,
     REFERENCE_LOGPROBS,
     REWARD,
     PreferenceTask,
 )
-from rlft.config.compose import compose
-from rlft.config.resolved import resolve
-from rlft.data.examples import RankedTokens, Rankings
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
 from rlft.model.reward_model import rows_of
@@ -47,7 +47,7 @@ def rankings(found: Sequence[RankedTokens]) -> Rankings:
 
 
 def plan(
-    verb: str,
+    command: str,
     *keys: str,
     train: Sequence[RankedTokens] = RANKINGS,
     reference: str | None = None,
@@ -56,7 +56,7 @@ def plan(
     """reference: a folder's place in `Roles`; None: the one that the config means."""
     if not any(key.startswith("rankings_per_step=") for key in keys):
         keys = (*keys, f"rankings_per_step={len(train)}")
-    resolved = resolve(compose(["preferences.path=embedded:arithmetic-preferences", *keys], verb=verb))
+    resolved = resolve(compose(["preferences.path=embedded:arithmetic-preferences", *keys], command=command))
     config, (loss, _) = resolved.config, resolved.parts
     return PreferencePlan(
         config=config,
@@ -175,7 +175,7 @@ def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
 
 
 @pytest.mark.parametrize(
-    ("verb", "trained", "parts"),
+    ("command", "trained", "parts"),
     [
         # The first prompt's rows are one group, also across rankings: 3 + 3 + 2 + 2 + 3, the second's 2 + 2 + 4 + 1.
         ("dpo", 22, {22: [3], 21: [2, 1]}),
@@ -184,9 +184,9 @@ def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
     ],
 )
 def test_a_token_budget_parts_rankings_but_tears_none_and_a_prompt_is_read_once(
-    verb: str, trained: int, parts: dict[int, list[int]], roles: Roles
+    command: str, trained: int, parts: dict[int, list[int]], roles: Roles
 ) -> None:
-    task = PreferenceTask(plan(verb), roles)
+    task = PreferenceTask(plan(command), roles)
     assert task.backward(0)["tokens/trained"] == trained
     for token_budget, sizes in parts.items():
         task.config = replace(task.config, token_budget=token_budget)
@@ -220,13 +220,13 @@ def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> No
     assert metrics["loss/sft"] == pytest.approx(-sum(found[0].item() for found in per_token) / 3, rel=1e-9)
 
 
-@pytest.mark.parametrize("verb", ["dpo", "rm"])
+@pytest.mark.parametrize("command", ["dpo", "rm"])
 def test_a_policy_that_is_its_reference_and_a_head_of_zeros_are_right_by_half_and_lose_log_2(
-    verb: str, make_roles: Callable[..., Roles], make_double: Any
+    command: str, make_roles: Callable[..., Roles], make_double: Any
 ) -> None:
     made = make_roles(backbone=make_double())
     made.add_scalar_role(REWARD, None, "lora.path", learns=True)
-    task = PreferenceTask(plan(verb), made)
+    task = PreferenceTask(plan(command), made)
     evaluation = task.evaluate(0)
     assert (evaluation.accuracy, evaluation.accuracy_se) == (0.5, 0.0)
     assert evaluation.metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-12)

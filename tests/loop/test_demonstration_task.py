@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlft import cli
-from rlft.commands.sft import DemonstrationTask
 from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
 from rlft.config.resolved import build
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples
 from rlft.data.texts import TextTokens
+from rlft.loop.demonstration_task import DemonstrationTask
 from rlft.model.backbone import Backbone, load_backbone, read_backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
@@ -42,7 +42,7 @@ def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> Demonst
     """All of ROWS in one update."""
     keys = ["demonstrations.path=unread", f"examples_per_step={len(ROWS)}", f"token_budget={token_budget}"]
     plan = SftPlan(
-        config=build(compose(keys, verb="sft"), SftConfig, "sft"),
+        config=build(compose(keys, command="sft"), SftConfig, "sft"),
         plain={},
         engine=None,
         train=examples(ROWS),

@@ -1,4 +1,4 @@
-"""A verb from outside the tree, found by its entry point, is one like rlft's own: that of docs/verbs.md."""
+"""A command from outside the tree, found by its entry point, is one like rlft's own: that of docs/commands.md."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from run_processes import Ended, Nursery
 
 import rlft
 
-PAGE = Path(__file__).parents[2] / "docs" / "verbs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 MOST_LINES = 80
-"""Of the module, blank ones apart: the measure of what a verb asks for."""
+"""Of the module, blank ones apart: the measure of what a command asks for."""
 TINY = ("parrot", "text.path=texts.jsonl", "lora.rank=2", "trainer.lr=0.01", "model.device=cpu")
 EVERY = ("checkpoint.every=1", "checkpoint.keep=9")
 
@@ -26,13 +26,13 @@ Rlft = Callable[..., Ended]
 
 
 def block(name: str) -> str:
-    """The file of this name on the page that says how to add a verb."""
+    """The file of this name on the page that says how to add a command."""
     return PAGE.read_text().partition(f" {name}\n")[2].partition("\n```\n")[0] + "\n"
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of installed packages, which holds the verb's."""
+    """A folder of installed packages, which holds the command's."""
     folder = tmp_path_factory.mktemp("site")
     install(folder, "rlft-parrot", {"parrot": "parrot:PARROT"})
     for name in ("parrot.py", "parrot.yaml"):
@@ -91,13 +91,13 @@ def light(site: Path, cwd: Path, *commands: str) -> list[tuple[int, str, str]]:
     return json.loads(done.stdout)
 
 
-def test_it_is_among_the_verbs_and_has_help_without_torch(site: Path, tmp_path: Path) -> None:
+def test_it_is_among_the_commands_and_has_help_without_torch(site: Path, tmp_path: Path) -> None:
     (_, page, _), (_, own, _) = light(site, tmp_path, "--help", "parrot --help")
     (line,) = (" ".join(line.split()) for line in page.splitlines() if line.startswith("  rlft parrot"))
     assert line == "rlft parrot text.path=<file> [...] an adapter learns texts by heart"
     assert own.startswith("rlft parrot: an adapter learns texts by heart\n\nUsage: rlft parrot text.path=<file> [...]")
     assert "\nlogger: console, jsonl, mlflow, tensorboard, trackio, wandb\n" in own
-    assert "\ndata: " not in own, "the verb has no such group"
+    assert "\ndata: " not in own, "the command has no such group"
 
 
 REFUSED = {
@@ -105,7 +105,7 @@ REFUSED = {
     "text.path=x stepz=3": "stepz: there is no such key, got 3; did you mean steps?",
     "text.path=x steps=0": "steps: must be greater than 0, got 0; for instance 5 (optimizer updates)",
     "text.path=x +text.lines=3": "text.lines: there is no such key, got 3; ",
-    "text.path=x verb=train": "verb: this is rlft parrot, got train; leave it as it is",
+    "text.path=x command=train": "command: this is rlft parrot, got train; leave it as it is",
     "+recipe=sft_arithmetic": "+recipe: is for rlft sft, got sft_arithmetic; write rlft sft +recipe=sft_arithmetic",
     "-m text.path=x seed=0,0": "-m: jobs 0 and 1 are the same, got ",
 }
@@ -161,7 +161,7 @@ def test_killed_and_resumed_it_is_the_same_run(rlft_of: Rlft, undisturbed: Path,
 def test_its_runs_are_listed_and_watched_by_its_own_metric(rlft_of: Rlft, undisturbed: Path) -> None:
     (row,) = (row for row in json.loads(rlft_of("runs", ".", "--json").out) if row["folder"] == "undisturbed")
     last = metrics(undisturbed)[-1]
-    assert (row["verb"], row["status"], row["step"], row["steps"]) == ("parrot", "finished", 5, 5)
+    assert (row["command"], row["status"], row["step"], row["steps"]) == ("parrot", "finished", 5, 5)
     assert (row["reward"], row["loss"]) == (last["text/likelihood"], None)
     page = rlft_of("watch", "undisturbed")
     assert (page.code, page.err) == (0, "")
@@ -192,26 +192,26 @@ def test_it_is_swept_and_its_policy_is_evaluated(rlft_of: Rlft, undisturbed: Pat
 
 
 def test_without_its_package_a_run_is_told_in_a_line(undisturbed: Path, place: Path, tmp_path: Path) -> None:
-    told = "there is no such verb (of the run in undisturbed)"
-    refused = [f"{verb} run={undisturbed.name}" for verb in ("resume", "watch", "eval", "export", "sample")]
+    told = "there is no such command (of the run in undisturbed)"
+    refused = [f"{command} run={undisturbed.name}" for command in ("resume", "watch", "eval", "export", "sample")]
     *results, (_, listed, _), (code, _, err) = light(tmp_path, place, *refused, "runs undisturbed --json", "parrot")
     remedy = "use one of train, sft, rm, dpo, sample, or install the package that provides it"
-    assert results == [[2, "", f"rlft: verb: {told}, got parrot; {remedy}\n"]] * len(refused)
-    assert [(row["status"], row["reason"]) for row in json.loads(listed)] == [("damaged", f"verb {told}")]
-    assert (code, err.split("; ")[0]) == (2, "rlft: parrot: there is no such verb")
+    assert results == [[2, "", f"rlft: command: {told}, got parrot; {remedy}\n"]] * len(refused)
+    assert [(row["status"], row["reason"]) for row in json.loads(listed)] == [("damaged", f"command {told}")]
+    assert (code, err.split("; ")[0]) == (2, "rlft: parrot: there is no such command")
 
 
-def test_packages_that_bring_no_verb_are_named_and_disturb_no_other(tmp_path: Path) -> None:
-    install(tmp_path, "broken", {"broken": "not_there:VERB"})
+def test_packages_that_bring_no_command_are_named_and_disturb_no_other(tmp_path: Path) -> None:
+    install(tmp_path, "broken", {"broken": "not_there:COMMAND"})
     install(tmp_path, "odd", {"odd": "json:dumps"})
     install(tmp_path, "greedy", {"train": "json:dumps"})
     for package in ("one", "two"):
-        install(tmp_path, package, {"twice": f"{package}:VERB"})
+        install(tmp_path, package, {"twice": f"{package}:COMMAND"})
     (_, page, _), (code, _, err) = light(tmp_path, tmp_path, "--help", "broken seed=1")
     lines = {line.split()[1]: " ".join(line.split()[2:]) for line in page.splitlines() if line.startswith("  rlft ")}
     missing = "its package broken cannot be imported (ModuleNotFoundError: No module named 'not_there')"
     assert lines["broken"] == missing
-    assert lines["odd"] == "json:dumps of its package odd is no rlft.config.command.Verb of that name"
+    assert lines["odd"] == "json:dumps of its package odd is no rlft.config.command.Command of that name"
     assert lines["twice"] == "is provided by one and two"
     assert lines["train"].startswith("+recipe=<name>"), "a name of rlft's own is not taken"
-    assert (code, err) == (2, f"rlft: verb: {missing}, got broken; repair that package, or remove it\n")
+    assert (code, err) == (2, f"rlft: command: {missing}, got broken; repair that package, or remove it\n")

@@ -1,7 +1,4 @@
-"""`rlft rm` and `rlft dpo` learn from rankings of completions: a reward model, or a policy without sampling.
-
-`reward=learned` and `critic.init` accept a reward model's folder.
-"""
+"""What `rlft rm` and `rlft dpo` learn from rankings of completions: a reward model, or a policy without sampling."""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
 
     # -- an update -----------------------------------------------------------------------------------------------------
     def backward(self, step: int) -> dict[str, float]:
-        """Adds the gradient of the mean loss over the step's rankings."""
         positions, rankings = self.plan.positions(step), self.plan.train.rankings
         new = [i for i in dict.fromkeys(positions) if i not in self.known]
         compared = self._with_reference([rankings[i] for i in new])
@@ -252,5 +248,4 @@ def open_task(plan: PreferencePlan, stack: ExitStack) -> PreferenceTask:
 
 
 def run(plan: PreferencePlan, folder: Path, engines: Engines, say: Say) -> Outcome:
-    """Trains to the last step or an interruption."""
     return train_supervised(plan, folder, lambda stack: open_task(plan, stack), say)

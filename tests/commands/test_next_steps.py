@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.commands.own import print_policy_summary
+from rlft.commands.next_steps import print_policy_page
 from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
 from rlft.data.records import identity, split_of
 from rlft.logger import summary
@@ -54,7 +54,7 @@ def test_what_follows_a_run_fits_what_it_has_learned(
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
     config = SimpleNamespace(lora=None, name="sft")
     plan: Any = SimpleNamespace(config=config, plain={"demonstrations": learned}, scored_prompts=data)
-    print_policy_summary(plan, Path("runs/sft/x"))
+    print_policy_page(plan, Path("runs/sft/x"))
     assert [command.split()[1] for _, command in said] == expected
     assert any("arithmetic" in command for _, command in said) is learned["path"].startswith("embedded:")
 

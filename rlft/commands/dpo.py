@@ -1,0 +1,17 @@
+"""`rlft dpo`: a policy from preferences, without sampling."""
+
+from rlft.commands.next_steps import print_policy_page
+from rlft.config.command import Command, lazy
+from rlft.config.schema import DpoConfig
+
+COMMAND = Command(
+    name="dpo",
+    usage="+recipe=<name> [...]",
+    help="a policy from preferences",
+    root=DpoConfig,
+    check=lazy("rlft.plan.config_checks:check_preferences"),
+    make_plan=lazy("rlft.plan.preference_plan:make_plan"),
+    run=lazy("rlft.loop.preference_task:run"),
+    print_summary=print_policy_page,
+    has_policy=True,
+)

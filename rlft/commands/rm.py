@@ -1,0 +1,33 @@
+"""`rlft rm`: a reward model from preferences, which `reward=learned` and `critic.init` accept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlft.commands.next_steps import print_page
+from rlft.config.command import Command, lazy
+from rlft.config.schema import RmConfig
+from rlft.system.terminal import override, overrides
+
+if TYPE_CHECKING:
+    from rlft.plan.preference_plan import PreferencePlan
+
+
+def print_summary(plan: PreferencePlan, folder: Path) -> None:
+    words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
+    words += [*overrides(plan.config.lora.keys_of_shape), "reward=[exact_match,learned]"]
+    words += [override("reward.learned.path", folder), "critic.init=reward"]
+    print_page(folder, [("train a policy with it, its critic begun from it", words)])
+
+
+COMMAND = Command(
+    name="rm",
+    usage="+recipe=<name> [...]",
+    help="a reward model from preferences",
+    root=RmConfig,
+    check=lazy("rlft.plan.config_checks:check_preferences"),
+    make_plan=lazy("rlft.plan.preference_plan:make_plan"),
+    run=lazy("rlft.loop.preference_task:run"),
+    print_summary=print_summary,
+)

@@ -1,0 +1,58 @@
+"""`rlft train`: reinforcement learning of a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlft.commands.next_steps import print_page
+from rlft.config import catalog
+from rlft.config.command import Command, Headline, lazy
+from rlft.config.schema import RunConfig
+from rlft.system.terminal import Say, resuming
+
+if TYPE_CHECKING:
+    from rlft.loop.driver import Outcome
+    from rlft.loop.engines import Engines
+    from rlft.plan.train_plan import TrainPlan
+
+MAIN_JOB = "+recipe=grpo_gsm8k"
+
+
+def run(plan: TrainPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
+    from rlft.loop.session import open_session
+    from rlft.train import train
+
+    with open_session(plan, folder, engines, say, resuming(folder)) as session:
+        return session.outcome_of(lambda: train(session).step)
+
+
+def print_summary(plan: TrainPlan, folder: Path) -> None:
+    """Prints the run's curves, and commands that work as printed on this machine."""
+    config, run = plan.config, f"run={folder}"
+    lr = config.trainer.lr
+    commands = [
+        ("evaluate with more samples", ["eval", run, "eval.num_samples=8"]),
+        ("talk to it", ["chat", run]),
+    ]
+    if config.trainer.schedule == "constant":  # other schedules end with the last step
+        commands.append(("train on", ["resume", str(folder), f"steps={2 * config.steps}"]))
+    if config.name in catalog.recipes("train"):
+        words = [f"+recipe={config.name}", f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
+        commands.append(("sweep its recipe", ["train", "-m", *words]))
+    words = ["plan", MAIN_JOB, "model.device=cuda", "device_memory=24GiB"]
+    print_page(folder, [*commands, ("the main job: what it asks of a GPU", words)])
+
+
+COMMAND = Command(
+    name="train",
+    usage="+recipe=<name> [<key>=<value>] ...",
+    help="train; -m with several values sweeps; --help lists groups and recipes",
+    root=RunConfig,
+    check=lazy("rlft.plan.config_checks:check_train"),
+    make_plan=lazy("rlft.plan.train_plan:make_plan"),
+    run=run,
+    print_summary=print_summary,
+    headline=Headline(label="reward", metric="reward/mean"),
+    has_policy=True,
+)
