@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from rlft.batch import select, to_device
 from rlft.model.critic import ScalarHead
-from rlft.model.kernels import decoder_layer
+from rlft.model.kernels import decoder_layer, recurrent
 from rlft.model.kernels.attention import NAME, NotPackableError, asked_of, hidden_states, on_this_device, prepare
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, top_k_logprobs, widened
@@ -69,7 +69,7 @@ PROBED_WINDOW = 512
 at each start, and the code that computes them is the same."""
 
 
-SERVED = frozenset({"full_attention", "sliding_attention", "attention"})
+SERVED = frozenset({"full_attention", "sliding_attention", "attention", *recurrent.KINDS})
 """Kinds of layers (`layer_types` of a config) that a packed row goes through."""
 
 
@@ -104,6 +104,8 @@ class Forward:
             return padded_layout(batch)
         packed = pack(batch, prompts_first=self.model.device.type == "cuda")
         prepare(packed, self.model)
+        if self.model.device.type != "cpu" and recurrent.keeps_states(self.model):
+            _ = packed.state_rows
         return packed
 
     def placed(self, batches: Sequence[Batch]) -> list[MicroBatch]:
@@ -424,6 +426,9 @@ def known_refusal(model: PreTrainedModel) -> str | None:
     name, kinds = type(model).__name__, getattr(model.config.get_text_config(), "layer_types", None) or ()
     if not model._can_set_attn_implementation():
         return f"{name} has an attention of its own"
+    problem = recurrent.obstacle(model)
+    if problem is not None:
+        return problem
     other = sorted(set(kinds) - SERVED)
     if other:
         return f"{name} has layers of other kinds than attention ({', '.join(other)})"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlft.batch import to_device
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
+from rlft.model.kernels.recurrent import StateRows, state_rows
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks
 from rlft.system.repeatable import repeatable
 from rlft.types import Batch
@@ -176,6 +177,11 @@ class PackedRows:
         window = self._exceeded(window)
         spans = (self.prompts, self.completions, self.owner)
         return self._made(f"lengths {window}", lambda device: row_lengths(*spans, device, window))
+
+    @cached_property
+    def state_rows(self) -> StateRows:
+        """The runs for layers with a state, which are made once for all layers, forward and backward."""
+        return state_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
     def _exceeded(self, window: int | None) -> int | None:
         """The window, or None if no row exceeds it."""

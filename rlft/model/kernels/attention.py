@@ -165,7 +165,7 @@ class Asked:
     problem: str | None
 
 
-KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"})
+KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions", "seq_idx"})
 """Arguments of an attention function that change nothing beside the mask, or nothing at all."""
 
 
@@ -278,8 +278,9 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **kwar
         position_ids=positions,
         attention_mask=packed_mask(ids.shape[1], ids.device),
         use_cache=False,
+        seq_idx=kwargs.get("packed"),  # see recurrent
         **kwargs,
-    ).last_hidden_state
+    ).last_hidden_state.to(model.dtype)  # Mamba-2 adds up its layers in float32
 
 
 # -- with kernels ------------------------------------------------------------------------------------------------------

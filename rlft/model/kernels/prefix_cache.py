@@ -22,6 +22,7 @@ from rlft.model.kernels.attention import asked_of, hidden_states, with_sinks
 from rlft.model.kernels.block_attention import Scoring, flash
 from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
 from rlft.model.kernels.lm_head import head_of
+from rlft.model.kernels.recurrent import keeps_states
 from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_places
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ class FlashPrefixCache(PrefixCache):
 def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
     """A cache for decoding these prompts; None if the model computes no packed rows, or if flash attention does not
     compute its layers on a CUDA GPU."""
-    if not forward.packed:
+    if not forward.packed or keeps_states(forward.model):
         return None
     model = forward.model
     sizes = {(asked.head_size, asked.cap) for asked in asked_of(model)}

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
-from rlft.model.kernels import attention, decoder_layer, elementwise, lora_linear
+from rlft.model.kernels import attention, decoder_layer, elementwise, lora_linear, recurrent
 from rlft.model.kernels.decoder_layer import FAMILIES, TESTED, Family
 
 Replaced = tuple[nn.Module, Any, Any]
@@ -136,6 +136,7 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
     family = family_of(model.config.model_type)
     originals = {module: vars(module).get("forward") for module in model.modules()}
     decision = replace(decision, modules=elementwise.install(model))
+    recurrent.install(model)
     if family.attention:
         decoder_layer.install_attention(model, family)
     if family.layer:

@@ -112,13 +112,13 @@ def make_blocks(
     cross = [
         _block([Pair(places_of([queries]), places_of([keys])) for queries, keys in part], device)
         for crossing in (pairs, *_apart([(own, span) for own, spans in branches for span in spans]))
-        for part in _buckets(crossing, [queries[1] + keys[1] for queries, keys in crossing])
+        for part in buckets(crossing, [queries[1] + keys[1] for queries, keys in crossing])
     ]
     return (*_causal_blocks(spans, device), *cross)
 
 
 def _causal_blocks(spans: Sequence[Span], device: torch.device) -> list[Block]:
-    return [_causal_block(part, device) for part in _buckets(spans, [length for _, length in spans])]
+    return [_causal_block(part, device) for part in buckets(spans, [length for _, length in spans])]
 
 
 class Pair(NamedTuple):
@@ -179,7 +179,7 @@ def _edge_blocks(
         tiles = [_tile(*each, first, window) for each in group]
         for pairs in zip(*tiles, strict=True):
             real = [pair for pair in pairs if pair is not None]
-            for part in _buckets(real, [len(pair.queries) + len(pair.keys) for pair in real]):
+            for part in buckets(real, [len(pair.queries) + len(pair.keys) for pair in real]):
                 yield _block(part, device)
 
 
@@ -241,7 +241,7 @@ def _regions(completions: Sequence[Span], owner: Sequence[int]) -> dict[int, Spa
     return regions
 
 
-def _buckets(items: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
+def buckets(items: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
     """Buckets of items with similar lengths, the longest first; a bucket's items are padded to its first one."""
     result: list[list[T]] = []
     longest = area = 0

@@ -1,0 +1,140 @@
+"""Layers with a state over packed rows: what transformers computes of each row by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hybrid_models
+import pytest
+import torch
+from in_one_test import each
+from slow_cases import slow
+from torch import Tensor
+
+from rlft.config.model import KernelChoice
+from rlft.model.activations import set_checkpointing
+from rlft.model.backbone import Backbone
+from rlft.model.forward import choose, packed_forward, padded_forward
+from rlft.model.kernels import recurrent, selection, split_attention
+from rlft.model.packing import pack
+from rlft.model.roles import POLICY, Roles
+from rlft.types import Batch
+
+KINDS = [kind for kind in hybrid_models.known() if kind not in ("falcon_mamba", "jamba", "mamba", "zaya")]
+QUICK = ["bamba", "lfm2", "qwen3_5_text"]
+"""One of each kind of layer: Mamba-2, short convolutions, gated delta nets."""
+
+
+@pytest.fixture
+def build(backbone, make_roles) -> Callable[..., Roles]:
+    """A policy that differs from its random base, with these kernels."""
+
+    def make(kind: str, choice: KernelChoice) -> Roles:
+        model = hybrid_models.random_model(kind)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # A state that decays by e^-16 at each token has lost 4 digits in transformers' sums over 64 tokens.
+                parameter.data.clamp_(max=0)
+        kernels = selection.install(model, choice, own_attention=True)
+        device = torch.device("cpu")
+        base = Backbone(model=model, tokenizer=backbone.tokenizer, device=device, path="none", kernels=kernels)
+        return make_roles(noise=0.05, backbone=base)
+
+    return make
+
+
+@pytest.fixture
+def batch(make_batch) -> Batch:
+    """Prompts shorter than a convolution and longer than a chunk, completions of one and of no token."""
+    dice = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(3, hybrid_models.VOCABULARY, (n,), generator=dice).tolist()
+
+    one, two, three = tokens(70), tokens(2), tokens(1)
+    rows = [(5, one, 3), (2, two, 1), (5, one, 67), (5, one, 1), (2, two, 0), (9, three, 5), (2, two, 9)]
+    return make_batch([(group, prompt, tokens(n)) for group, prompt, n in rows])
+
+
+def weighted(logprobs: Tensor) -> Tensor:
+    """A loss in which every token has its own weight, so that no error can cancel another."""
+    return (torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(3)) * logprobs).sum()
+
+
+def results(roles: Roles, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(log-probs, gradients of the policy)."""
+    with roles.training():
+        logprobs = run()
+        weighted(logprobs).backward()
+    gradients = {}
+    for name, parameter in roles.named_parameters(POLICY):
+        assert parameter.grad is not None, name
+        gradients[name], parameter.grad = parameter.grad, None
+    return logprobs.detach(), gradients
+
+
+def check(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=5e-5)
+    largest = max(g.abs().max() for g in expected[1].values())
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name] / largest, gradient / largest, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in KINDS])
+def test_packed_rows_have_the_logprobs_and_gradients_of_rows_run_one_by_one(kind, build, plain, batch) -> None:
+    roles = build(kind, KernelChoice.plain)
+    expected = results(roles, lambda: plain(roles.model, batch)[0])
+    roles = build(kind, KernelChoice.auto)
+    assert roles.forward.packed, roles.forward.reason
+    found = results(roles, lambda: roles.outputs(batch, entropy=False).logprobs)
+    check(found, expected)
+    set_checkpointing(roles.backbone.model, True)
+    check(results(roles, lambda: roles.outputs(batch, entropy=False).logprobs), found)
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_rows_with_branches_have_the_numbers_of_their_paths(kind, build, tree_batch, monkeypatch) -> None:
+    trees, _, _ = tree_batch
+    monkeypatch.setattr(split_attention, "SMALL_BLOCK", 0)  # runs of other lengths go through the layers apart
+    roles = build(kind, KernelChoice.auto)
+    expected = results(roles, lambda: padded_forward(roles.model, trees, 1.0, False).logprobs)
+    for prompts_first in (False, True):
+        layout = pack(trees, prompts_first=prompts_first)
+        check(results(roles, lambda: roles.forward(trees, 1.0, layout=layout).logprobs), expected)  # noqa: B023
+
+
+@each("bias", [True, False])
+def test_padding_before_a_prompt_does_not_reach_its_state(bias, make_batch) -> None:
+    """A projection with a bias makes inputs of the convolution from padding that are not 0."""
+    model = hybrid_models.random_model("lfm2", conv_bias=bias)
+    selection.install(model, KernelChoice.auto, own_attention=True)
+    rows = [(1, [5, 9, 3, 8, 77], [4, 6]), (2, [13, 7], [31, 8])]
+    both = packed_forward(model, make_batch(rows), 1.0, False).logprobs
+    for row, found in zip(rows, both, strict=True):
+        alone = packed_forward(model, make_batch([row]), 1.0, False).logprobs[0]
+        torch.testing.assert_close(found[: len(alone)], alone, rtol=0, atol=1e-5)
+
+
+@each("kind", QUICK)
+def test_no_token_of_a_prompt_is_computed_twice(kind, make_batch) -> None:
+    model = hybrid_models.random_model(kind)
+    selection.install(model, KernelChoice.auto, own_attention=True)
+    mixer = next(m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children()))
+    projection = next(child for child in mixer.children() if isinstance(child, torch.nn.Linear))
+    tokens: list[int] = []
+    projection.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[:-1].numel()))
+    packed_forward(model, make_batch([(1, [3, 4, 5, 6, 7, 8], [9, k]) for k in range(10, 14)]), 1.0, False)
+    assert tokens == [6, 4 * 2]
+
+
+@each("kind", ["falcon_mamba", "jamba", "mamba", "zaya"])
+def test_a_layer_that_cannot_begin_with_a_state_is_named(kind) -> None:
+    if kind in hybrid_models.known():
+        reason = recurrent.obstacle(hybrid_models.random_model(kind))
+        assert str(reason).endswith("cannot begin several tokens with a given state"), kind
+
+
+def test_a_residual_stream_in_float32_reaches_a_head_in_16_bits() -> None:
+    model = hybrid_models.random_model("mamba2").to(torch.bfloat16)
+    kernels = selection.install(model, KernelChoice.auto, own_attention=True)
+    assert choose(model, kernels).packed
