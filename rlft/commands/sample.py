@@ -191,10 +191,11 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         stack.callback(roles.close)
         scorer = stack.enter_context(open_scorer(config, roles))
         generator = stack.enter_context(engines.opened_for(plan, roles, plan.lora, plan.environment))
-        freshness = open_freshness(config.freshness, plan.prompts, backbone, engine)
+        freshness = open_freshness(config.freshness, plan.prompts, backbone, engine, lambda text: say(f"note: {text}"))
         if config.adapter is not None:
-            generator.load(roles.publish(0))
-            freshness.check(0, generator, roles)
+            adapter = roles.publish(0)
+            generator.load(adapter)
+            freshness.check(0, generator, roles, adapter)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
         slow = slow_dtype(str(backbone.model.dtype).removeprefix("torch."), str(backbone.device))
         for note in (*dropped, plan.prompts.note, *notes(specs(config.reward)), *plan.data_notes, *plan.notes, slow):

@@ -88,6 +88,7 @@ class PretrainConfig:
 class FreshnessConfig:
     threshold: PositiveFloat | typing.Literal["auto"]
     every: PositiveInt
+    read_back: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rlft.generation.held import Held
     from rlft.generation.shared_base import SharedBase
     from rlft.tokens.ends import TurnEnds
 
@@ -26,6 +27,9 @@ TokenCallback = Callable[[int, int], None]
 """Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
 Accept = Callable[[list[list[float]]], str | None]
 """Returns what is wrong with an engine's log-probs of fixed tokens; None if they are the policy's."""
+AcceptHeld = Callable[["Held | str"], str | None]
+"""Returns what is wrong with what an engine holds of the adapter; None if it is the policy's. Text says why it cannot
+be read back."""
 
 
 class StaleEngineError(RuntimeError):
@@ -68,19 +72,34 @@ class Generator(Protocol):
         """Log-probs (temperature 1) of every token but the first, by the adapter in use; empty without weights."""
         ...
 
-    def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
+    def held(self) -> Held | str:
+        """What it holds of the adapter in use, read back from where it computes with it; or why that cannot be."""
+        return "it has no way to tell"
+
+    def verify(
+        self,
+        sequences: Sequence[Sequence[int]],
+        accept: Accept,
+        *,
+        now: bool,
+        accept_held: AcceptHeld | None = None,
+    ) -> None:
         """Sets the check of the version in use.
 
         Args:
             sequences: the fixed tokens.
             accept: checks an engine's log-probs of them.
+            accept_held: checks what an engine with weights holds; None: that is not read back.
             now: whether engines that have the version are checked at once; those that start later always are.
 
         Raises:
             StaleEngineError: an engine does not pass, and none takes its place.
         """
-        if now and (problem := accept(self.score(sequences))) is not None:
-            raise StaleEngineError(problem)
+        if now:
+            scores = self.score(sequences)
+            problem = accept_held(self.held()) if accept_held is not None and any(scores) else None
+            if (problem := problem or accept(scores)) is not None:
+                raise StaleEngineError(problem)
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         """Take the most memory that completions of these prompts need, unless it is taken already."""
@@ -114,8 +133,18 @@ class GeneratorOver(Generator):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.generator.score(sequences)
 
-    def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
-        self.generator.verify(sequences, accept, now=now)
+    def held(self) -> Held | str:
+        return self.generator.held()
+
+    def verify(
+        self,
+        sequences: Sequence[Sequence[int]],
+        accept: Accept,
+        *,
+        now: bool,
+        accept_held: AcceptHeld | None = None,
+    ) -> None:
+        self.generator.verify(sequences, accept, now=now, accept_held=accept_held)
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         self.generator.rehearse(prompts, n, max_tokens)
@@ -263,6 +292,10 @@ class Engine(ABC):
         Raises:
             UserError: by the engine's own key, such as `share_base`.
         """
+
+    def quantization_obstacle(self) -> str | None:
+        """Why it cannot hold a base in 4 bits, as the trainer's is with `model.quantization`; None if it can."""
+        return None
 
     @property
     def at_once(self) -> int:

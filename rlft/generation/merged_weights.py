@@ -7,7 +7,6 @@ W or M, so that after an interruption at any point taking back again repairs it,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlft.generation.held import DOWN, PREFIX, UP, scale_of
 from rlft.generation.shared_base import INTEGERS, SharedBase, SharedBaseError, checksum
 from rlft.types import Adapter, UserError
-
-PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 BLOCK = 2**23
 """Number of a matrix's elements that are added up at a time, in float32."""
@@ -113,6 +111,14 @@ class MergedWeights:
         finally:
             self.take_back()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """{PEFT's name: A, or s B} of what is added while the engine samples."""
+        tensors = {}
+        for name, delta in self._deltas.items():
+            stem = PREFIX + name.removesuffix(".weight")
+            tensors |= {stem + DOWN: delta.down, stem + UP: delta.up * delta.scale}
+        return tensors
+
     @property
     def num_kept(self) -> int:
         """Number of elements whose bits are kept now, because subtraction does not restore them."""
@@ -168,9 +174,8 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
     for name, down in adapter.weights.items():
         if not name.endswith(DOWN):
             continue
-        rank, stem = down.shape[0], name.removesuffix(DOWN)
-        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        up = adapter.weights[stem + UP]
+        stem = name.removesuffix(DOWN)
+        scale, up = scale_of(config, stem), adapter.weights[stem + UP]
         deltas[f"{stem.removeprefix(PREFIX)}.weight"] = Delta(scale, _float32_copy(up), _float32_copy(down))
     return deltas
 

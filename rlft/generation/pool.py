@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlft.generation.engine import Accept, Generator, StaleEngineError
+from rlft.generation.engine import Accept, AcceptHeld, Generator, StaleEngineError
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
@@ -113,6 +113,18 @@ class Check:
 
     sequences: list[list[int]]
     accept: Accept
+    accept_held: AcceptHeld | None
+
+    @property
+    def calls(self) -> list[tuple[Any, ...]]:
+        """The calls whose answers `problem` judges: a method and its arguments each."""
+        return [("score", self.sequences), *([("held",)] if self.accept_held is not None else [])]
+
+    def problem(self, answers: Sequence[Any]) -> str | None:
+        """What is wrong with the engine that has given these answers."""
+        scores, *rest = answers
+        found = self.accept_held(*rest) if self.accept_held is not None and any(scores) else None
+        return found or self.accept(scores)
 
 
 class EnginePool(Generator):
@@ -158,6 +170,11 @@ class EnginePool(Generator):
         self._is_closed = False
         self._slots = [Slot(spec=spec, member=launcher.start(spec)) for spec in specs]
 
+    def wait_until_started(self) -> None:
+        """Returns once every engine has loaded its base and taken its memory."""
+        with self._lock:
+            self._all_join()
+
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def load(self, adapter: Adapter) -> None:
         from safetensors.torch import save
@@ -179,14 +196,20 @@ class EnginePool(Generator):
         if self.here is not None:
             self.here.load(adapter)
 
-    def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
+    def verify(
+        self,
+        sequences: Sequence[Sequence[int]],
+        accept: Accept,
+        *,
+        now: bool,
+        accept_held: AcceptHeld | None = None,
+    ) -> None:
         """As of any generator; a stale engine is replaced once."""
         with self._lock:
-            self._check = Check(sequences=[list(ids) for ids in sequences], accept=accept)
+            self._check = Check(sequences=[list(ids) for ids in sequences], accept=accept, accept_held=accept_held)
             if now:
-                scored = self._of_each("score", self._check.sequences)
-                for slot, scores in scored.items():
-                    if (problem := accept(scores)) is not None:
+                for slot, answers in self._answers_of_each(self._check.calls).items():
+                    if (problem := self._check.problem(answers)) is not None:
                         self._replace(slot, _Failed(problem, stale=True))
                 self._all_join()
 
@@ -261,11 +284,15 @@ class EnginePool(Generator):
     # -- single engines ------------------------------------------------------------------------------------------------
     def _of_each(self, method: str, *args: Any) -> dict[Slot, Any]:
         """The answer of every engine; those that fail are replaced, and the call is repeated."""
-        answers: dict[Slot, Any] = {}
+        return {slot: answer for slot, [answer] in self._answers_of_each([(method, *args)]).items()}
+
+    def _answers_of_each(self, calls: Sequence[tuple[Any, ...]]) -> dict[Slot, list[Any]]:
+        """The answers of every engine to these calls, as `_of_each`."""
+        answers: dict[Slot, list[Any]] = {}
         while unanswered := [slot for slot in self._slots if slot not in answers]:
             self._all_join()
-            calls = [self._work(slot, [slot.member.call(method, *args)], method) for slot in unanswered]
-            self._finish(calls, lambda work, results: answers.update({work.slot: results[-1]}))
+            works = [self._work(slot, [slot.member.call(*call) for call in calls], calls[0][0]) for slot in unanswered]
+            self._finish(works, lambda work, results: answers.update({work.slot: results}))
         return answers
 
     def _all_join(self) -> None:
@@ -288,14 +315,14 @@ class EnginePool(Generator):
         return EngineWork(slot=slot, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
 
     def _join(self, slot: Slot) -> EngineWork:
-        """Has an engine load the version in use, and score the fixed tokens if the check is set."""
+        """Has an engine load the version in use, and answer the check if one is set."""
         if slot.joining is None:
             member, version, futures = slot.member, self._version, []
             futures.append(member.call("started"))
             if version is not None:
                 futures.append(member.call("load", version.number, version.config, version.sha256, version.shared))
                 if self._check is not None:
-                    futures.append(member.call("score", self._check.sequences))
+                    futures += [member.call(*call) for call in self._check.calls]
             slot.joining = self._work(slot, futures, "load" if slot.started else "start and load")
         return slot.joining
 
@@ -373,7 +400,7 @@ class EnginePool(Generator):
                 loaded = f"version {answers[1][0]} with the sha256 {answers[1][1][:16]}"
                 expected = f"{version.number} with {version.sha256[:16]}"
                 raise _Failed(f"{name} has loaded {loaded} instead of {expected}", stale=True)
-            if self._check is not None and len(answers) > 2 and (problem := self._check.accept(answers[2])) is not None:
+            if self._check is not None and answers[2:] and (problem := self._check.problem(answers[2:])) is not None:
                 raise _Failed(problem, stale=True)
         work.slot.ready, work.slot.replaced_stale, work.slot.joining = True, False, None
 

@@ -151,7 +151,7 @@ def share(
     engine_parameters = dict(engine.named_parameters(remove_duplicate=False))
     trainer_parameters = {own_name(name): parameter for name, parameter in model.named_parameters()}
     packed = {**PACKED, **(getattr(engine, "packed_modules_mapping", None) or {})}
-    names = {name: _name_in(engine, name) for name in trainer_parameters}
+    names = {name: name_in(engine, name) for name in trainer_parameters}
     shapes = _shapes((names[name], parameter) for name, parameter in trainer_parameters.items())
     places = rows_of(shapes, _shapes(engine_parameters.items()), packed)
     shared, apart = {}, {}
@@ -172,7 +172,7 @@ def share(
     return SharedBase(shared=shared, apart=apart)
 
 
-def _name_in(engine: nn.Module, name: str) -> str:
+def name_in(engine: nn.Module, name: str) -> str:
     """The engine's name of what has this name in the folder's own class, by vLLM's mapping, as for adapters."""
     mapper = getattr(engine, "hf_to_vllm_mapper", None)
     if mapper is None:

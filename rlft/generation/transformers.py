@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from rlft.generation.held import Held
+
 FLOAT32 = 4  # bytes
 
 BLOCK = 64
@@ -146,6 +148,8 @@ class AdapterSlot(Protocol):
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None: ...
 
+    def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]: ...
+
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
 
@@ -187,6 +191,14 @@ class TransformersGenerator(Generator):
                 chunk = slice(start, start + at_once)
                 groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling, start * n)
         return groups
+
+    def held(self) -> Held:
+        from rlft.generation.held import held
+
+        if self.version is None:
+            return held({})
+        tensors, outdated = self.slot.sampler_tensors()
+        return held(tensors, [f"{name} computes with another sum or copy of it" for name in outdated])
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         """Takes the most memory that a batch of these prompts can take: a prefill, and a step of the longest rows."""

@@ -88,8 +88,9 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         assert self.generator is not None
         assert self.scorer is not None
         assert self.freshness is not None
-        self.generator.load(self.learner.publish(step))
-        self.freshness.check(step, self.generator, self.learner)
+        adapter = self.learner.publish(step)
+        self.generator.load(adapter)
+        self.freshness.check(step, self.generator, self.learner, adapter)
         prompts = tuple(held_out.prompts[: settings.num_prompts])
         evaluation, groups, scores = evaluate(self.generator, self.scorer, prompts, self.config, step)
         self.generator.sleep()

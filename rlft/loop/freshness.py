@@ -1,4 +1,8 @@
-"""Checks that the engine samples from the policy just published: engine and trainer score fixed tokens.
+"""Checks that the engine samples from the policy just published: by what it holds, and by what it computes.
+
+The proof is what the engine holds: its copy of the adapter is read back, and equals what was published bit for bit,
+rounded as it rounds (`rlft.generation.held`). In 16 bits nothing else can see a step: it moves log-probs by 1e-3, and
+two forwards differ by more. What the engine does with its copy is judged by fixed tokens, which both score.
 
 That compares two forwards over whole sequences, so it sees no fault of decoding: a cache that mixes up rows or forgets
 a state, padding that leaks into one, a model that reads tokens behind. Nor does it see what is random in training
@@ -14,8 +18,9 @@ begin with a prompt's second token, so that no later prompt finds its first bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, Protocol
 
@@ -25,12 +30,14 @@ from rlft.batch import collate
 from rlft.config.schema import FreshnessConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine, Generator, StaleEngineError
+from rlft.generation.held import Fingerprint, Held, difference, published
 from rlft.model.backbone import Backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
-from rlft.types import Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError
+from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
+NOT_READ_BACK = "freshness.read_back=false compares log-probs alone"
 FIXED_TOKENS = 512
 """Number of fixed tokens that are compared in 16 bits, where there are as many: 5 lie above the 99th percentile."""
 MIN_TOKENS_OF_PERCENTILE = 256
@@ -71,12 +78,11 @@ class Gap:
 class Limits:
     """The gap up to which an engine counts as fresh, in nats; inf: not judged by that.
 
-    Two float32 computations agree to 1e-5, so that the largest gap tells. In bfloat16 it does not: with identical
-    weights gaps have a standard deviation of 0.05 and a 95th percentile of 0.11, but single tokens differ by 0.5 to
-    1.6 (huggingface/trl#6789, torchtitan's notes on RL). Their mean is 0.04 if they are normal, less with longer tails,
-    and known to 0.0015 from FIXED_TOKENS tokens; their 99th percentile is 0.13 if they are normal. In 16 bits the limit
-    of the mean is 2.5 times the one, for deeper models and tokens that are less likely than sampled ones, and that of
-    the percentile 3 times the other. What moves log-probs by less, such as a single step, is not seen then.
+    Two float32 computations agree to 1e-5, so that the largest gap tells. In 16 bits it does not: with identical
+    weights gaps in bfloat16 have a standard deviation of 0.05 and a 95th percentile of 0.11, but single tokens differ
+    by 0.5 to 1.6 (huggingface/trl#6789, torchtitan's notes on RL). Whatever the shape of the tail, their mean is then
+    at most 0.05, and known to 0.0022 from FIXED_TOKENS tokens; the limit of the mean is twice that. More than 5 of 512
+    tokens beyond 1.5 do not occur. float16 rounds 8 times as finely, and its limits are an eighth.
     """
 
     largest: float = math.inf
@@ -113,7 +119,15 @@ class Limits:
 
 
 LIMITS_IN_32_BITS = Limits(largest=1e-3)
-LIMITS_IN_16_BITS = Limits(mean=0.1, percentile_99=0.4)
+LIMITS_IN_16_BITS = Limits(mean=0.1, percentile_99=1.5)
+LIMITS_IN_FLOAT16 = Limits(mean=0.1 / 8, percentile_99=1.5 / 8)
+
+
+def limits_of(dtype: torch.dtype, *, rounds: bool = False) -> Limits:
+    """The limits for a trainer's base of this dtype; `rounds`: whether the engine rounds more than that."""
+    if dtype == torch.float16 and not rounds:
+        return LIMITS_IN_FLOAT16
+    return LIMITS_IN_16_BITS if dtype.itemsize <= 2 or rounds else LIMITS_IN_32_BITS
 
 
 class Freshness:
@@ -123,45 +137,69 @@ class Freshness:
         sequences: a few short sequences of token ids to score.
         threshold: the allowed gap; a number is the largest one's, in nats.
         every: number of publishes from one check to the next.
+        note: takes a line, once, where an engine's adapter cannot be read back.
+        read_back: whether it is read back.
     """
 
-    def __init__(self, sequences: Sequence[Sequence[int]], threshold: float | Limits, every: int) -> None:
+    def __init__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        threshold: float | Limits,
+        every: int,
+        note: Callable[[str], None] = lambda text: None,
+        *,
+        read_back: bool = True,
+    ) -> None:
         self.sequences = [list(ids) for ids in sequences]
         self.limits, self.every = Limits.of(threshold), every
         self.history: dict[int, list[float]] = {}
         self.num_checks = 0
+        self._published: dict[int, dict[str, Mapping[str, Fingerprint]]] = {}  # {version: {dtype: what was published}}
+        self._note, self._noted, self._read_back = note, set[str](), read_back
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that are compared: all but the first of each sequence."""
         return sum(len(ids) - 1 for ids in self.sequences)
 
-    def check(self, version: int, generator: Generator, trainer: SequenceScorer) -> float | None:
+    def check(
+        self, version: int, generator: Generator, trainer: SequenceScorer, adapter: Adapter | None = None
+    ) -> float | None:
         """The largest gap of all engines in nats; None if no check is due or they have no weights.
 
+        Args:
+            version: the version that was published.
+            generator: the engine, or several.
+            trainer: gives the policy's log-probs.
+            adapter: what was published, which engines have to hold; None: log-probs alone are compared.
+
         Raises:
-            StaleAdapterError: the gap exceeds the limits; the message has both numbers.
+            StaleAdapterError: an engine holds something else, or the gap exceeds the limits; the message says which.
         """
         is_due = not self.num_checks or version % self.every == 0
         if not (is_due or generator.replaces_engines):
             return None
         self.num_checks += is_due
         expected = flatten(trainer.score(self.sequences))
-        gaps = self._verify(version, generator, expected, now=is_due)
+        self._published.pop(version, None)
+        gaps = self._verify(version, generator, expected, adapter, now=is_due)
         if gaps or generator.replaces_engines:
             self.history = {**dict(list(self.history.items())[-3:]), version: expected}
+            self._published = {v: kept for v, kept in self._published.items() if v in self.history}
         return max(gaps, default=None)
 
-    def check_again(self, version: int, generator: Generator) -> None:
+    def check_again(self, version: int, generator: Generator, adapter: Adapter | None = None) -> None:
         """Checks that the engines sample from a version that was checked before; does nothing if it was not.
 
         Raises:
-            StaleAdapterError: the gap to the log-probs of that earlier check exceeds the threshold.
+            StaleAdapterError: an engine does not hold it, or its log-probs are not those of that earlier check.
         """
         if expected := self.history.get(version):
-            self._verify(version, generator, expected, now=True)
+            self._verify(version, generator, expected, adapter, now=True)
 
-    def _verify(self, version: int, generator: Generator, expected: list[float], *, now: bool) -> list[float]:
+    def _verify(
+        self, version: int, generator: Generator, expected: list[float], adapter: Adapter | None, *, now: bool
+    ) -> list[float]:
         """The gaps of all engines that are checked now, in nats; empty if they have no weights."""
         gaps: list[float] = []
 
@@ -175,11 +213,31 @@ class Freshness:
             gaps.append(gap.largest)
             return None
 
+        accept_held = None
+        if self._read_back and adapter is not None:
+            accept_held = partial(self._accept_held, adapter)
         try:
-            generator.verify(self.sequences, accept, now=now)
+            generator.verify(self.sequences, accept, now=now, accept_held=accept_held)
         except StaleEngineError as error:
             raise StaleAdapterError(f"{error}; stopped rather than train on stale rollouts. {REMEDY}") from error
         return gaps
+
+    def _accept_held(self, adapter: Adapter, found: Held | str) -> str | None:
+        """What is wrong with what an engine holds."""
+        why = found if isinstance(found, str) else f"tensors such as {found.unread[0]}" if found.unread else None
+        if why is not None and why not in self._noted:
+            self._noted.add(why)
+            self._note(f"freshness: log-probs alone prove what the engine holds where it is not read back: {why}")
+        if isinstance(found, str):
+            return None
+        of_version = self._published.setdefault(adapter.version, {})
+        if found.dtype not in of_version:
+            of_version[found.dtype] = published(adapter, found.dtype)
+        earlier = {
+            v: kept[found.dtype] for v, kept in self._published.items() if v != adapter.version and found.dtype in kept
+        }
+        problem = difference(adapter.version, found, of_version[found.dtype], earlier)
+        return problem and f"freshness: the engine does not hold {problem} ({NOT_READ_BACK})"
 
     def _explain(self, version: int, engine: list[float], expected: list[float]) -> str:
         text = f"freshness: the engine does not sample from policy version {version}: "
@@ -212,12 +270,18 @@ def largest_gap(a: Sequence[float], b: Sequence[float]) -> tuple[float, int]:
     return gaps[worst], worst
 
 
-def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine) -> Freshness:
+def open_freshness(
+    settings: FreshnessConfig,
+    prompts: PromptSet,
+    backbone: Backbone,
+    engine: Engine,
+    note: Callable[[str], None] = lambda text: None,
+) -> Freshness:
     """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
-    in_32_bits = backbone.model.dtype == torch.float32 and not engine.rounds
-    limits = LIMITS_IN_32_BITS if in_32_bits else LIMITS_IN_16_BITS
-    sequences = fixed_sequences(prompts, backbone, 0 if in_32_bits else FIXED_TOKENS)
-    return Freshness(sequences, limits if settings.threshold == "auto" else settings.threshold, settings.every)
+    limits = limits_of(backbone.model.dtype, rounds=engine.rounds)
+    sequences = fixed_sequences(prompts, backbone, 0 if limits == LIMITS_IN_32_BITS else FIXED_TOKENS)
+    threshold = limits if settings.threshold == "auto" else settings.threshold
+    return Freshness(sequences, threshold, settings.every, note, read_back=settings.read_back)
 
 
 def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0) -> list[list[int]]:

@@ -45,7 +45,8 @@ class Members:
     """What a run has in other processes; None where it has none.
 
     Attributes:
-        pool: the engines, which still start: they load their bases while this process loads its own.
+        pool: the engines. Those that have GPUs of their own, or none, still start: they load their bases while this
+            process loads its own.
     """
 
     pool: EnginePool | None = None
@@ -69,6 +70,10 @@ def open_members(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, 
         if cluster.engines:  # before ranks: with several GPUs each, engines are the hardest to place
             pool = open_engines(plan, launcher, note)
             stack.callback(pool.close)
+            if plan.placement is not None and plan.placement.kind == "pairs":
+                # vLLM measures what it takes of a GPU by what is free before and after: a base that a rank loads there
+                # meanwhile would count as its own.
+                pool.wait_until_started()
         if has_ranks:
             specs = rank_specs(plan)
             ranks = Ranks(launcher=launcher, specs=specs, members=[launcher.start(spec) for spec in specs])

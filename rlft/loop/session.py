@@ -78,7 +78,9 @@ class Session(RunDriver):
         self._published: Adapter | None = None
         self._previous: Adapter | None = None  # with overlap.lag, the adapter published before `_published`
         engine = self.config.generation.named(self.plan.engine)
-        self.freshness = open_freshness(self.config.freshness, self.plan.train_prompts, roles.backbone, engine)
+        self.freshness = open_freshness(
+            self.config.freshness, self.plan.train_prompts, roles.backbone, engine, self.logger.note
+        )
 
     # -- before the first step -----------------------------------------------------------------------------------------
     def begin(self) -> State:
@@ -140,7 +142,7 @@ class Session(RunDriver):
             # A run that is continued past its former last step has not sampled them ahead: the adapter published
             # before the newest one does.
             self.generator.load(previous)
-            self.freshness.check_again(previous.version, self.generator)
+            self.freshness.check_again(previous.version, self.generator, previous)
             self.ahead.restore(step, self.sampler.sample(step))
             self.publish(step)
         groups = self.ahead.sample(step)
@@ -167,7 +169,7 @@ class Session(RunDriver):
                 self._previous = self._published
             self._published = adapter
         self.generator.load(adapter)
-        self.freshness.check(version, self.generator, self.trainer)
+        self.freshness.check(version, self.generator, self.trainer, adapter)
         self.trainer.after_freshness_check()
 
     def score(self, groups: Sequence[Group]) -> Scores:

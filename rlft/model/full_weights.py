@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.batch import score_sequences
@@ -68,6 +69,9 @@ class WholeModel:
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Does nothing: the engine's model is the trainer's."""
+
+    def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
+        return {}, []
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
         """A cache for decoding these prompts with the current weights; None if the model cannot use one."""

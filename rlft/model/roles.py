@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -347,6 +348,17 @@ class Roles:
         self.restore_role(SAMPLER, adapter.weights)
         if weights != "apart":
             selection.add_up(self.model, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
+
+    def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
+        """(the sampler's slot, each B times its layer's scale; layers that would compute with something else)."""
+        tensors = {}
+        for name, parameter in self.named_parameters(SAMPLER):
+            stem, scale = name.removesuffix(f".{SAMPLER}.weight"), 1.0
+            if stem.endswith(".lora_B"):
+                scale = cast(LoraLayer, self.model.get_submodule(stem.removesuffix(".lora_B"))).scaling[SAMPLER]
+            of_peft = stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.weight"
+            tensors[self.names.outside(of_peft)] = parameter.detach() * scale
+        return tensors, selection.outdated(self.model, SAMPLER)
 
     def share_merged_weights(self) -> None:
         """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).

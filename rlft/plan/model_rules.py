@@ -260,7 +260,7 @@ def choose_engine(
     """
     name, reason = generation.engine, "as asked"
     if name == AUTO:
-        name, reason = _automatic(generation, lora, whole=whole)
+        name, reason = _automatic(generation, lora, whole=whole, quantized=model.quantization is not None)
     elif runs_here and (missing := generation.named(name).missing()) is not None:
         raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
     if runs_here:
@@ -292,20 +292,26 @@ def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, i
 
 @contextmanager
 def _keys_of(engine: str) -> Iterator[None]:
-    """Prefixes the keys of UserErrors raised inside with the engine's section."""
+    """Prefixes the keys of UserErrors raised inside with the engine's section, but for those of the model's."""
     try:
         yield
     except UserError as error:
+        if error.key.startswith("model."):
+            raise
         key = f"generation.{section_of(engine)}.{error.key}"
         raise UserError(key, error.problem, got=error.got, remedy=error.remedy) from None
 
 
-def _automatic(generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool) -> tuple[str, str]:
+def _automatic(
+    generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool, quantized: bool
+) -> tuple[str, str]:
     import torch
 
     if not torch.cuda.is_available():
         return ANYWHERE, "no GPU here"
     reason = why_not_on_a_gpu(generation, lora, whole=whole)
+    if reason is None and quantized:
+        reason = generation.named(ON_A_GPU).quantization_obstacle()
     return (ON_A_GPU, "installed, with a GPU") if reason is None else (ANYWHERE, reason)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlft.algorithm.objective import Objective
 from rlft.config.model import ANSWER, CriticKind, is_adapter, resolve_path, teacher_settings
 from rlft.config.schema import RunConfig, section_of
-from rlft.generation.vllm.engine import not_installed, why_not_invariant
+from rlft.generation.vllm.engine import NO_BITSANDBYTES, not_installed, reads_bitsandbytes, why_not_invariant
 from rlft.model.positions import limit_of
 from rlft.plan.model_rules import check_machine, check_model
 from rlft.plan.scoring_rules import read_environment
@@ -277,6 +277,11 @@ def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_he
     snapshot, vllm = config.snapshot, config.generation.engines["vllm"]
     if snapshot.teacher_engine != "vllm":
         return
+    settings = teacher_settings(snapshot, config.model)
+    quantized = settings is not None and settings.quantization is not None
+    if runs_here and quantized and not reads_bitsandbytes():
+        remedy = "use transformers, or snapshot.teacher_quantization=none"
+        raise UserError("snapshot.teacher_engine", NO_BITSANDBYTES, got="vllm", remedy=remedy)
     if vllm.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
         raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
     shares = snapshot.teacher_gpu_memory_utilization + vllm.gpu_memory_utilization

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from rlft.generation import merged_weights
+from rlft.generation.held import difference, held, published
 from rlft.generation.merged_weights import MergedWeights, deltas_of
 from rlft.generation.shared_base import SharedBaseError, share
 from rlft.types import Adapter, UserError
@@ -227,3 +229,12 @@ def test_the_gap_between_merged_weights_and_the_adapter_apart_is_a_rounding(benc
     gap, moved = (merged - expected).abs(), (expected - base).abs()
     assert gap.max() < 0.05
     assert gap.mean() < 0.1 * moved.mean()
+
+
+def test_what_is_added_is_read_back_as_what_was_published_and_the_version_before_is_named(bench: Bench) -> None:
+    old, new = bench.adapter(1, use_rslora=True), bench.adapter(2, use_rslora=True)
+    earlier = {1: published(old, "float32")}
+    for loaded, said in ((new, None), (old, "28 of the 28 tensors of its adapter are others.*still holds version 1")):
+        bench.merger.load(loaded)
+        found = difference(2, held(bench.merger.tensors()), published(new, "float32"), earlier)
+        assert found is None if said is None else re.search(said, str(found))

@@ -181,6 +181,23 @@ def test_every_engine_is_checked_and_a_stale_one_is_replaced(open_pool: Open, no
     assert launcher_of(pool).members[2].held.version == 3
 
 
+def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool: Open, notes: list[str]) -> None:
+    """Log-probs of a stale engine differ by 1 here, which is allowed."""
+    faults: dict[str, Any] = {"faults": {0: "die"}}
+    pool = open_pool(faults, {"stale": (3,)}, replacements=[{}, {"stale": (3,)}])
+    freshness, trainer = Freshness([[5, 6]], 9.0, 1, notes.append), Trainer()
+    for version in (2, 3):
+        trainer.version = version
+        pool.load(adapter(version))
+        freshness.check(version, pool, trainer, adapter(version))
+    [note] = notes
+    assert note.startswith("engine-1 is replaced: freshness: the engine does not hold policy version 3: 1 of the 1 ")
+    assert note.endswith("; it still holds version 2 (freshness.read_back=false compares log-probs alone)")
+    assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
+    assert notes[1].startswith("engine-0 is replaced: engine-0 was killed")
+    assert notes[2].startswith("engine-0 is replaced: freshness: the engine does not hold policy version 3")
+
+
 def test_an_engine_that_is_stale_after_its_replacement_stops_the_run(open_pool: Open) -> None:
     pool, trainer = open_pool({}, {"stale": (3,)}, replacements=[{"stale": (3,)}]), Trainer()
     trainer.version = 3

@@ -11,12 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlft.generation.held import Held, held
 from rlft.system.process.member import MemberError, MemberSpec
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Sampling, Turn
 
 
 class CountingEngine:
-    """Its completions are functions of (version, prompt, seed).
+    """Its completions are functions of (version, prompt, seed). It holds the number of its version.
 
     faults: {number of the call to `sample`, from 0: "die" | "raise" | "hang" | "old version"}; "stale" in `scores`:
     versions whose fixed tokens it scores wrongly.
@@ -60,6 +63,10 @@ class CountingEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         assert self.version is not None
         return [[-float(self.version) - (self.version in self.stale)] for _ in sequences]
+
+    def held(self) -> Held:
+        assert self.version is not None
+        return held({"a": torch.full((2, 2), float(self.version - (self.version in self.stale)))})
 
     def sleep(self) -> None:
         pass

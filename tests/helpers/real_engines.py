@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rlft.config.schema import RunConfig
 from rlft.generation.engine import EngineArgs, Generator
+from rlft.generation.held import difference, published
 from rlft.generation.pool import EnginePool
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
@@ -73,8 +75,13 @@ def check_pool_against(
             here.load(adapter)
             expected = sampled(here, config, prompts)
         pool.load(adapter)
-        gap = Freshness([prompts[0].token_ids[:8]], 1e-3, 1).check(1, pool, roles)
-        assert gap is not None
+        freshness = Freshness([prompts[0].token_ids[:8]], 1e-3, 1, notes.append)
+        assert freshness.check(1, pool, roles, adapter) is not None
+        assert not any("read back" in note for note in notes)
+        name = next(iter(adapter.weights))
+        moved = replace(adapter, weights={**adapter.weights, name: adapter.weights[name] + 1e-6})
+        for found in pool._of_each("held").values():
+            assert "1 of the" in str(difference(1, found, published(moved, found.dtype), {}))
         assert sampled(pool, config, prompts) == expected
         for number, disturb in enumerate(disturbances, 1):
             thread = threading.Thread(target=disturb, args=(pool,))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pool_engines import CountingEngine, ThreadLauncher
 
 from rlft.config.schema import RunConfig
 from rlft.loop import members
 from rlft.loop.members import engine_specs, rank_specs
+from rlft.system.process.member import MemberSpec
 from rlft.system.process.placement import Placement, place
 
 KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "cluster.ranks=3")
@@ -65,3 +70,36 @@ def test_the_launcher_is_told_the_runs_own_gpu(
         plan: Any = SimpleNamespace(config=run_config(*KEYS, f"model.device={device}"))
         members.opened_launcher(plan, tmp_path)
     assert [(kwargs["on_gpus"], kwargs["own_gpu"]) for kwargs in told] == [(True, "5"), (False, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("pairs", ["engine", "engine", "ranks", "base"]), ("divided", ["ranks", "base"])]
+)
+def test_ranks_load_their_bases_once_an_engine_on_the_same_gpu_has_measured_its_memory(
+    kind: Any, order: list[str], run_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events: list[str] = []
+    may_start = threading.Event()
+
+    def start_slowly(self: CountingEngine) -> None:
+        may_start.wait(5.0)
+        events.append("engine")
+
+    monkeypatch.setattr(CountingEngine, "started", start_slowly)
+    faultless = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
+    slow = [MemberSpec(name=f"engine-{i}", factory="-", arguments=faultless) for i in range(2)]
+    monkeypatch.setattr(members, "engine_specs", lambda *_: slow)
+    monkeypatch.setattr(members, "opened_launcher", lambda *_: closing(ThreadLauncher(tmp_path)))
+    monkeypatch.setattr(members, "start_ranks", lambda *_: events.append("ranks"))
+    config = run_config("generation=transformers", "cluster.engines=2", "cluster.ranks=2")
+    placement = Placement(kind=kind, reason="", gpus=2)
+    plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None)
+    if kind == "pairs":
+        threading.Timer(0.05, may_start.set).start()
+    with members.open_members(plan, tmp_path, print, has_ranks=True) as opened:
+        events.append("base")
+        assert events == order
+        may_start.set()
+        assert opened.pool is not None
+        opened.pool.wait_until_started()
+    assert sorted(events) == ["base", "engine", "engine", "ranks"]

@@ -85,6 +85,8 @@ RELEASES_KV_CACHE = (0, 31)
 INVARIANT_FROM = (8, 0)
 """The first compute capability with which vLLM computes independently of the batch, by its documentation."""
 
+NO_BITSANDBYTES = "vLLM cannot hold bitsandbytes' 4-bit weights any more (since its release 0.30)"
+
 OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offload_backend")
 """Arguments with which vLLM's engine does not hold the base's weights as they are, or not on the device."""
 
@@ -193,6 +195,13 @@ class VLLM(Engine):
             raise UserError("weights", problem, got="merged", remedy="set weights=adapter")
         if self.batch_invariant and (reason := why_not_invariant(device)) is not None:
             raise UserError("batch_invariant", reason, got="true", remedy="set it to false")
+        if quantized and (reason := self.quantization_obstacle()) is not None:
+            remedy = "add +generation.vllm.options.quantization=fp8 (8 bits in vLLM), or use generation=transformers"
+            raise UserError("model.quantization", reason, got="4bit", remedy=remedy)
+
+    def quantization_obstacle(self) -> str | None:
+        quantized = self.options.get("quantization") or self.options.get("quantization_config")
+        return None if quantized or reads_bitsandbytes() else NO_BITSANDBYTES
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
         """On a GPU its share of the memory, or the least that it needs where that is more.
@@ -288,17 +297,30 @@ def check_options(options: Mapping[str, Any]) -> None:
 @cache
 def arguments() -> tuple[str, ...]:
     """The arguments of the installed vLLM's engine, read from its source; none where it is not installed."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
+    source = _source("engine", "arg_utils.py")
+    if source is None:
         return ()
-    file = Path(package.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    if not file.is_file():
-        return ()
-    for node in ast.parse(file.read_text()).body:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
             return tuple(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
     return ()
+
+
+def _source(*path: str) -> str | None:
+    """The text of this file of the installed vLLM; None where there is none."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return None
+    file = Path(package.submodule_search_locations[0], *path)
+    return file.read_text() if file.is_file() else None
+
+
+@cache
+def reads_bitsandbytes() -> bool:
+    """Whether the installed vLLM, if any, can hold 4-bit weights of bitsandbytes, as its source says."""
+    source = _source("model_executor", "layers", "quantization", "__init__.py")
+    return source is None or '"bitsandbytes"' in source
 
 
 def why_not_invariant(device: str) -> str | None:

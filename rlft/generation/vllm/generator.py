@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.engine import EngineArgs, Generator, TokenCallback
+from rlft.generation.held import DOWN, UP, Held, held
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm.guest import (
     answers,
@@ -27,6 +28,7 @@ from rlft.generation.vllm.guest import (
     telling_tokens,
 )
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
+from rlft.generation.vllm.slots import EXPERTS, LAYOUT_ERRORS, num_cached_blocks, read_slots
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -113,6 +115,8 @@ class VLLMGenerator(Generator):
         self._files = AdapterFiles()
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
+        self._rows: dict[str, int] = {}  # {adapted module: rows of its B} of the adapter in use
+        self._old_blocks: int | None = 0
         self._num_loads = 0
 
     def adopt(self, model: nn.Module, device: torch.device) -> None:
@@ -139,7 +143,7 @@ class VLLMGenerator(Generator):
         if self._merges:
             assert self._merged_weights is not None, "only an engine that has adopted the trainer's base merges"
             self._merged_weights.load(adapter)
-            engine.reset_prefix_cache()
+            self._forget_prefixes()
             self.version = adapter.version
             self._check_addresses()
             return
@@ -158,12 +162,40 @@ class VLLMGenerator(Generator):
             self._files.remove(folder)
             raise
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
-        # Cached blocks of older versions could never be found again; they only take room.
-        engine.reset_prefix_cache()
+        self._forget_prefixes()
+        self._rows = {name.removesuffix(UP): len(up) for name, up in adapter.weights.items() if name.endswith(UP)}
         old, self._folder, self._lora, self.version = self._folder, folder, request, adapter.version
         if old is not None:
             self._files.remove(old)
         self._check_addresses()
+
+    def _forget_prefixes(self) -> None:
+        """Empties the prefix cache: blocks of older versions only take room, or with merged weights would be found."""
+        engine = self._awake().llm_engine
+        engine.reset_prefix_cache()
+        try:
+            self._old_blocks = num_cached_blocks(engine)
+        except LAYOUT_ERRORS:
+            self._old_blocks = None
+
+    def held(self) -> Held | str:
+        if self._old_blocks is None:
+            return "this vLLM keeps its prefix cache in another way"
+        faults = (
+            [f"{self._old_blocks} blocks of its prefix cache are of an earlier version"] if self._old_blocks else ()
+        )
+        if self._merged_weights is not None:
+            return held(self._merged_weights.tensors(), faults)
+        if self._lora is None:
+            return held({})
+        models = self._awake().apply_model(_itself)
+        if len(models) > 1:
+            return f"vLLM divides its layers among {len(models)} processes"
+        try:
+            unread = [module + end for module in self._rows if EXPERTS in module for end in (DOWN, UP)]
+            return held(read_slots(models[0], self._lora.lora_int_id, self._rows), faults, unread)
+        except LAYOUT_ERRORS as error:
+            return f"this vLLM keeps adapters in another way ({type(error).__name__}: {error})"
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """Draws n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.

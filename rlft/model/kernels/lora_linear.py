@@ -91,15 +91,27 @@ class LoraLinear(Linear):
         weight = cast(nn.Linear, self.base_layer).weight
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
             return
-        down, up = self._matrices(role)
         rounded = dtype not in (None, weight.dtype)
         old_sum = None if rounded else self.sums.get(role)
         self.lent.clear()  # the new sum overwrites what was lent
-        with torch.no_grad():
-            total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=old_sum)
-            if role in self.lora_variant:
-                self._give_magnitudes(role, total)
-            self.sums[role] = total.to(dtype) if rounded else total
+        self.sums[role] = self._sum(role, weight.dtype if dtype is None else dtype, old_sum)
+
+    def is_current(self, role: str) -> bool:
+        """Whether the role's sum and copies here, as far as passes would use any, are what its matrices give now."""
+        matrices, total = self._matrices(role), self.sums.get(role)
+        copies, copied, versions = self.copies.get(role, ((), (), ()))
+        used = zip(copies, matrices, strict=True) if copies and _unchanged(matrices, copied, versions) else ()
+        return (total is None or torch.equal(total, self._sum(role, total.dtype))) and all(
+            torch.equal(copy, matrix.to(copy.dtype)) for copy, matrix in used
+        )
+
+    @torch.no_grad()
+    def _sum(self, role: str, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        weight, (down, up) = cast(nn.Linear, self.base_layer).weight, self._matrices(role)
+        total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=out)
+        if role in self.lora_variant:
+            self._give_magnitudes(role, total)
+        return total.to(dtype)
 
     def _give_magnitudes(self, role: str, total: Tensor) -> None:
         """Scales the weights of each output, a column of `[in, out]`, to the length that the role has learned for it

@@ -165,6 +165,12 @@ def add_up(model: nn.Module, role: str, dtype: torch.dtype | None) -> None:
             layer.add_up(role, dtype)
 
 
+def outdated(model: nn.Module, role: str) -> list[str]:
+    """The names of the layers that would compute with another sum or copies than the role's matrices give now."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, lora_linear.LoraLinear))
+    return [name for name, layer in layers if role in layer.lora_A and not layer.is_current(role)]
+
+
 def lend(model: nn.Module, lender: str, role: str) -> None:
     """Lets the role learn with the lender's sums while its weights equal the lender's (`LoraLinear.lend`)."""
     for layer in model.modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from real_engines import open_vllm, vllm_engine
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rlft.config.schema import RunConfig
 from rlft.generation.memory import Load, ModelSizes, When
 from rlft.generation.shared_base import SharedBaseError, checksum
 from rlft.generation.vllm import engine as vllm_module
@@ -24,6 +25,9 @@ from rlft.generation.vllm import guest as vllm_guest
 from rlft.generation.vllm import memory as vllm_memory
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
+from rlft.plan import roles as plan_roles
+from rlft.plan.model_rules import choose_engine
+from rlft.plan.roles import check_teacher_engine
 from rlft.types import Adapter, UserError
 
 ON_CUDA: Mapping[str, Any] = {"device": "cuda:0", "itemsize": 2, "quantized": False}
@@ -73,7 +77,48 @@ def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_al
     assert "another process" in str(engine().base_sharing_obstacle(**ON_CUDA))
 
 
-def test_the_installed_release_is_read_without_an_import() -> None:
+def test_a_base_in_4_bits_is_refused_where_vllm_has_none_and_auto_chooses_another_engine(
+    monkeypatch: pytest.MonkeyPatch, run_config: Callable[..., RunConfig]
+) -> None:
+    in_4_bits = ("model.quantization=4bit", "model.device=cuda", "model.dtype=bfloat16")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    fp8 = "+generation.vllm.options.quantization=fp8"
+    for reads, words, chosen in (
+        (False, (), "transformers"),
+        (False, ("generation=vllm",), None),
+        (False, (fp8,), "vllm"),
+        (False, ("generation=vllm", fp8), "vllm"),
+        (True, (), "vllm"),
+        (True, ("generation=vllm",), "vllm"),
+    ):
+        monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda reads=reads: reads)
+        config = run_config(*in_4_bits, *words)
+        if chosen is None:
+            with pytest.raises(UserError, match=r"^model\.quantization: vLLM .* 0\.30\), got 4bit; add \+gen.*fp8"):
+                choose_engine(config.generation, config.model, config.lora)
+            continue
+        assert choose_engine(config.generation, config.model, config.lora)[0] == chosen, words
+
+
+def test_a_teacher_in_4_bits_is_refused_where_vllm_has_none(
+    monkeypatch: pytest.MonkeyPatch, run_config: Callable[..., RunConfig]
+) -> None:
+    of_teacher = ("snapshot.teacher=embedded:tiny-student", "snapshot.teacher_engine=vllm")
+    monkeypatch.setattr(plan_roles, "reads_bitsandbytes", lambda: False)
+    config = run_config(*of_teacher, "snapshot.teacher_quantization=4bit")
+    with pytest.raises(
+        UserError, match=r"^snapshot\.teacher_engine: vLLM .*; use transformers, or snapshot\.teacher_q"
+    ):
+        check_teacher_engine(config, "vllm", "cuda", runs_here=True)
+    check_teacher_engine(config, "vllm", "cuda", runs_here=False)
+
+
+def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_import() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    assert vllm_module.reads_bitsandbytes() == ("bitsandbytes" in QUANTIZATION_METHODS)
     found = vllm_module.installed_version()
     assert found is not None
     assert (0, 27) <= found < (1, 0)

@@ -1,0 +1,171 @@
+"""What an engine holds of a published adapter, read back from it, and what it has to hold: compared bit for bit.
+
+Both are checksums under PEFT's names of the adapter's tensors, so that they can be sent between processes. An engine
+rounds A and B to a dtype of its own and may multiply B by the adapter's scale s once, instead of each product: then
+that is rounded again. What is compared are A and s B, rounded like that. Rows and columns of zeros with which an engine
+fills a tensor up, to a larger rank, change no checksum.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlft.generation.shared_base import CHUNK, INTEGERS
+from rlft.types import Adapter
+
+PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+class Fingerprint(NamedTuple):
+    """Of a tensor: 16 hex digits that any changed bit changes, and its Euclidean norm."""
+
+    checksum: str
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What an engine holds.
+
+    Attributes:
+        dtype: what the adapter is rounded to, such as "bfloat16".
+        tensors: {PEFT's name: fingerprint of A, or of s B}; empty without an adapter.
+        faults: what else is wrong with what it computes with, in words.
+        unread: names of tensors of the adapter that cannot be read back, and are not compared.
+    """
+
+    dtype: str = "float32"
+    tensors: Mapping[str, Fingerprint]
+    faults: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+def held(tensors: Mapping[str, Tensor], faults: Iterable[str] = (), unread: Iterable[str] = ()) -> Held:
+    """The fingerprints of what an engine holds: {PEFT's name: A, s B, or another tensor}."""
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} or {"float32"}
+    assert len(dtypes) == 1, f"an adapter is rounded to one dtype, not to {dtypes}"
+    return Held(dtype=dtypes.pop(), tensors=fingerprints(tensors), faults=tuple(faults), unread=tuple(unread))
+
+
+def published(adapter: Adapter, dtype: str) -> dict[str, Fingerprint]:
+    """What an engine that rounds to this dtype has to hold of the adapter."""
+    rounded = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in adapter.weights.items()}
+    for name in adapter.weights:
+        if name.endswith(UP):
+            rounded[name] = rounded[name] * scale_of(adapter.config, name.removesuffix(UP))
+    return fingerprints(rounded)
+
+
+def scale_of(config: Mapping[str, Any], module: str) -> float:
+    """s of the adapter's layer with this name, by its adapter_config.json as PEFT reads it."""
+    rank, alpha = (
+        next(
+            (value for pattern, value in (config.get(f"{kind}_pattern") or {}).items() if _is_of(pattern, module)),
+            usual,
+        )
+        for kind, usual in (("rank", config["r"]), ("alpha", config["lora_alpha"]))
+    )
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _is_of(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+@torch.no_grad()
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+    """The fingerprint of each tensor. Those of one shape are computed together, and waited for once.
+
+    The checksum is the sum of bits times odd weights that differ by position, modulo 2^64, as `shared_base.checksum`.
+    """
+    by_kind: dict[object, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        by_kind[tensor.shape, tensor.dtype, tensor.device].append(name)
+    results = []
+    for names in by_kind.values():
+        at_once = max(1, CHUNK // max(1, tensors[names[0]].numel()))
+        for start in range(0, len(names), at_once):
+            batch = names[start : start + at_once]
+            results.append((batch, *_sums([_rank_first(name, tensors[name]) for name in batch])))
+    read = ((batch, sums.tolist(), norms.tolist()) for batch, sums, norms in results)
+    found = {
+        name: Fingerprint(f"{total % 2**64:016x}", norm)
+        for batch, sums, norms in read
+        for name, total, norm in zip(batch, sums, norms, strict=True)
+    }
+    return {name: found[name] for name in tensors}
+
+
+def _rank_first(name: str, tensor: Tensor) -> Tensor:
+    """The tensor with its rank as the first axis, so that what fills up the rank comes last."""
+    return tensor.t() if name.endswith(UP) else tensor
+
+
+def _sums(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(sum of weighted bits int64 `[N]`, norms `[N]`) of N tensors of one kind."""
+    rows = torch.stack(list(tensors)).reshape(len(tensors), -1)
+    bits = rows.view(INTEGERS[rows.element_size()]).to(torch.int64)
+    weights = 2 * torch.arange(rows.shape[1], device=rows.device) + 1
+    return (bits * weights).sum(1), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+def difference(
+    version: int, found: Held, expected: Mapping[str, Fingerprint], earlier: Mapping[int, Mapping[str, Fingerprint]]
+) -> str | None:
+    """How what an engine holds differs from what was published, in words; None if it is the same.
+
+    Args:
+        version: the version that was published.
+        expected: its tensors, rounded as the engine rounds.
+        earlier: {version: tensors} that were published before, to name the one that a stale engine holds.
+    """
+    expected = {name: fingerprint for name, fingerprint in expected.items() if name not in found.unread}
+    wrong = [name for name in {**expected, **found.tensors} if not _equal(found.tensors, expected, name)]
+    if not wrong:
+        return None if not found.faults else f"of policy version {version}: {'; '.join(found.faults)}"
+    if not found.tensors:
+        return f"policy version {version}: it holds no adapter"
+    worst = max(wrong, key=lambda name: _gap(found.tensors, expected, name))
+    text = f"policy version {version}: {len(wrong)} of the {len(expected)} tensors of its adapter are others, such as "
+    text += _shown(worst, found.tensors, expected)
+    for other in sorted(earlier, reverse=True):
+        if all(_equal(found.tensors, earlier[other], name) for name in wrong):
+            return f"{text}; it still holds version {other}"
+    places = [name for name in expected if found.tensors.get(worst, _NONE).checksum == expected[name].checksum]
+    return f"{text}, which is that of {_short(places[0])}" if places else text
+
+
+_NONE = Fingerprint("", math.nan)
+
+
+def _equal(first: Mapping[str, Fingerprint], second: Mapping[str, Fingerprint], name: str) -> bool:
+    return name in first and name in second and first[name].checksum == second[name].checksum
+
+
+def _gap(found: Mapping[str, Fingerprint], expected: Mapping[str, Fingerprint], name: str) -> float:
+    if name not in found or name not in expected:
+        return math.inf
+    return abs(found[name].norm - expected[name].norm) / (expected[name].norm or math.inf)
+
+
+def _shown(name: str, found: Mapping[str, Fingerprint], expected: Mapping[str, Fingerprint]) -> str:
+    if name not in found:
+        return f"{_short(name)}, which is missing"
+    if name not in expected:
+        return f"{_short(name)}, which was not published"
+    there, here = found[name].norm, expected[name].norm
+    times = f", {there / here:.8g} times" if here else ""
+    return f"{_short(name)} with a norm of {there:.8g} instead of {here:.8g}{times}"
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(PREFIX).removesuffix(".weight")

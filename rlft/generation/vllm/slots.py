@@ -1,0 +1,79 @@
+"""Reads back what vLLM holds of an adapter: the tensors of its LoRA layers that its kernels multiply with.
+
+vLLM rounds A and B to one dtype, multiplies B by the adapter's scale, fills both up with zeros to `max_lora_rank`, and
+keeps layers that read the same input (q, k and v; gate and up) as slices of one layer. Matrices of experts lie
+otherwise, and are not read. This relies on the source of vLLM 0.26 to 0.32: `LoRAModelManager` and its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlft.generation.held import DOWN, PREFIX, UP
+from rlft.generation.shared_base import name_in
+
+EXPERTS = ".experts"
+LAYOUT_ERRORS = (AttributeError, TypeError, IndexError, KeyError, NotImplementedError)
+"""What reading raises where this vLLM keeps adapters in another way."""
+
+
+def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[str, Tensor]:
+    """{PEFT's name: A `[rank, in]` or s B `[out, rank]`} of the adapter with this id; empty if it is in no slot.
+
+    Args:
+        model: vLLM's model.
+        lora_id: the id by which the adapter was loaded.
+        rows: {the adapted module in PEFT's names: number of rows of its B}.
+
+    Raises:
+        one of LAYOUT_ERRORS: this vLLM keeps adapters in another way.
+    """
+    manager: Any = model.lora_manager
+    if lora_id not in manager.lora_index_to_id:
+        return {}
+    slot = manager.lora_index_to_id.index(lora_id)
+    modules = {name_in(model, module.removeprefix(PREFIX)): module for module in rows if EXPERTS not in module}
+    tensors: dict[str, Tensor] = {}
+    for name, layer in manager.modules.items():
+        parts = {part: modules.get(part) for part in manager.packed_modules.get(name, [name])}
+        if not any(parts.values()):
+            continue
+        sizes = [rows.get(module or "") for module in parts.values()]
+        for module, (down, up) in zip(parts.values(), _parts(layer, slot, sizes), strict=True):
+            if module is not None and down is not None:
+                tensors |= {module + DOWN: down, module + UP: up}
+    return tensors
+
+
+def _parts(layer: Any, slot: int, sizes: list[int | None]) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """(A, s B) of each part of a layer, whose B has so many rows (None: no adapter); A is None if slices differ in it.
+
+    A part may have several slices, as q, k and v of a linear attention that reads them by one projection.
+    """
+    downs, ups = (
+        [_of_slot(each, slot) for each in stacked] for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
+    )
+    first = 0
+    for size in sizes:
+        last = first + 1
+        while size is not None and last < len(ups) and sum(map(len, ups[first:last])) < size:
+            last += 1
+        same = all(torch.equal(downs[first], other) for other in downs[first + 1 : last])
+        yield downs[first] if same else None, ups[first] if last == first + 1 else torch.cat(ups[first:last])
+        first = last
+
+
+def _of_slot(stacked: Tensor, slot: int) -> Tensor:
+    """`[rank, in]` or `[out, rank]` of `[slots, 1, ..]`."""
+    if stacked.dim() != 4 or stacked.shape[1] != 1:
+        raise NotImplementedError(f"tensors of an adapter with the shape {tuple(stacked.shape)}")
+    return stacked[slot, 0]
+
+
+def num_cached_blocks(engine: Any) -> int:
+    """Number of blocks in which the engine (vLLM's `LLMEngine`) would find beginnings of prompts again."""
+    return len(engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
