@@ -128,7 +128,7 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
 
     def make(noise: float = 0.0, **keys: Any) -> Roles:
         lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
-        lora |= {"use_rslora": False, "use_dora": False}
+        lora |= {"use_rslora": False, "use_dora": False, "experts": False, "router": False}
         snapshot: dict[str, Any] = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
         snapshot |= {"teacher": "none", "teacher_hint": None}
         critic = {"kind": CriticKind.none, "init": "base", "lr": 1e-3, "warmup_steps": 0, "normalize_values": False}

@@ -485,7 +485,9 @@ TABLE = [
     ("sample data=arithmetic adapter=pissa", "adapter", "init_lora_weights=pissa has changed the base"),
     (f"train {SMALL} snapshot.reference=alora", "snapshot.reference", "adapters with alora_invocation_tokens are no"),
     (f"train {SMALL} lora.path=newer", "lora.path", "adapter_config.json has shiny_scale=1.5, which may change what t"),
-    (f"train {SMALL} snapshot.reference=experts", "snapshot.reference", "its target_parameters adapts parameters that"),
+    (f"train {SMALL} lora.path=experts", "lora.experts", "the adapter at lora.path was trained with experts=true and "
+     "would be another function, got false; set lora.experts=true, or another lora.path"),
+    (f"train {SMALL} lora.path=routed", "lora.router", "the adapter at lora.path was trained with router=true and"),
     (f"train {SMALL} snapshot.reference=no_alpha", "snapshot.reference", "adapter_config.json has no lora_alpha, got"),
     (f"train {SMALL} snapshot.reference=torn_layers", "snapshot.reference", "PEFT does not take its adapter_config.js"),
     (f"train {SMALL} snapshot.reference=with_base", "snapshot.reference", "its tensor base_model.model.lm_head.weight "
@@ -552,6 +554,20 @@ TABLE = [
     ("train model.path=sees lora.target_modules='model.layers.0.*'", "lora.target_modules", "would be adapted, too"),
     ("train model.path=only_sees lora.target_modules=[q_proj]", "model.path",
      "transformers has no class of causal language models for a siglip"),
+    # mixtures of experts
+    ("train lora.experts=true", "lora.experts", "has no experts, got true; leave it out"),
+    (f"{SFT} lora.router=true", "lora.router", "has no routers, got true; leave it out"),
+    ("train model.path=mixture lora.experts=true lora.dropout=0.1", "lora.dropout", "got 0.1; set it to 0, or lora.e"),
+    ("train model.path=mixture lora.router=true lora.use_dora=true", "lora.use_dora", "or lora.router=false"),
+    ("train model.path=mixture_of_both lora.use_dora=true", "lora.use_dora", "PEFT takes the MLPs of a deepseek_v3"),
+    ("train model.path=mixture lora.target_modules=[gate]",
+     "lora.target_modules", "names no layer that an adapter can learn on: it is a router of experts, and lora.router "
+     "is false, got gate; use all-linear, or a list of k_proj, o_proj, q_proj, v_proj"),
+    ("train model.path=mixture lora.target_modules=[w1]", "lora.target_modules", "no linear layer of that name, got"),
+    ("train model.path=mixture_of_llama lora.experts=true", "lora.experts", "adapters of experts are not supported"),
+    ("train model.path=mixture_of_llama lora.router=true", "lora.router", "cannot learn: no gradient reaches it from"),
+    ("train model.path=mixture generation=vllm model.device=cpu",
+     "generation.engine", "vLLM on a cpu computes no adapters on a model with experts, got vLLM; use generation=trans"),
     # Packages that are not installed (the last column)
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),
     ("train model.attn_implementation=flash_attention_2",
@@ -786,6 +802,9 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     AutoConfig.for_model("gemma3", text_config=sizes, vision_config=sizes).save_pretrained(folder / "sees")
     AutoConfig.for_model("siglip_vision_model", **sizes).save_pretrained(folder / "only_sees")
+    few = {"vocab_size": 272, **sizes, "num_key_value_heads": 2, "num_local_experts": 2, "pad_token_id": 0}
+    for name, kind in (("", "mixtral"), ("_of_llama", "llama4_text"), ("_of_both", "deepseek_v3")):
+        AutoConfig.for_model(kind, **few).save_pretrained(folder / f"mixture{name}")
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")
@@ -848,6 +867,7 @@ def save_adapters(folder: Path, backbone: Backbone) -> None:
     spoil("policy", "alora", alora_invocation_tokens=[5, 6])
     spoil("policy", "newer", shiny_scale=1.5, shiny_option=None)
     spoil("policy", "experts", target_parameters=["mlp.experts.down_proj"])
+    spoil("policy", "routed", target_parameters=["mlp.gate.weight"])
     spoil("policy", "no_alpha", lora_alpha=None)
     spoil("policy", "torn_layers", layers_to_transform=None, layers_pattern="layers")
     spoil("policy", "headed", target_modules=["q_proj", "lm_head"])
@@ -1057,7 +1077,8 @@ READ_BY_LIBRARIES = (
     "cannot show tools and", "syntax=json or xml, or use a model", "cannot be shown as a tool",
     "because it has no docstring",
     "context of 512 tokens", "of 512 tokens, got 1024", "model.path=long_rope", "model.path=sees",
-    "model.path=only_sees", "no linear layer of that name",
+    "model.path=only_sees", "no linear layer of that name", "model.path=mixture",
+    "has no experts", "has no routers",
     "lora.target_modules=[lm_head]", "lora.target_modules='.*", "lora.target_modules=.*", "torn_layers",
     "data.path=good.jsonl reward=choice",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",

@@ -25,6 +25,9 @@ ANSWER = "{answer}"
 ALL_LINEAR = "all-linear"
 """The default of lora.target_modules."""
 
+SWITCHES = ("use_rslora", "use_dora", "experts", "router")
+"""Keys of the `lora` section that are true or false, and change what an adapter is."""
+
 HEAD = "lm_head"
 """What most models call their output layer."""
 
@@ -132,6 +135,8 @@ class LoraSettings:
     path: Annotated[str | None, Key(roles=("policy",))]
     use_rslora: bool = False
     use_dora: bool = False
+    experts: bool = False
+    router: bool = False
 
     @property
     def adapts_head(self) -> bool:
@@ -155,7 +160,7 @@ class LoraSettings:
         keys: dict[str, object] = {"lora.rank": self.rank, "lora.alpha": f"{self.alpha:g}"}
         if self.target_modules != ALL_LINEAR:
             keys["lora.target_modules"] = self.target_modules
-        return keys | {f"lora.{name}": "true" for name in ("use_rslora", "use_dora") if getattr(self, name)}
+        return keys | {f"lora.{name}": "true" for name in SWITCHES if getattr(self, name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

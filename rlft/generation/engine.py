@@ -267,6 +267,10 @@ class Engine(ABC):
         """
         return None
 
+    def serves_experts(self, device: str) -> bool:
+        """Whether it can serve an adapter on a mixture of experts, whatever it is on; `device` is "cpu" or "cuda"."""
+        return True
+
     @property
     def rounds(self) -> bool:
         """Whether its log-probs are off by hundredths even where the trainer computes in float32."""

@@ -44,8 +44,8 @@ Shapes = dict[str, tuple[int, ...]]
 REQUIRED = ("r", "lora_alpha", "target_modules")
 
 OF_THE_FUNCTION = (
-    *REQUIRED, "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "use_rslora", "use_dora", "lora_bias",
+    *REQUIRED, "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern", "use_rslora", "use_dora", "lora_bias",
     "fan_in_fan_out",  # PEFT corrects it by the layer's type
 )  # fmt: skip
 """Fields that say what the tensors compute; PEFT gets these, and no others (`rlft.model.lora_config`)."""
@@ -74,7 +74,7 @@ CHANGING_THE_BASE = ("bias", "layer_replication", "modules_to_save", "trainable_
 
 ANOTHER_FUNCTION = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "megatron_config", "monteclora_config",
-    "target_parameters", "use_bdlora", "use_qalora", "velora_config",
+    "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
 """Fields with which the tensors compute something else than LoRA on linear layers."""
 
@@ -146,9 +146,6 @@ def _objection(name: str, value: object) -> tuple[str, str]:
         return problem, f"set it to true in adapter_config.json if it does; if not, {merge}"
     if name in CHANGING_THE_BASE:
         return f"its {name} changes the base, which all roles share", "use an adapter without it"
-    if name == "target_parameters":
-        problem = "its target_parameters adapts parameters that are no linear layers, such as stacked experts"
-        return problem, "use an adapter of linear layers only, such as target_modules=[q_proj,k_proj,v_proj,o_proj]"
     if name in ANOTHER_FUNCTION:
         return f"adapters with {name} are not supported", "use an adapter without it"
     problem = f"adapter_config.json has {name}={_short(value)}, which may change what the adapter computes"
@@ -195,8 +192,44 @@ def adapted_modules(tensors: Iterable[str]) -> set[str]:
 
     >>> adapted_modules(["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"])
     {'model.layers.0.mlp.up_proj'}
+
+    A module with several adapted matrices, such as those of experts, is in the file once for each of them.
+
+    >>> adapted_modules(["base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"])
+    {'model.layers.0.mlp.experts'}
     """
-    return {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    layers = (name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors)
+    return {re.sub(r"(\.base_layer)+$", "", name) for name in layers}
+
+
+ROUTER = re.compile(r"(.*_)?router|gate|(.*_)?experts?_gate")
+"""Names of routers, beside the experts that they choose; also of the gate that weighs a shared expert."""
+
+
+def switches_of(fields: Mapping[str, Any]) -> dict[str, bool]:
+    """What `lora.use_rslora`, `use_dora`, `experts` and `router` are for an adapter with this adapter_config.json."""
+    modules, parameters = fields.get("target_modules"), fields.get("target_parameters") or ()
+    return {
+        "use_rslora": bool(fields.get("use_rslora")),
+        "use_dora": bool(fields.get("use_dora")),
+        "experts": any(not name.endswith(".weight") for name in parameters),
+        "router": any(map(_is_router, [*parameters, *(() if isinstance(modules, str) else modules or ())])),
+    }
+
+
+def layers_of(fields: Mapping[str, Any]) -> Any:
+    """What `lora.target_modules` is for an adapter with this adapter_config.json.
+
+    A linear layer of a model with experts may be named by its weight (`rlft.model.experts.named_for_peft`).
+    """
+    modules, parameters = fields["target_modules"], fields.get("target_parameters") or ()
+    weights = [name for name in parameters if name.endswith(".weight") and not _is_router(name)]
+    return modules if isinstance(modules, str) else [*modules, *(name.removesuffix(".weight") for name in weights)]
+
+
+def _is_router(name: str) -> bool:
+    """Whether this module or parameter is a router's, or of a module around it that has the router's name."""
+    return any(ROUTER.fullmatch(part) for part in name.removesuffix(".weight").split(".")[-2:])
 
 
 def num_parameters(path: str | Path, key: str) -> int:

@@ -3,6 +3,7 @@
 A gradient does not reach every linear layer from the log-probs of a text: not a vision tower, not an indexer of which
 only the largest places are used, not a layer whose weight is read past its module. `all-linear` leaves these out. They
 are found by a forward pass on torch's meta device, where tensors have shapes and an autograd graph, but no numbers.
+Experts and routers (`rlft.model.experts`) are left out unless `lora.experts` and `lora.router` ask for them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,33 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlft.config.model import LoraSettings
+from rlft.config.model import ALL_LINEAR, LoraSettings
+from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import OF_THE_FUNCTION, adapted_modules, is_neutral
+from rlft.model.experts import Mixture, mixture_of, named_for_peft, named_in
 from rlft.model.kernels.decoder_layer import FAMILIES
-from rlft.model.text_model import ModuleNames
+from rlft.model.text_model import ModuleNames, names_of
 
 NUM_TOKENS = 4
 """Tokens of the row of the pass: what a row so short does not reach would miss its gradient in some micro-batch."""
 
 NOT_REACHED = "no gradient reaches it from the log-probs of a text"
 FORBIDDEN = "this type of model may read its weight without calling the layer"
+ROUTER = "it is a router of experts, and lora.router is false"
+ONE_EXPERT = "it is a layer of one expert, which no token of a batch may reach"
 
 _found: dict[tuple[type, str], Mapping[str, str]] = {}
 
@@ -61,10 +68,18 @@ def left_out(model: PreTrainedModel) -> Mapping[str, str]:
     return _found[key]
 
 
-def exclusion(model: PreTrainedModel) -> str | None:
+def without_adapter(model: PreTrainedModel, lora: LoraSettings) -> Mapping[str, str]:
+    """{name: why} of the layers of a model, and of its routers, that adapters of these settings are never on."""
+    mixture = mixture_of(model)
+    routers = {} if lora.router else dict.fromkeys(mixture.routers, ROUTER)
+    return {**routers, **left_out(model), **dict.fromkeys(mixture.linear, ONE_EXPERT)}
+
+
+def exclusion(model: PreTrainedModel, lora: LoraSettings) -> str | None:
     """PEFT's `exclude_modules` for this model: a regular expression over names; None if nothing is left out."""
-    names, layers = left_out(model), linear_layers(model)
-    kept = {_pattern(name) for name in layers.keys() - names.keys()}
+    layers = linear_layers(model)
+    names = without_adapter(model, lora).keys() & layers.keys()
+    kept = {_pattern(name) for name in layers.keys() - names}
     # Layers of one kind are left out together, except where blocks differ, as those that share keys with others do.
     patterns = {re.escape(name) if _pattern(name) in kept else _pattern(name) for name in names}
     return "|".join(sorted(patterns)) or None
@@ -203,22 +218,43 @@ def _largest(path: str, parents: set[str]) -> str:
 
 
 # -- PEFT's configs ----------------------------------------------------------------------------------------------------
+@contextmanager
+def as_configured() -> Iterator[None]:
+    """Inside, PEFT puts adapters where their configs say.
+
+    For some types of models it would read the names of transformers 4 in them, and put them on experts and routers that
+    no key asks for, in place of other layers of these names.
+    """
+    name = "convert_peft_config_for_transformers"
+    with peft_reads_the_old_name(), mock.patch.object(transformers_weight_conversion, name):
+        yield
+
+
 def lora_config(settings: LoraSettings, model: PreTrainedModel) -> LoraConfig:
     """For adapters on this model, loaded or empty: a new config for each call, since PEFT writes into its configs."""
-    targets = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
+    mixture = mixture_of(model)
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT annotates int, and scales by any number
         lora_dropout=settings.dropout,
-        target_modules=targets,
-        exclude_modules=exclusion(model),
+        target_modules=_targets(settings, mixture),
+        target_parameters=mixture.parameters(experts=settings.experts, router=settings.router) or None,
+        exclude_modules=exclusion(model, settings),
         use_rslora=settings.use_rslora,
         use_dora=settings.use_dora,
         task_type="CAUSAL_LM",
     )
 
 
-def folder_config(fields: Mapping[str, Any]) -> LoraConfig:
+def _targets(settings: LoraSettings, mixture: Mixture) -> str | list[str]:
+    """PEFT's `target_modules`: those of the settings, and the routers that are linear layers if they are asked for."""
+    targets, routers = settings.target_modules, sorted(mixture.linear_routers if settings.router else ())
+    if not isinstance(targets, str):
+        return [*targets, *routers]
+    return "|".join([f"(?:{targets})", *map(re.escape, routers)]) if routers and targets != ALL_LINEAR else targets
+
+
+def folder_config(fields: Mapping[str, Any], model: PreTrainedModel) -> LoraConfig:
     """Of the adapter with these fields of adapter_config.json, after `rlft.model.adapter_folder.check_fields`.
 
     PEFT gets only what says how the tensors compute. It initialises an adapter before it reads the saved tensors, and
@@ -228,7 +264,34 @@ def folder_config(fields: Mapping[str, Any]) -> LoraConfig:
         ValueError: the fields contradict each other.
     """
     used = {name: fields[name] for name in OF_THE_FUNCTION if not is_neutral(fields.get(name))}
+    if "target_parameters" in used:
+        modules, parameters = named_in(model, map(names_of(model).inside, used["target_parameters"]))
+        used["target_parameters"] = parameters or None
+        if not isinstance(used["target_modules"], str):
+            used["target_modules"] = sorted({*used["target_modules"], *modules})
     return LoraConfig(**used, task_type="CAUSAL_LM", inference_mode=True)
+
+
+def folder_fields(config: PeftConfig, tensors: Iterable[str], model: PreTrainedModel) -> dict[str, Any]:
+    """The fields of adapter_config.json for an adapter of this config, with tensors of these names, on this model."""
+    fields = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
+    names, has_experts = names_of(model), bool(mixture_of(model).stacked)
+    # Else these targets could also be found in what surrounds the text model, or among what is left out; and of models
+    # with experts PEFT would adapt others (`named_for_peft`).
+    if names.prefixes or fields.get("exclude_modules") or has_experts:
+        parameters = [names.outside(name) for name in fields["target_parameters"] or ()]
+        modules = adapted_modules(tensors) - modules_of(parameters)
+        fields["target_modules"], fields["exclude_modules"] = sorted(modules), None
+        if has_experts:
+            named = named_for_peft(modules, parameters, model.config.model_type)
+            fields["target_modules"], fields["target_parameters"] = named
+            fields["lora_dropout"] = 0.0  # with which PEFT refuses parameters, also where nothing is trained
+    return fields
+
+
+def modules_of(parameters: Iterable[str] | None) -> set[str]:
+    """The modules that hold these parameters."""
+    return {name.rpartition(".")[0] for name in parameters or ()}
 
 
 def named_inside(config: LoraConfig, names: ModuleNames, tensors: Iterable[str]) -> None:
@@ -236,7 +299,7 @@ def named_inside(config: LoraConfig, names: ModuleNames, tensors: Iterable[str])
 
     `tensors` are the names of the adapter's tensors in either; they say which modules it is on.
     """
-    config.target_modules = adapted_modules(map(names.inside, tensors))
+    config.target_modules = sorted(adapted_modules(map(names.inside, tensors)) - modules_of(config.target_parameters))
     config.exclude_modules = None
     config.rank_pattern = names.all_inside(config.rank_pattern or {})
     config.alpha_pattern = names.all_inside(config.alpha_pattern or {})

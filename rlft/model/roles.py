@@ -22,14 +22,12 @@ from torch.nn import Parameter
 
 from rlft.batch import score_sequences, select
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
-from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import (
     OLD,
     POLICY,
     REFERENCE,
     SAMPLER,
     TEACHER,
-    adapted_modules,
     check_adapter_folder,
     load_adapter,
     load_head,
@@ -37,10 +35,11 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone, BaseWeights, load_backbone
 from rlft.model.critic import CRITIC, Critic, ScalarHead
+from rlft.model.experts import ExpertLoads, mixture_of
 from rlft.model.forward import Forward, choose, scale_down
 from rlft.model.kernels import selection
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
-from rlft.model.lora_config import folder_config, lora_config, named_inside
+from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside
 from rlft.model.packing import Layout
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
@@ -84,10 +83,12 @@ class Roles:
         self._teacher_engine = None if isinstance(teacher, Forward) else teacher
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
+        self._loads: ExpertLoads | None = None
         self.lora = lora_config(lora, backbone.model)
         self._base = BaseWeights(backbone.model)
-        backbone.kernels.choose_layers(self.lora)
-        with torch.random.fork_rng(devices=[]), peft_reads_the_old_name():
+        mixture = mixture_of(backbone.model)
+        backbone.kernels.choose_layers(self.lora, backbone.model)
+        with torch.random.fork_rng(devices=[]), as_configured():
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
         self.tuner = cast(LoraModel, self.model.base_model)
@@ -99,7 +100,7 @@ class Roles:
                 self.load_role(POLICY, lora.path, "lora.path")
             for role in (REFERENCE, OLD):
                 if role in self.moving:
-                    self.model.add_adapter(role, self.lora)
+                    self._add_adapter(role, self.lora)
                     self.copy(POLICY, role)
             if self.reference_role is not None and REFERENCE not in self.moving:
                 self.load_role(REFERENCE, snapshot.reference, "snapshot.reference", frozen=True)
@@ -109,6 +110,7 @@ class Roles:
                 self._add_critic(critic)
             self._activate(POLICY)
             self.model.eval()  # PEFT's new modules are in training mode, with dropout
+            self._loads = ExpertLoads(self.model.get_base_model(), mixture)
             undo.pop_all()
 
     @property
@@ -160,13 +162,7 @@ class Roles:
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json, the same for every role that rlft makes."""
-        fields = {
-            key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()
-        }
-        # Else these targets could also be found in what surrounds the text model, or among what is left out.
-        if self.names.prefixes or fields.get("exclude_modules"):
-            fields["target_modules"] = sorted(adapted_modules(self.weights(POLICY)))
-            fields["exclude_modules"] = None
+        fields = folder_fields(self.model.peft_config[POLICY], self.weights(POLICY), self.backbone.model)
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
     # -- what learns -------------------------------------------------------------------------------------------------
@@ -342,7 +338,7 @@ class Roles:
         decoding (`LoraLinear.add_up`), unless kernels are plain.
         """
         if SAMPLER not in self.model.peft_config:
-            self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
+            self._add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
             self._activate(POLICY)
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
@@ -389,7 +385,13 @@ class Roles:
 
     def close(self) -> None:
         """Removes every adapter, which leaves the base as it was before. Safe to call twice."""
+        if self._loads is not None:
+            self._loads.close()
         self.tuner.unload()
+
+    def routing(self) -> dict[str, Tensor]:
+        """Metrics `[]` of the passes with gradient since the last call: how unevenly tokens went to experts."""
+        return {} if self._loads is None else self._loads.metrics()
 
     # -- roles with a head -------------------------------------------------------------------------------------------
     def add_scalar_role(self, role: str, path: str | None, key: str, *, learns: bool) -> None:
@@ -399,7 +401,7 @@ class Roles:
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, 0, role))
-            self.model.add_adapter(role, self.lora)
+            self._add_adapter(role, self.lora)
         self._scale_gradients_of(parameter for _, parameter in self.named_parameters(role))
         if path is not None:
             self.load_role(role, path, key)
@@ -434,6 +436,10 @@ class Roles:
             for parameter in parameters:
                 scale_down(parameter)
 
+    def _add_adapter(self, role: str, config: LoraConfig) -> None:
+        with as_configured():
+            self.model.add_adapter(role, config)
+
     def _activate(self, role: str) -> None:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)
 
@@ -447,10 +453,11 @@ class Roles:
         with self._base_kept(role, path, key):
             weights = load_adapter(path, key)
             if frozen:
-                config = folder_config(check_adapter_folder(path, key))
+                config = folder_config(check_adapter_folder(path, key), self.backbone.model)
                 if self.names.prefixes:  # the folder's may be names in its own class
                     named_inside(config, self.names, weights)
-                self.model.add_adapter(role, config)
+                self.backbone.kernels.choose_layers(config, self.backbone.model)
+                self._add_adapter(role, config)
             weights, initial = self.names.all_outside(weights), self.weights(role)
             wrong = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
             if wrong:

@@ -27,19 +27,18 @@ from rlft.model.adapter_folder import (
     content_fingerprint,
     head_shapes,
     read_record,
+    switches_of,
 )
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import LoraConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
 """Fields of adapter_config.json with which tensors compute a different function from that of a role made by rlft."""
-KINDS = ("use_rslora", "use_dora")
-"""Fields that change the function as VARIANTS do, but that the `lora` section can set, too."""
 
 
 class AdapterUse(Enum):
@@ -155,8 +154,8 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
     for name in VARIANTS:
         problem, remedy = f"adapters with {name} are not supported", "use an adapter without it"
         require(not fields.get(name), use.key, problem, got=use.path, remedy=remedy)
-    for name in KINDS:
-        in_adapter, in_run = bool(fields.get(name)), getattr(lora, name)
+    for name, in_adapter in switches_of(fields).items():  # the `lora` section can set these
+        in_run = getattr(lora, name)
         setting = f"{name}={str(in_adapter).lower()}"
         problem = f"the adapter at {use.key} was trained with {setting} and would be another function"
         remedy = f"set lora.{setting}, or another {use.key}"
@@ -173,6 +172,12 @@ def check_adapters(
     used: Sequence[Use], lora: LoraSettings, settings: ModelConfig, base_fingerprint: str, model: PreTrainedConfig
 ) -> None:
     """Checks that every adapter was made for the base of this fingerprint and config; called after `check_folders`."""
+    from rlft.model.experts import mixture_of
+
+    names: frozenset[str] = frozenset()
+    if lora.experts or lora.router:
+        mixture = mixture_of(empty_model(settings, model))
+        names = frozenset(mixture.parameters(experts=lora.experts, router=lora.router))
     for use in used:
         recorded = read_record(use.path, use.key).get("base_fingerprint")
         if recorded not in (None, base_fingerprint):
@@ -181,7 +186,12 @@ def check_adapters(
         if use.has_head:
             _check_head(use, model.get_text_config().hidden_size)
         if use.has_adapter:
-            _check_tensors(lora, settings, use, model)
+            others = _check_tensors(lora, settings, use, model)
+            if names and others and names != others:  # which PEFT does not take on one base
+                problem = f"adapts other experts or routers ({min(names ^ others)}) than another adapter of this run"
+                remedy = "use one that adapts the same (lora.experts and lora.router), or none"
+                raise UserError(use.key, problem, got=use.path, remedy=remedy)
+            names = names or others
 
 
 def _check_head(use: Use, hidden_size: int) -> None:
@@ -192,7 +202,8 @@ def _check_head(use: Use, hidden_size: int) -> None:
             raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
 
 
-def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> None:
+def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> frozenset[str]:
+    """The parameters besides linear layers that this adapter is on, if its tensors are those of its config."""
     from rlft.model.lora_config import named_inside
     from rlft.model.text_model import names_of
 
@@ -220,20 +231,21 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
         problem = f"{'it has' if name in shapes else 'it lacks'} the tensor {name}, unlike what {source} says"
         remedy = "set lora.target_modules as in its adapter_config.json" if use.starts_role else "save it again"
         raise UserError(use.key, problem, got=use.path, remedy=remedy)
+    return frozenset(config.target_parameters or ())
 
 
 def _other_base(use: Use, problem: str) -> UserError:
     return UserError(use.key, problem, got=use.path, remedy="use the base it was made for, or an adapter for this one")
 
 
-def _lora_config(lora: LoraSettings, use: Use, empty: PreTrainedModel) -> PeftConfig:
+def _lora_config(lora: LoraSettings, use: Use, empty: PreTrainedModel) -> LoraConfig:
     """The PEFT config of the role that the adapter is loaded into."""
     from rlft.model.lora_config import folder_config, lora_config
 
     if use.starts_role:
         return lora_config(lora, empty)
     try:
-        return folder_config(check_adapter_folder(use.path, use.key))
+        return folder_config(check_adapter_folder(use.path, use.key), empty)
     except (TypeError, ValueError) as error:
         problem = f"PEFT does not take its adapter_config.json ({str(error).splitlines()[0][:200]})"
         raise UserError(use.key, problem, got=use.path, remedy="save it again") from None
@@ -266,14 +278,14 @@ def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTraine
     return adapted_modules(fresh_shapes(empty, lora_config(lora, empty)))
 
 
-def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:
+def fresh_shapes(empty: PreTrainedModel, lora: LoraConfig) -> Shapes:
     """The shapes of a new adapter's tensors, under PEFT's names; the adapter stays on the empty base."""
     import torch
     from peft import PeftModel, get_peft_model_state_dict
 
-    from rlft.model.activations import peft_reads_the_old_name
+    from rlft.model.lora_config import as_configured
 
-    with torch.device("meta"), peft_reads_the_old_name():
+    with torch.device("meta"), as_configured():
         model = PeftModel(empty, lora, adapter_name=POLICY)
     state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}

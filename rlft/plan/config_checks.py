@@ -18,7 +18,7 @@ from rlft.config.schema import AUTO, DpoConfig, Keep, RmConfig, RunConfig, Sampl
 from rlft.data.files import files_at
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import loggers_of
-from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head
+from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan.adapters import AdapterUse, Use, check_folders, use_of_policy, uses, uses_of_rewards
 from rlft.plan.model_rules import check_engine, check_model, check_served
 from rlft.plan.roles import check_roles
@@ -166,10 +166,9 @@ def lora_of(config: SampleConfig) -> LoraSettings:
                 rank=fields["r"],
                 alpha=fields["lora_alpha"],
                 dropout=0.0,
-                target_modules=fields["target_modules"],
+                target_modules=layers_of(fields),
                 path=config.adapter,
-                use_rslora=bool(fields.get("use_rslora")),
-                use_dora=bool(fields.get("use_dora")),
+                **switches_of(fields),
             )
     return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
 

@@ -22,7 +22,7 @@ from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from torch.nn import Module
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 BYTES_OF_16_BITS = 2
@@ -178,15 +178,17 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
     An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
     """
     targets = lora.target_modules
+    if lora.experts or lora.router or lora.use_dora:
+        check_mixture(lora, empty_model(settings, model))
     if targets == ALL_LINEAR:
         return
     check_pattern(lora)
     import torch
 
-    from rlft.model.lora_config import left_out, linear_layers
+    from rlft.model.lora_config import linear_layers, without_adapter
 
     empty = empty_model(settings, model)
-    modules, without = dict(empty.named_modules()), left_out(empty)
+    modules, without = dict(empty.named_modules()), without_adapter(empty, lora)
     layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
     names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
     remedy = f"use all-linear, or a list of {', '.join(names)}"
@@ -196,12 +198,12 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             of_weight[_weight(module)].append(name)
     for target in [targets] if isinstance(targets, str) else targets:
         named = [name for name in modules if _is_target(name, target, targets)]
-        if not layers.intersection(named):
-            problem = "the model has no linear layer of that name"
-            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
-        if without.keys() >= layers.intersection(named):
+        if named and without.keys() >= (layers.intersection(named) or set(named)):
             why = next(without[name] for name in named if name in without)
             problem = f"names no layer that an adapter can learn on: {why}"
+            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+        if not layers.intersection(named):
+            problem = "the model has no linear layer of that name"
             raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
         for name in named:
             if name not in layers:
@@ -211,6 +213,36 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             if sharing:
                 problem = f"the weights of {name} are those of {sharing[0]}, so that its adapter could not be exported"
                 raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+
+
+def check_mixture(lora: LoraSettings, empty: PreTrainedModel) -> None:
+    """Checks that the model has the experts and routers that `lora.experts` and `lora.router` ask for, and that LoRA
+    can be on them: with stacked matrices there is neither dropout nor DoRA, nor where PEFT reads MLPs as such."""
+    from rlft.model.experts import is_mistaken, mixture_of
+    from rlft.model.lora_config import left_out, linear_layers
+
+    mixture, kind = mixture_of(empty), empty.config.model_type
+    if lora.experts:
+        has_experts, remedy = bool(mixture.stacked or mixture.linear), "leave it out"
+        require(has_experts, "lora.experts", f"a {kind} has no experts", got="true", remedy=remedy)
+        takes = not mixture.linear and all(mixture.stacked.values())
+        problem, remedy = f"adapters of experts are not supported in a {kind}", "set lora.experts=false"
+        require(takes, "lora.experts", problem, got="true", remedy=remedy)
+    if lora.router:
+        require(bool(mixture.routers), "lora.router", f"a {kind} has no routers", got="true", remedy="leave it out")
+        why = next((left_out(empty)[name] for name in mixture.routers if name in left_out(empty)), None)
+        problem, remedy = f"the routers of a {kind} cannot learn: {why}", "set lora.router=false"
+        require(why is None, "lora.router", problem, got="true", remedy=remedy)
+    if mixture.parameters(experts=lora.experts, router=lora.router):
+        keys = " and ".join(f"lora.{name}=false" for name in ("experts", "router") if getattr(lora, name))
+        problem = f"adapters of a {kind}'s experts or routers have none"
+        require(lora.dropout == 0, "lora.dropout", problem, got=lora.dropout, remedy=f"set it to 0, or {keys}")
+        problem, remedy = f"adapters of a {kind}'s experts or routers have no magnitudes", f"set it to false, or {keys}"
+        require(not lora.use_dora, "lora.use_dora", problem, got="true", remedy=remedy)
+    if lora.use_dora and lora.target_modules == ALL_LINEAR:
+        mistaken = sorted(name for name in linear_layers(empty) if is_mistaken(name, kind))
+        problem, remedy = f"PEFT takes the MLPs of a {kind} for experts", "set it to false, or name other layers"
+        require(not mistaken, "lora.use_dora", f"{problem} and could not read them", got="true", remedy=remedy)
 
 
 def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
@@ -228,12 +260,20 @@ def check_adapted(
     engine: Engine, lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig, folder: str | None = None
 ) -> None:
     """Checks that the engine can load an adapter of these settings, which is in this folder if `adapter` names one."""
+    from rlft.model.backbone import resolve_device
+    from rlft.model.experts import mixture_of
+
+    device = resolve_device(settings.device).type
+    if not engine.serves_experts(device) and mixture_of(empty_model(settings, model)).stacked:
+        problem = f"{engine.title} on a {device} computes no adapters on a model with experts"
+        remedy = "use generation=transformers"
+        raise UserError("generation.engine", problem, got=engine.title, remedy=remedy)
     problem = engine.unserved(lambda: sorted(modules_to_adapt(lora, settings, model)))
     if problem is not None and folder is not None:
         raise UserError("adapter", problem, got=folder, remedy="use generation=transformers")
     if problem is not None:
-        remedy = "name other layers, such as [q_proj,v_proj], or use generation=transformers"
-        raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy)
+        remedy = "set it to false, or use generation.vllm.weights=adapter or generation=transformers"
+        raise UserError("lora.experts", problem, got="true", remedy=remedy)
 
 
 def has_bitsandbytes() -> bool:

@@ -78,12 +78,13 @@ def backward(
         outputs = roles.outputs(batch, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
         outputs = outputs if values is None else replace(outputs, values=values.detach())
         loss = algorithm.loss(outputs, batch, scale)
+    routing = roles.routing()
     if loss.total.requires_grad:
         loss.total.backward()
         roles.check_gradients()
         if algorithm.needs_values and values is None:
             roles.check_gradients(CRITIC)
-    return loss.metrics
+    return {**loss.metrics, **routing}
 
 
 def text_passes(

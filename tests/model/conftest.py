@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlft.model import forward
 from rlft.model.kernels import attention, elementwise, flash_attention, layer_branches
@@ -127,6 +127,23 @@ def random_model() -> Callable[..., PreTrainedModel]:
                 if parameter.ndim == 1:  # norms and biases, so that none of them is a bystander
                     parameter.data += 0.1 * torch.randn_like(parameter)
         attention.install(model)
+        return model.requires_grad_(False).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_moe() -> Callable[..., PreTrainedModel]:
+    """Builds a random, frozen model of this type with these fields, as transformers computes it."""
+
+    def build(kind: str, keys: Mapping[str, Any], device: str = "cpu") -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(kind, **SIZES | {"head_dim": 8, "num_hidden_layers": 2} | dict(keys))
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, parameter in model.named_parameters():
+                if "experts" in name and parameter.dim() > 1:
+                    parameter.data = 0.2 * torch.randn_like(parameter)
         return model.requires_grad_(False).eval()
 
     return build

@@ -340,7 +340,6 @@ SOMETHING: dict[str, Any] = {
     "kasa_config": {"beta": 1e-4},
     "megatron_config": {"a": 1},
     "monteclora_config": {"num_samples": 8},
-    "target_parameters": ["mlp.experts.down_proj"],
     "use_bdlora": {"nblocks": 2},
     "use_qalora": True,
     "velora_config": {"num_groups": 64},

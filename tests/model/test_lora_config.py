@@ -251,7 +251,7 @@ def test_a_folders_config_gets_the_names_of_the_trained_model():
     )
     named_inside(config, names, [f"base_model.model.{layer}.lora_A.weight"])
     inside = "model.layers.0.self_attn.q_proj"
-    assert (config.target_modules, config.exclude_modules) == ({inside}, None)
+    assert (config.target_modules, config.exclude_modules) == ([inside], None)
     assert (config.rank_pattern, config.alpha_pattern) == ({inside: 2}, {inside: 64})
 
 
@@ -359,7 +359,7 @@ def test_blocks_of_which_some_lack_a_layer_are_named_one_by_one(monkeypatch: pyt
     names = [f"model.layers.{i}.self_attn.{name}" for i in (1, 11) for name in ("k_proj", "v_proj")]
     names += [f"model.layers.{i}.mlp.gate_proj" for i in range(12)]
     monkeypatch.setattr(module, "left_out", lambda model: dict.fromkeys(names, ""))
-    pattern = exclusion(model)
+    pattern = exclusion(model, LORA)
     assert pattern is not None
     assert {name for name in linear_layers(model) if re.fullmatch(pattern, name)} == set(names)
     assert pattern.count("gate_proj") == 1

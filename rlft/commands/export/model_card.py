@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from rlft.config.instantiate import component_name
-from rlft.config.model import ALL_LINEAR, EMBEDDED, looks_local
+from rlft.config.model import ALL_LINEAR, EMBEDDED, SWITCHES, looks_local
 from rlft.data.files import is_data_file
 from rlft.data.templates import PLACEHOLDER, for_typed, prompt_of
 from rlft.generation.vllm.engine import VLLM
 from rlft.logger.jsonl import EVALUATIONS, read_lines
-from rlft.model.adapter_folder import CONFIG
+from rlft.model.adapter_folder import CONFIG, switches_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind, NamedRun
@@ -157,7 +157,7 @@ def facts(config: Config) -> list[tuple[str, str]]:
         rows.append(("A step", f"{config['prompts_per_step']} prompts x {config['group_size']} completions"))
     rows += [("A step", f"{config[key]} {unit}") for key, unit in STEPS.items() if key in config]
     if lora := config.get("lora"):
-        lora_kinds = {name: True for name in ("use_rslora", "use_dora") if lora.get(name)}
+        lora_kinds = {name: True for name in SWITCHES if lora.get(name)}
         lora_keys = {key: lora[key] for key in ("rank", "alpha", "dropout", "target_modules")}
         rows.append(("Adapter", keys_text({**lora_keys, **lora_kinds})))
     if trainer := config.get("trainer"):
@@ -241,7 +241,7 @@ def reward_command(config: Config, adapter: Config, name: str) -> str:
     keys |= {"reward.learned.path": name, "lora.rank": adapter["r"], "lora.alpha": f"{adapter['lora_alpha']:g}"}
     if targets not in (None, ALL_LINEAR):
         keys["lora.target_modules"] = targets
-    keys |= {f"lora.{kind}": "true" for kind in ("use_rslora", "use_dora") if adapter.get(kind)}
+    keys |= {f"lora.{name}": "true" for name, is_on in switches_of(adapter).items() if is_on}
     return command_line("rlft", "train", "reward=[exact_match,learned]", *overrides(keys))
 
 
@@ -297,7 +297,8 @@ def usage(card: Card, adapter: Config) -> str:
         + ")",
         "print(answers[0].outputs[0].text)",
     ]
-    vllm_can_load = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
+    switches = switches_of(adapter)
+    vllm_can_load = is_model or not (switches["use_dora"] or switches["experts"])  # vLLM refuses such adapters
     programs = [code(transformers_lines), *([code(vllm_lines)] if vllm_can_load else [])]
     return "\n\n".join(filter(None, ("## Use", "\n\nor\n\n".join(programs), note)))
 
@@ -392,6 +393,8 @@ def why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
         return "llama.cpp has no DoRA"
     if adapter.get("use_rslora"):
         return "llama.cpp scales adapters by alpha / rank, not by rsLoRA's alpha / sqrt(rank)"
+    if switches_of(adapter)["experts"]:
+        return "its converter does not read adapters of stacked experts"
     return None
 
 

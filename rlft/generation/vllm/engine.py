@@ -132,7 +132,10 @@ class VLLM(Engine):
         check_options(self.options)
 
     def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
-        return None if self.weights == "merged" else unserved(modules())
+        return unserved(modules()) if self.weights == "merged" else None
+
+    def serves_experts(self, device: str) -> bool:
+        return self.weights == "merged" or device != "cpu"  # with adapters its experts are Triton's
 
     @property
     def rounds(self) -> bool:
@@ -265,14 +268,9 @@ def _part(name: str, size: int, key: str, when: When = When.always) -> MemoryPar
 
 
 def unserved(modules: Iterable[str]) -> str | None:
-    """Why vLLM cannot load an adapter that is on these modules of the base; None if it can.
-
-    Of experts whose weights are stacked in one tensor PEFT saves one pair of matrices, and vLLM reads one per expert.
-    """
-    for name in modules:
-        if name.removesuffix(".base_layer").endswith(".experts"):
-            return f"vLLM loads no adapter on stacked experts ({name})"
-    return None
+    """Why an adapter on these modules of the base is not merged into vLLM's weights; None if it is."""
+    stacked = next((name for name in modules if name.endswith(".experts")), None)
+    return None if stacked is None else f"adapters of stacked experts are not merged ({stacked})"
 
 
 def check_options(options: Mapping[str, Any]) -> None:

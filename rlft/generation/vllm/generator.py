@@ -17,6 +17,7 @@ from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.engine import EngineArgs, Generator, TokenCallback
 from rlft.generation.held import DOWN, UP, Held, held
 from rlft.generation.stops import shown_texts
+from rlft.generation.vllm.experts import of_experts, one_by_one
 from rlft.generation.vllm.guest import (
     answers,
     end,
@@ -113,6 +114,8 @@ class VLLMGenerator(Generator):
         self._merged_weights: MergedWeights | None = None
         self._tokenizer = self._llm.get_tokenizer()
         self._files = AdapterFiles()
+        self._model_path = args.model_path
+        self._base = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._rows: dict[str, int] = {}  # {adapted module: rows of its B} of the adapter in use
@@ -149,7 +152,7 @@ class VLLMGenerator(Generator):
             return
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-        folder = self._files.write(adapter)
+        folder = self._files.write(self._as_it_reads(adapter))
         self._num_loads += 1
         request = LoRARequest(f"policy-v{adapter.version}-{self._num_loads}", self._num_loads, str(folder))
         remedy = "change the adapter's settings, or choose generation=transformers"
@@ -196,6 +199,14 @@ class VLLMGenerator(Generator):
             return held(read_slots(models[0], self._lora.lora_int_id, self._rows), faults, unread)
         except LAYOUT_ERRORS as error:
             return f"this vLLM keeps adapters in another way ({type(error).__name__}: {error})"
+
+    def _as_it_reads(self, adapter: Adapter) -> Adapter:
+        """The adapter, with experts one by one unless this model of vLLM's takes them stacked."""
+        if not any(of_experts(adapter)):
+            return adapter
+        [engine] = self._awake().apply_model(_itself)
+        stacked = getattr(engine, "is_3d_moe_weight", False)
+        return adapter if stacked else one_by_one(adapter, self._model_path, **self._base)
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """Draws n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.

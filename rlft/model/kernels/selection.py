@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
-from rlft.model.kernels import attention, decoder_layer, elementwise, lora_linear, recurrent
+from rlft.model.kernels import attention, decoder_layer, elementwise, lora_experts, lora_linear, recurrent
 from rlft.model.kernels.decoder_layer import FAMILIES, TESTED, Family
 
 Replaced = tuple[nn.Module, Any, Any]
@@ -115,10 +115,15 @@ class Kernels:
         self.decision = Decision(choice=KernelChoice.plain, reason=reason, requested=False)
 
     # -- adapters --------------------------------------------------------------------------------------------------
-    def choose_layers(self, config: LoraConfig) -> None:
-        """Makes adapters of this config use rlft's layers, or PEFT's if kernels are plain."""
+    def choose_layers(self, config: LoraConfig, model: nn.Module) -> None:
+        """Makes adapters of this config use rlft's layers, or PEFT's if kernels are plain.
+
+        That of stacked experts is rlft's for all types of models, and PEFT's only if `model.kernels` asks for it.
+        """
         if not self.are_plain:
             lora_linear.install(config)
+        if not (self.are_plain and self.decision.requested):
+            lora_experts.install(config, model)
 
 
 def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: bool) -> Kernels:

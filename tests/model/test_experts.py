@@ -1,0 +1,177 @@
+"""Mixtures of experts: what is adapted in each family, and adapters of experts and routers in files and roles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from rlft.batch import score_sequences
+from rlft.config.model import LoraSettings
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.model.adapter_folder import adapted_modules, layers_of, switches_of
+from rlft.model.backbone import Backbone
+from rlft.model.kernels import selection
+from rlft.model.kernels.lora_experts import LoraExperts
+from rlft.model.lora_config import lora_config
+from rlft.model.roles import POLICY, REFERENCE, SAMPLER
+from rlft.plan.adapters import fresh_shapes
+
+LORA = LoraSettings(rank=4, alpha=4.0, dropout=0.0, target_modules="all-linear", path=None)
+MANY = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+GATED = {"gate_proj", "up_proj", "down_proj"}
+# type: (keys, kinds of layers that all-linear is besides attention, the router and other gates of experts)
+FAMILIES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+    "mixtral": (LOCAL, set(), {"gate"}),
+    "qwen2_moe": (MANY, GATED, {"gate", "shared_expert_gate"}),
+    "qwen3_moe": (MANY | {"mlp_only_layers": [1]}, GATED, {"gate"}),
+    "qwen3_5_moe_text": (MANY | {"layer_types": ["full_attention"] * 2}, GATED, {"gate", "shared_expert_gate"}),
+    "deepseek_v3": (ROUTED | LATENT, GATED, {"gate"}),
+    "glm4_moe": (ROUTED, GATED, {"gate"}),
+    "olmoe": (MANY, set(), {"gate"}),
+    "gpt_oss": (LOCAL, set(), {"router"}),
+    "ernie4_5_moe": ({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}, GATED, {"gate"}),
+    "minimax_m2": (LOCAL | {"rotary_dim": 8}, set(), {"gate"}),
+    "granitemoe": (LOCAL, set(), {"router"}),
+    "hunyuan_v1_moe": ({"num_experts": 4, "moe_topk": 2}, GATED, {"wg"}),
+    "afmoe": (MANY | {"num_dense_layers": 1, "num_shared_experts": 1}, GATED, {"gate"}),
+    "gemma4_text": (
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
+         "hidden_size_per_layer_input": 0, "global_head_dim": 8}, GATED, {"proj"},
+    ),
+    "jamba": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 1, "attn_layer_offset": 0,
+         "expert_layer_period": 1, "expert_layer_offset": 0}, set(), {"router"},
+    ),
+}  # fmt: skip
+ONCE = {"mixtral": True, "deepseek_v3": False, "gpt_oss": True, "jamba": True}
+"""{type: whether its routers are adapted, too} of those that are tried in full: others differ in nothing but names."""
+SEQUENCES = [[5, 9, 11, 30, 7, 8, 20, 21], [7, 8, 9, 12, 40, 41, 13, 50]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(random_moe) -> None:
+    for kind, (keys, others, routers) in FAMILIES.items():
+        for experts, router in (
+            (False, False),
+            (True, True),
+            *([(True, False), (False, True)] if kind in ONCE else ()),
+        ):
+            model = random_moe(kind, keys, "meta")
+            config = lora_config(replace(LORA, experts=experts, router=router), model)
+            modules = adapted_modules(fresh_shapes(model, config))
+            kinds = {name.rpartition(".")[2] for name in modules if ".self_attn." not in name}
+            assert any(".self_attn." in name for name in modules), kind
+            assert kinds == others | ({"experts"} if experts else set()) | (routers if router else set()), kind
+
+
+@pytest.fixture
+def roles_on(make_roles, backbone, random_moe):
+    """Builds roles on a random model of a type in FAMILIES."""
+
+    def build(kind: str, **keys: Any) -> Any:
+        model = random_moe(kind, FAMILIES[kind][0])
+        kernels = selection.install(model, selection.KernelChoice.auto, own_attention=True)
+        own = Backbone(model=model, tokenizer=backbone.tokenizer, device=torch.device("cpu"), path="x", kernels=kernels)
+        return make_roles(backbone=own, **keys)
+
+    return build
+
+
+def scores(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.tensor(score_sequences(model, SEQUENCES, torch.device("cpu")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler_and_in_peft(
+    roles_on, random_moe, tmp_path
+) -> None:
+    for kind, router in ONCE.items():
+        switches = {"experts": True, "router": router}
+        roles = roles_on(kind, noise=0.1, **switches)
+        expected, published = scores(roles.model), roles.publish(1)
+        assert {name: switches_of(published.config)[name] for name in switches} == switches
+        roles.load_sampler(published, weights="merged")
+        with torch.no_grad(), roles.using(SAMPLER):
+            torch.testing.assert_close(scores(roles.model), expected, rtol=0, atol=1e-5)
+        with torch.no_grad(), roles.using(None):
+            assert (scores(roles.model) - expected).abs().max() > 0.05, kind
+        files = AdapterFiles(tmp_path)
+        folder = str(files.write(published))
+        again = roles_on(kind, path=folder, reference="copy", **switches)
+        torch.testing.assert_close(scores(again.model), expected, rtol=0, atol=1e-5)
+        assert again.publish(1).config == published.config
+        # as `rlft sample adapter=` reads it, from its adapter_config.json alone
+        alone = replace(LORA, target_modules=layers_of(published.config), **switches_of(published.config))
+        empty = random_moe(kind, FAMILIES[kind][0], "meta")
+        assert fresh_shapes(empty, lora_config(alone, empty)).keys() == published.weights.keys(), kind
+        weights = again.weights(REFERENCE)
+        assert all(torch.equal(tensor, published.weights[name]) for name, tensor in weights.items())
+        for plain in (False, True):  # a policy without experts, or with the same
+            frozen = roles_on(kind, reference=folder, **({} if plain else switches))
+            with torch.no_grad(), frozen.using(REFERENCE):
+                torch.testing.assert_close(scores(frozen.model), expected, rtol=0, atol=1e-5)
+            assert any(isinstance(module, LoraExperts) for module in frozen.model.modules())
+        theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
+        torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(scores(theirs.merge_and_unload()), expected, rtol=0, atol=1e-4)
+        files.close()
+
+
+def test_every_parameter_of_experts_gets_a_gradient_though_some_get_no_token(roles_on, make_batch) -> None:
+    batch = make_batch([(0, [5, 9], [12])])
+    for kind in ("mixtral", "gpt_oss"):
+        roles = roles_on(kind, noise=0.1, experts=True, router=True)
+        with roles.training():
+            roles.outputs(batch, False).logprobs.sum().backward()
+        roles.check_gradients()
+        gradient = dict(roles.named_parameters())[
+            f"base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.{POLICY}.weight"
+        ].grad
+        per_expert = gradient.view(4, -1).abs().sum(1)
+        assert per_expert.max() > 0, kind
+
+
+def test_the_load_of_the_busiest_expert_is_that_of_passes_with_gradient(roles_on, make_batch) -> None:
+    batch = make_batch([(0, [5, 9], [12, 13, 14])])
+    for kind, experts in (("mixtral", True), ("gpt_oss", False)):
+        roles = roles_on(kind, experts=experts)
+        seen = []
+        module = roles.model.get_base_model().get_submodule("model.layers.1.mlp.experts")
+        hook = module.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[1].clone()))
+        with torch.no_grad():
+            roles.outputs(batch, False)
+        assert roles.routing() == {}
+        roles.outputs(batch, False)
+        hook.remove()
+        load = float(roles.routing()["router/load_max"])
+        last = torch.bincount(seen[-1].reshape(-1), minlength=4)
+        assert 4 * int(last.max()) / int(last.sum()) <= load <= 2.0  # two experts of four get each token
+        assert roles.routing() == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_reads_dense_layers_that_it_takes_for_those_of_experts_elsewhere(roles_on, random_moe, tmp_path) -> None:
+    for kind, by_weight in (("qwen3_moe", True), ("deepseek_v3", True), ("qwen2_moe", False)):
+        roles = roles_on(kind, noise=0.1, dropout=0.1)
+        expected, published = scores(roles.model), roles.publish(1)
+        assert bool(published.config["target_parameters"]) == by_weight, kind
+        files = AdapterFiles(tmp_path)
+        folder = str(files.write(published))
+        theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
+        torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(scores(roles_on(kind, path=folder).model), expected, rtol=0, atol=1e-5)
+        files.close()
