@@ -43,6 +43,9 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=getattr(torch, asked.dtype))
         tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    if tokenizer.eos_token is None:  # TRL needs an end token: one that the model cannot sample
+        tokenizer.add_tokens([f"<{i}>" for i in range(len(tokenizer), model.config.vocab_size)])
+        tokenizer.add_special_tokens({"eos_token": "<end>"})
     if model.generation_config.eos_token_id is None:  # else TRL takes it for a list of numbers
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     config = GRPOConfig(

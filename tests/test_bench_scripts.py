@@ -82,7 +82,7 @@ def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Siz
     rows = write_prompts(tmp_path / "prompts.jsonl", work, steps=3).read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert {len(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in rows} == {17}
-    assert tokenizer.eos_token_id == small.vocabulary, "one more than the model can say"
+    assert tokenizer.eos_token_id is None
     logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.tensor([[1, 2, 3]])).logits
     assert logits.shape[-1] == small.vocabulary
 

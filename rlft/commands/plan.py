@@ -21,7 +21,7 @@ from rlft.logger.text import one_line, visible
 from rlft.loop.parts import free_bytes, needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
-from rlft.plan.memory_parts import Demand, engine_memory, memory_shortfall, parts, teacher_memory
+from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
@@ -143,17 +143,8 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
     recompute = plan.config.model.gradient_checkpointing
     if recompute == AUTO:  # on a CPU
         room = free if limit is None else max(0, limit - process - model.base_bytes)
-        adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
-        recompute = needs_checkpointing(
-            model.config,
-            plan.config.token_budget,
-            model.itemsize,
-            room,
-            device=demand.device,
-            plain=model.plain,
-            joint=model.kernels.joint_layers and not demand.whole_model,
-            adapter=adapter_bytes,
-        )
+        kept = layers_kept(model, demand)
+        recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room, **kept)
     demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
     facts = planned_facts(plan, model, demand)
     return Planned(

@@ -9,16 +9,18 @@ from typing import Any
 
 
 class When(StrEnum):
-    """When a part is in use; `sampling`, `annotating` and `updating` are never at the same time.
+    """When a part is in use; all but `always` are never at the same time.
 
     Attributes:
         annotating: during the passes without gradient over a step's rows, before its updates.
+        stepping: while the optimizer changes the weights, after an update's passes.
     """
 
     always = "always"
     sampling = "sampling"
     annotating = "annotating"
     updating = "updating"
+    stepping = "stepping"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

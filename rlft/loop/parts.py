@@ -67,7 +67,7 @@ def load_for_training(
             layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
         device = backbone.device.type
         adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
-        joint = lora is not None and backbone.kernels.decision.joint_layers
+        joint = lora is not None and backbone.kernels.decision.joint_layers and layers.serves_joint(plain=plain)
         needed = needs_checkpointing(
             model.config, token_budget, itemsize, free, device=device, plain=plain, joint=joint, adapter=adapter_bytes
         )

@@ -21,7 +21,8 @@ class LayerSizes:
     Attributes:
         queries: of all heads' queries, and of their outputs.
         keys: of all heads' keys, and of their values; 0 in a model without attention.
-        mlp: of the MLP's gate.
+        mlp: of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of
+            their inputs and outputs, which are kept for each of them.
     """
 
     queries: int
@@ -51,13 +52,28 @@ def _of_layer(layer: Any, i: int, number: int) -> LayerSizes:
     heads, hidden = size("num_attention_heads"), layer.hidden_size
     head = size("head_dim") or (hidden // heads if heads else 0)
     key_heads = size("num_key_value_heads") or heads
-    return LayerSizes(
-        queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=size("intermediate_size") or 4 * hidden
-    )
+    mlp = size("intermediate_size") or 4 * hidden
+    if experts := size("num_experts_per_tok"):
+        expert = size("moe_intermediate_size") or mlp
+        shared = size("shared_expert_intermediate_size") or expert * size("n_shared_experts")
+        mlp = experts * (expert + hidden // 2) + shared
+    return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp)
 
 
 LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**26}
 """Number of logits alive at a time: 8 MiB in float32 fit into a CPU's cache, 256 MiB keep a GPU busy."""
+TILE = 128
+
+
+def logit_rows(vocabulary: int, device: str) -> int:
+    """Number of tokens whose logits are alive at a time, on a GPU a multiple of a product's tiles if there are so many.
+
+    >>> logit_rows(151936, "cuda"), logit_rows(151936, "cpu"), logit_rows(2**20, "cuda")
+    (384, 13, 64)
+    """
+    rows = max(1, LOGIT_CHUNK["cpu" if device == "cpu" else "cuda"] // vocabulary)
+    return rows // TILE * TILE if device != "cpu" and rows > TILE else rows
+
 
 ADAPTER_ITEM = 4
 """Bytes of an adapter's weight, which is float32 whatever the base's are, and of a number computed with it."""
@@ -112,6 +128,7 @@ class AdapterLayers:
         inputs: sum of these layers' input sizes.
         shared_inputs: the same sum, with an input that several layers of a module share (queries, keys, values) once.
         outputs: sum of their output sizes.
+        ranks: sum of their ranks.
         largest: (input size, output size) of the largest of them.
         dropout: whether inputs are dropped at random.
         dora: whether outputs are scaled by learned magnitudes (DoRA, arXiv 2402.09353).
@@ -121,6 +138,7 @@ class AdapterLayers:
     inputs: int = 0
     shared_inputs: int = 0
     outputs: int = 0
+    ranks: int = 0
     largest: tuple[int, int] = (0, 0)
     dropout: bool = False
     dora: bool = False
@@ -133,29 +151,35 @@ class AdapterLayers:
         """The layers of an adapter whose tensors have these shapes, by PEFT's names."""
         inputs = {name.partition(".lora_A")[0]: shape[1] for name, shape in shapes.items() if ".lora_A" in name}
         outputs = {name.partition(".lora_B")[0]: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
+        ranks = sum(shape[0] for name, shape in shapes.items() if ".lora_A" in name)
         shared = {(name.rpartition(".")[0], size) for name, size in inputs.items()}
         sizes = [(inputs[name], outputs[name]) for name in inputs]
         return cls(
             inputs=sum(inputs.values()),
             shared_inputs=sum(size for _, size in shared),
             outputs=sum(outputs.values()),
+            ranks=ranks,
             largest=max(sizes, key=lambda size: size[0] * size[1], default=(0, 0)),
             dropout=dropout,
             dora=dora,
             quantized=quantized,
         )
 
+    def serves_joint(self, *, plain: bool) -> bool:
+        """Whether the joint functions of the fast kernels can have this adapter; `plain`: whether there are none."""
+        return not (plain or self.dropout or self.dora or self.quantized)
+
     def bytes_of_a_token(self, itemsize: int, device: str, *, plain: bool) -> int:
         """Bytes of a token that all layers keep for the backward.
 
         `itemsize` is that of the base's activations; `plain` layers are computed as PEFT does it.
         """
-        if not (plain or self.dropout or self.dora or self.quantized):
-            return 0
-        kept = 0
+        if self.serves_joint(plain=plain):
+            return itemsize * self.ranks
+        kept = ADAPTER_ITEM * self.ranks
         if self.dropout or itemsize != ADAPTER_ITEM:
             # Each layer keeps an input of its own, dropped or in float32, instead of the one that layers share.
-            kept = ADAPTER_ITEM * self.inputs - itemsize * self.shared_inputs
+            kept += ADAPTER_ITEM * self.inputs - itemsize * self.shared_inputs
         if self.dropout:
             kept += (ADAPTER_ITEM if device == "cpu" else 1) * self.inputs  # the noise; on a GPU a mask of booleans
         if self.dora:  # separate outputs of base and adapter; with dropout the base gets the adapter's input
@@ -182,32 +206,39 @@ def activation_bytes(
     plain: bool = False,
     joint: bool = False,
     adapter: int = 0,
+    predicted: int | None = None,
+    repeated: int = 0,
 ) -> int:
     """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
     MLP the gate, up and, unless it is computed again (`joint`), their product. In 16 bits the norms' inputs are kept in
-    float32, except by the kernels of a CUDA GPU. Low-rank products and normalisers are left out (a few per cent), and
-    so are logits, which are alive for a chunk of tokens only. The last layer is counted like the others, though its
-    MLP keeps less.
+    float32, except by the kernels of a CUDA GPU. Normalisers are left out (less than a per cent), and so are logits,
+    which are alive for a chunk of tokens only.
 
     `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `joint` says whether the kernels
-    have one function for a whole branch of a layer, which serves adapters that keep nothing, in 16 bits on a GPU only;
+    have one function for a whole branch of a layer and can have the adapter, which they do in 16 bits on a GPU only;
     `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is "cpu" or "cuda".
+    `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all of them. `repeated`: number
+    of keys of all completions where a prompt's are repeated for each of them, by an attention with a mask, which also
+    keeps copies of what it is given; 0 for attention that repeats nothing.
     """
     text = config.get_text_config()
-    joint = joint and not adapter and (device != "cpu" or itemsize >= ADAPTER_ITEM)
+    joint = joint and (device != "cpu" or itemsize >= ADAPTER_ITEM)
     of_a_norm = itemsize if device != "cpu" and not plain else 4
-    norms = 2 * text.hidden_size * (itemsize + of_a_norm)
-    layers = sum(
-        norms + (2 * layer.queries + 2 * layer.keys + (4 if plain else 2 if joint else 3) * layer.mlp) * itemsize
-        for layer in layer_sizes(config)
-    )
-    return tokens * (layers + adapter)
+    norm = text.hidden_size * (itemsize + of_a_norm)
+    sizes = layer_sizes(config)
+    mlps = [norm + (4 if plain else 2 if joint else 3) * layer.mlp * itemsize for layer in sizes]
+    attentions = sum(norm + 2 * (layer.queries + layer.keys) * itemsize for layer in sizes)
+    if repeated and predicted is not None:
+        masked = (2 * repeated + 3 * (tokens - predicted) + predicted + 2 * tokens) * itemsize
+        attentions = sum(norm + masked * layer.queries // tokens for layer in sizes)
+    narrowed = 0 if predicted is None else (tokens - predicted) * mlps[-1]
+    return tokens * (attentions + sum(mlps) + adapter) - narrowed
 
 
-def checkpointed_bytes(config: Any, tokens: int, itemsize: int, **layers: Any) -> int:
-    """Like `activation_bytes`, with gradient checkpointing: all layers' inputs, and one layer's activations."""
+def checkpointed_bytes(config: Any, tokens: int, itemsize: int, **layers: Any) -> tuple[int, int]:
+    """(bytes of all layers' inputs, which gradient checkpointing keeps; those of one layer's activations)."""
     text = config.get_text_config()
     whole = activation_bytes(config, tokens, itemsize, **layers)
-    return tokens * text.hidden_size * text.num_hidden_layers * itemsize + whole // text.num_hidden_layers
+    return tokens * text.hidden_size * text.num_hidden_layers * itemsize, whole // text.num_hidden_layers

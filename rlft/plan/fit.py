@@ -36,8 +36,6 @@ from rlft.types import UserError
 GIB = 2**30
 LOWERED_TOKENS = 4096
 """To so many tokens in a forward-backward `auto` lowers the budget before activations are computed again."""
-PLANNED_SHARE = 0.93
-"""Share of a GPU's memory that `auto` may plan to fill. The rest is for workspaces and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,16 +275,16 @@ def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, 
     """The plan for a GPU: with a token budget that fits; with gradient checkpointing where LOWERED_TOKENS need it.
 
     Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the
-    rehearsal says what is too large. `memory` is the GPU's, in bytes, of which a part is left free (PLANNED_SHARE).
+    rehearsal says what is too large. `memory` is the GPU's, in bytes.
     """
-    config, process, limit = plan.config, context_bytes(plan), int(PLANNED_SHARE * memory)
+    config, process = plan.config, context_bytes(plan)
     budget, recompute = config.token_budget, config.model.gradient_checkpointing
     if recompute == AUTO:  # it makes a step a third longer, and smaller products do not, down to LOWERED_TOKENS
         longest = demand.prompt_tokens + demand.completion_tokens
         lowest = min(budget, max(LOWERED_TOKENS, longest)) if may_lower else budget
-        recompute = peak(parts(model, replace(demand, token_budget=lowest, recompute=False), process)) > limit
+        recompute = peak(parts(model, replace(demand, token_budget=lowest, recompute=False), process)) > memory
     if may_lower:
-        largest = largest_budget(model, replace(demand, recompute=recompute), process, limit)
+        largest = largest_budget(model, replace(demand, recompute=recompute), process, memory)
         budget = budget if largest is None else min(budget, largest)
     config = replace(config, model=replace(config.model, gradient_checkpointing=recompute))
     return replace(plan, config=with_number(config, plan.plain, budget))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from rlft.batch import select
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm import memory as vllm_memory
-from rlft.model.activations import LOGIT_CHUNK, activation_bytes, checkpointed_bytes
+from rlft.model.activations import activation_bytes, checkpointed_bytes, logit_rows
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
@@ -69,6 +70,11 @@ class TeacherDemand:
 FLOAT32, TOKEN_ID = 4, 8
 LEARNED_COPIES = 3
 """Tensors as large as a trained parameter that are kept for it: its gradient and AdamW's two averages."""
+MARGIN = 0.07
+"""Share of a GPU's memory that a plan leaves to what torch does not count."""
+OF_THE_PROCESS, OF_THE_MARGIN = "process and libraries", "graphs, workspaces, fragments"
+"""Parts that torch's allocator does not count: on a GPU a CUDA context, and the margin for CUDA graphs, workspaces of
+libraries, and blocks of the allocator that nothing fits into."""
 ACTIVATIONS = "activations"
 CRITIC_HOLES = 0.45
 """Share of the activations of a critic's own pass that stay as freed but unusable blocks (measured: 0.32 to 0.47)."""
@@ -79,6 +85,10 @@ TOP_K_LOGITS = 4
 logits, and the gradients of their sum, of the tokens' own and of both."""
 TOP_K_FIELDS = 4
 """Float tensors `[B, T, K]` of a micro-batch that are alive beside them (measured)."""
+PADDED_LOGITS = 5
+"""Float32 copies of logits that are alive in autograd's backward, of all logits in padded rows, else of a chunk: the
+logits, the gradients through the normaliser (two), through the tokens' own logits, and of both; of given tokens there
+is one more."""
 BATCH_FIELDS = 8
 """Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much memory as three more."""
 
@@ -167,12 +177,16 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     engine = engine_memory(model, demand)
     has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
     adapters = demand.adapters + has_copy
+    copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
     learned_by = "model.dtype" if demand.whole_model else "lora.rank"
+    step = demand.trainable * FLOAT32 * (demand.device != "cpu")  # on a GPU all roots of second moments at once
     counted = [
-        always("process and libraries", process + FIRST_USE * (demand.device == "cpu")),
+        always(OF_THE_PROCESS, process + FIRST_USE * (demand.device == "cpu")),
+        always(OF_THE_MARGIN, int(MARGIN * demand.device_memory) if demand.device != "cpu" else 0),
         always("base", base_bytes(model, demand), "model.dtype"),
-        always("adapters", (adapters * model.lora + demand.frozen) * FLOAT32, "lora.rank"),
+        always("adapters", (adapters * model.lora + demand.frozen) * (FLOAT32 + copy), "lora.rank"),
         always("optimizer and gradients", LEARNED_COPIES * demand.trainable * FLOAT32, learned_by),
+        MemoryPart(name="optimizer's step", bytes=step, when=When.stepping, key=learned_by),
     ]
     if norm := model.adapter.bytes_of_a_norm(model.itemsize):
         counted.append(always("weight norms of DoRA", norm, "lora.use_dora"))
@@ -228,7 +242,7 @@ def teachers_pass(demand: Demand) -> list[MemoryPart]:
     model = teacher.model
     tokens, predicted = largest_micro_batch(replace(demand, prompt_tokens=teacher.prompt_tokens), packed=model.packed)
     if model.packed:  # logits in float32 and their log-softmax, a chunk at a time
-        head = min(LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"], predicted * model.vocabulary) * 2 * FLOAT32
+        head = min(logit_rows(model.vocabulary, demand.device), predicted) * model.vocabulary * 2 * FLOAT32
     else:
         head = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     pass_bytes = tokens * model.layer_width * model.itemsize + head
@@ -241,40 +255,72 @@ def memory_shortfall(model: ModelSizes, demand: Demand) -> int:
 
 
 def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
-    """The parts of a forward and backward of the largest micro-batch, and of its batch."""
+    """The parts of a forward and backward of the largest micro-batch, and of its batch.
+
+    A GPU's allocator gives what the LM head has freed to the layers' backward: only the larger of both counts there.
+    """
     tokens, predicted = largest_micro_batch(demand, packed=model.packed)
-    count = checkpointed_bytes if demand.recompute else activation_bytes
-    adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
-    activations = count(
-        model.config,
-        tokens,
-        model.itemsize,
-        device=demand.device,
-        plain=model.plain,
-        joint=model.kernels.joint_layers and not demand.whole_model,
-        adapter=adapter_bytes,
-    )
-    gradients, head = tokens * model.layer_width * model.itemsize, 0
-    if demand.through_head and not model.packed:
-        # all logits, their log-softmax and its gradient; of given tokens a gradient of its own
-        head = (3 + (demand.top_k > 0)) * tokens * model.vocabulary * FLOAT32
-    elif demand.through_head:
-        chunk = LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"]
-        copies = (2 if demand.entropy else 1) + (model.itemsize == 2)
-        of_outputs = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
-        if demand.top_k:  # this pass and the other one, one after the other
-            copies = max(copies, TOP_K_LOGITS + (model.itemsize == 2))
-        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + of_outputs
+    how = layers_kept(model, demand, predicted)
+    gradients, head = tokens * model.layer_width * model.itemsize, head_bytes(model, demand, tokens, predicted)
+    outputs = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1) if demand.through_head else 0
+    kept, of_a_layer = activation_bytes(model.config, tokens, model.itemsize, **how), 0
+    if demand.recompute:
+        kept, of_a_layer = checkpointed_bytes(model.config, tokens, model.itemsize, **how)
+    if demand.device == "cpu":
+        kept, head = kept + of_a_layer, head + outputs
+    else:
+        gradients -= tokens * model.hidden * model.itemsize  # of a layer's output, which that of its input overwrites
+        head += 4 * outputs  # the hidden states, their gradients, and the two terms of these
+        if head > of_a_layer + gradients:
+            gradients = 0
+        else:
+            kept, head = kept + of_a_layer, 0
     width = demand.prompt_tokens + demand.completion_tokens
     of_top_k = demand.top_k * (TOKEN_ID + FLOAT32)
-    if demand.top_k:
-        head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
     return [
-        MemoryPart(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
+        MemoryPart(name=ACTIVATIONS, bytes=kept, when=When.updating, key="token_budget"),
         MemoryPart(name="gradients of activations", bytes=gradients, when=When.updating, key="token_budget"),
         MemoryPart(name="LM head", bytes=head, when=When.updating, key="token_budget"),
         always("batch", demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k), "prompts_per_step"),
     ]
+
+
+def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
+    """What `activation_bytes` asks beside the number of tokens."""
+    joint = model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
+    repeated = 0  # flash attention, which repeats nothing, takes 16 bits
+    if predicted is not None and model.packed and demand.device != "cpu" and model.itemsize == FLOAT32:
+        repeated = predicted + predicted // demand.completion_tokens * demand.prompt_tokens
+    return {
+        "device": demand.device,
+        "plain": model.plain,
+        "joint": joint,
+        "adapter": model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain),
+        "predicted": predicted if model.packed and demand.device != "cpu" else None,
+        "repeated": repeated,
+    }
+
+
+def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -> int:
+    """Bytes that are alive while log-probs are computed, besides the hidden states' gradients; 0 if none are."""
+    if not demand.through_head:
+        return 0
+    if not model.packed:
+        return (PADDED_LOGITS + (demand.top_k > 0)) * tokens * model.vocabulary * FLOAT32
+    wide = FLOAT32 * (2 if demand.entropy else 1)
+    if demand.device == "cpu":
+        of_a_logit = wide + model.itemsize * (2 if demand.entropy else 1) * (model.itemsize == 2)
+    else:  # probs overwrite the logits; for an entropy they and their logarithm are float32, with a copy in 16 bits
+        of_a_logit = wide if model.itemsize == FLOAT32 else 12 if demand.entropy else 2
+    if demand.whole_model:  # autograd computes them, again in the backward
+        of_a_logit = max(of_a_logit, PADDED_LOGITS * FLOAT32)
+    if demand.top_k:  # this pass and the other one, one after the other
+        of_a_logit = max(of_a_logit, FLOAT32 * (TOP_K_LOGITS + (model.itemsize == 2)))
+    head = min(logit_rows(model.vocabulary, demand.device), predicted) * model.vocabulary * of_a_logit
+    if demand.top_k:
+        width = demand.prompt_tokens + demand.completion_tokens
+        head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
+    return head
 
 
 def left_by_sampling(model: ModelSizes, demand: Demand, engine: EngineMemory) -> int:

@@ -20,6 +20,7 @@ from rlft import cli
 from rlft.commands import plan
 from rlft.commands.plan import print_trials
 from rlft.commands.plan_command import read_bytes
+from rlft.plan.memory_parts import MARGIN
 from rlft.plan.trials import RewardTrial
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
@@ -189,7 +190,8 @@ def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
         return next(int(row["value"].replace(",", "")) for row in found["sizes"] if row["what"] == "token budget")
 
     large = planned(capsys, *ON_A_GPU, "device_memory=24GiB", "model.gradient_checkpointing=true")
-    short = f"device_memory={int(0.98 * large['peak_without_engine'] / (1 - 0.45))}"  # vLLM takes 0.45 of it
+    trainer = large["peak_without_engine"] - MARGIN * 24 * 2**30
+    short = f"device_memory={int(0.98 * trainer / (1 - 0.45 - MARGIN))}"  # vLLM takes 0.45 of it
     small = planned(capsys, *ON_A_GPU, short)
     assert small["fits"]
     assert 1000 < budget(small) < budget(large) == 32768

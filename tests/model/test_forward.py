@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlft.batch import select
+from rlft.model import activations
 from rlft.model.critic import ScalarHead
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
-from rlft.model.kernels import lm_head as head
 from rlft.model.kernels.attention import NAME
 from rlft.model.kernels.lm_head import head_of
 from rlft.model.packing import micro_batches, num_packed_tokens, pack
@@ -272,7 +272,7 @@ def test_the_size_of_logit_chunks_changes_nothing(tokens_at_once, random_model, 
     model = random_model("llama")
     parameters = with_lora(model)
     whole = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
-    monkeypatch.setattr(head, "LOGIT_CHUNK", {"cpu": tokens_at_once * 120 + 1})
+    monkeypatch.setattr(activations, "LOGIT_CHUNK", {"cpu": tokens_at_once * 120 + 1})
     sizes = LogitRows(model.get_output_embeddings().weight)
     with sizes:
         chunked = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)

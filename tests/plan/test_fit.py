@@ -15,8 +15,8 @@ from rlft.config.compose import compose
 from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
-from rlft.plan.fit import LOWERED_TOKENS, PLANNED_SHARE, fit_to_device, largest_budget, remedies
-from rlft.plan.memory_parts import parts
+from rlft.plan.fit import LOWERED_TOKENS, fit_to_device, largest_budget, remedies
+from rlft.plan.memory_parts import MARGIN, parts
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.types import UserError
 
@@ -104,7 +104,7 @@ def on_gpu(monkeypatch):
             plan = replace(plan, config=replace(plan.config, token_budget=GPU_TOKENS))
         for module in (fit, sizes):
             monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
-        properties = SimpleNamespace(total_memory=math.ceil(num_bytes / PLANNED_SHARE))
+        properties = SimpleNamespace(total_memory=math.ceil(num_bytes / (1 - MARGIN)) + 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return plan
 

@@ -20,7 +20,7 @@ from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
-from rlft.model.activations import LOGIT_CHUNK
+from rlft.model.activations import logit_rows
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
@@ -155,7 +155,7 @@ def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_
     ids, logprobs = torch.zeros(shape, dtype=torch.int64, device="meta"), torch.zeros(shape, device="meta")
     assert more["batch"] - less["batch"] == ids.nbytes + logprobs.nbytes
     _, predicted = largest_micro_batch(demand, packed=True)
-    logits = min(LOGIT_CHUNK["cpu"], predicted * sizes.vocabulary) * 4
+    logits = min(logit_rows(sizes.vocabulary, "cpu"), predicted) * sizes.vocabulary * 4
     view = predicted // demand.completion_tokens * shape[1] * 16 * 4
     assert more["LM head"] - less["LM head"] == 3 * logits + TOP_K_FIELDS * view
     assert {name for name in more if more[name] != less[name]} == {"batch", "LM head"}
@@ -218,20 +218,22 @@ def test_by_transformers_it_is_its_weights() -> None:
 
 def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_update_not_with_it() -> None:
     """One group of 4 completions of 200 after 300 tokens: 1,100 tokens of 3 x 18,944 + 3 x 3,584 elements of 2 bytes,
-    and of 800 x 152,064 logits a chunk of 2^26 twice in float32. In padded rows all logits of 4 x 500 tokens, 2 + 2 x 4
-    bytes each.
+    and of 800 x 152,064 logits a chunk of 384 rows twice in float32. In padded rows all logits of 4 x 500 tokens,
+    2 + 2 x 4 bytes each.
     """
     demand = Demand(
         adapters=1, trainable=0, prompt_tokens=100, completion_tokens=200, group=4, rows=16, update_rows=16,
         token_budget=1100, recompute=False, device="cuda", teacher=replace(IN_VLLM, share=None),
     )  # fmt: skip
     [part] = teachers_pass(demand)
-    assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 2**26 * 8, When.annotating)
+    assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 384 * 152_064 * 8, When.annotating)
     padded = replace(IN_VLLM, share=None, model=replace(MODEL, packed=False))
     [part] = teachers_pass(replace(demand, token_budget=2000, teacher=padded))
     assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
     assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []
-    beside = [MemoryPart(name=when, bytes=size, when=when) for when, size in zip(When, (1, 20, 400, 300), strict=True)]
+    beside = [
+        MemoryPart(name=when, bytes=size, when=when) for when, size in zip(When, (1, 20, 400, 300, 200), strict=True)
+    ]
     assert (peak(beside), busiest(beside)) == (401, When.annotating)
 
 

@@ -14,6 +14,7 @@ device="cuda")` made here and then moved.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import weakref
 from collections import Counter
@@ -24,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -33,7 +35,7 @@ CARD, HOST = torch.device("cuda:0"), torch.device("cpu")
 PACKAGE = f"{Path(rlft.__file__).parent}/"
 
 PRODUCTS = frozenset(
-    ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_flash_attention_forward", "_flash_attention_backward")
+    ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "_flash_attention_forward", "_flash_attention_backward")
 )
 """Operators that torch.compile leaves to a library, each with a launch of its own."""
 
@@ -65,7 +67,9 @@ class Counts:
     live: int = 0
     peak: int = 0
     by_line: bool = False
-    products: bool = False  # whether operators of the host count, as those of a compiled function
+    hollow: bool = False  # whether products give zeros, for launches and bytes of sizes that would take long
+    inside: str = ""  # the compiled function whose operators are running
+    fused: bool = False  # whether its last operator belongs to the kernel between two products
 
     def launch(self, name: str) -> None:
         self.launches[f"{name} @ {line()}" if self.by_line else name] += 1
@@ -113,6 +117,9 @@ class CardTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"CardTensor({self.inner!r})"
+
+    def __format__(self, spec: str) -> str:  # torch's own reads the number of plain tensors only
+        return format(self.item() if self.dim() == 0 else repr(self), spec)
 
     # `nn.Module.to` swaps a parameter for one of another type only if that has these two methods (`Module._apply`).
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -226,9 +233,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     to_card = device is not None and torch.device(device).type == "cuda"
     if not card and not to_card:
-        if COUNTS.products and (name := _operator(func).name) in PRODUCTS:
-            COUNTS.launch(name)
-        return func(*args, **kwargs)
+        return _run_inside(func, args, kwargs) if COUNTS.inside else func(*args, **kwargs)
     operator = _operator(func)
     if operator.name in ("_to_copy", "copy_"):
         return _copied(func, operator.name, args, plain, named, to_card)
@@ -240,13 +245,45 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _meet(func, operator.name, host)
     if operator.name in WAITS or _reads_a_mask(operator.name, plain):
         COUNTS.wait(operator.name)
-    out = _drawn(func, plain, named) if operator.draws else func(*plain, **named)
+    out = _drawn(func, plain, named) if operator.draws else _computed(func, operator.name, plain, named)
     if device is not None and not to_card:
         return out
     if operator.name not in WITHOUT_LAUNCH:
         COUNTS.launch(operator.name)
     out = _on_card(out)
     return return_and_correct_aliasing(func, args, kwargs, out) if operator.aliases and card else out
+
+
+def _run_inside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator of a compiled function: a launch for each product, whose operands and result are in memory, and one
+    for all that stands between two products."""
+    name = _operator(func).name
+    if name not in PRODUCTS:
+        if name not in WITHOUT_LAUNCH and not COUNTS.fused:
+            COUNTS.launch(f"compiled {COUNTS.inside}")
+            COUNTS.fused = True
+        return func(*args, **kwargs)
+    COUNTS.launch(name)
+    COUNTS.fused = False
+    out = _computed(func, name, args, kwargs)
+    for x in tree_leaves((args, out)):
+        if isinstance(x, Tensor):
+            _count_bytes(x)
+    return out
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operator's result; zeros of its shape for a product where `hollow` says so."""
+    if name == "histc" and not args[0].is_floating_point():  # a card counts integers
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    if not COUNTS.hollow or name not in PRODUCTS:
+        return func(*args, **kwargs)
+    if "out" in kwargs:
+        return kwargs["out"].zero_()
+    if name.endswith("_"):
+        return args[0]
+    shapes = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
+    return tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype), func(*shapes[0], **shapes[1]))
 
 
 def _meet(func: Any, name: str, host: list[Tensor]) -> None:
@@ -285,11 +322,16 @@ def _copied(
         COUNTS.wait("copy to host")
     elif target and not source:
         COUNTS.upload("copy to card")
-    else:
+    elif not (name == "copy_" and _is_same(*plain[:2])):
         COUNTS.launch(name)
     if name == "copy_":
         return args[0]
     return CardTensor(result) if target else result
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same numbers in memory, which `x[1:] += 1` copies onto themselves (ATen/native/Copy.cpp)."""
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -312,10 +354,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def compiled(function: Any = None, **_: Any) -> Any:
-    """In place of torch.compile: a launch for each product and one for all else, and no rounding between the steps.
+    """In place of torch.compile: launches as in `_run_inside`, and no rounding between the steps.
 
     Inductor computes what it fuses in float32 and rounds what it writes (`emulate_precision_casts` of its config is
-    False). What the function overwrites is copied, since it runs twice: once for the dtypes of its results.
+    False). What the function overwrites is copied, since it runs twice: once for launches and dtypes of its results.
     """
     if function is None:
         return compiled
@@ -325,21 +367,21 @@ def compiled(function: Any = None, **_: Any) -> Any:
         tree = (args, kwargs)
         given = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
         inner = {id(x): x.inner if isinstance(x, CardTensor) else x for x in given}
-        COUNTS.launch(f"compiled {function.__name__}")
-        COUNTS.products = True
-        if not any(x.dtype in HALF for x in given):
+        COUNTS.inside, COUNTS.fused = function.__name__, False
+        if COUNTS.hollow or not any(x.dtype in HALF for x in given):
             out = _called(function, tree, inner)
-            COUNTS.products = False
+            COUNTS.inside = ""
             return _on_card(out)
         rounded = _called(function, tree, {key: x.clone() for key, x in inner.items()})
-        COUNTS.products = False
+        rounded = tree_map_only(Tensor, lambda x: x.dtype, rounded)
+        COUNTS.inside = ""
         wide = {key: x.float() if x.dtype in HALF else x.clone() for key, x in inner.items()}
         versions = {key: x._version for key, x in wide.items()}
         exact = _called(function, tree, wide)
         for key, version in versions.items():
             if wide[key]._version != version:
                 inner[key].copy_(wide[key])
-        return tree_map(lambda r, e: CardTensor(e.to(r.dtype)) if isinstance(r, Tensor) else r, rounded, exact)
+        return tree_map(lambda r, e: CardTensor(e.to(r)) if isinstance(e, Tensor) else e, rounded, exact)
 
     return fused
 
@@ -347,6 +389,46 @@ def compiled(function: Any = None, **_: Any) -> Any:
 def _called(function: Callable[..., Any], tree: Any, tensors: dict[int, Tensor]) -> Any:
     args, kwargs = tree_map_only(Tensor, lambda x: tensors[id(x)], tree)
     return function(*args, **kwargs)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+of_torch = F.scaled_dot_product_attention
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **how: Any
+) -> Any:
+    """In place of F.scaled_dot_product_attention, which would keep all scores here: a card's kernels keep none."""
+    mask, p, causal = (how.pop(name, x) for name, x in (("attn_mask", mask), ("dropout_p", p), ("is_causal", causal)))
+    if type(q) is not CardTensor or p:
+        return of_torch(q, k, v, mask, p, causal, **how)
+    return _Attention.apply(q, k, v, mask, functools.partial(_attended, causal=causal, **how))
+
+
+def _attended(*tensors: Any, causal: bool, **how: Any) -> Tensor:
+    q, k, v, mask = (x.inner if isinstance(x, CardTensor) else x for x in tensors)
+    if COUNTS.hollow:
+        return (q + 0 * (k.sum() + v.sum()))[..., :1].expand(*q.shape[:-1], v.shape[-1]).contiguous()
+    return of_torch(q, k, v, mask, 0.0, causal, **how)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, attended: Callable[..., Tensor]) -> Tensor:
+        COUNTS.launch("attention")
+        out, normaliser = attended(q, k, v, mask), torch.empty(q.shape[:-1], device="cuda")
+        ctx.save_for_backward(q, k, v, mask, CardTensor(out), normaliser)
+        ctx.attended = attended
+        return CardTensor(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        COUNTS.launch("attention backward")
+        [grad], (*tensors, mask, _, _) = grads, ctx.saved_tensors
+        inner = [x.inner.detach().requires_grad_() for x in tensors]
+        with torch.enable_grad():
+            found = torch.autograd.grad(ctx.attended(*inner, mask), inner, grad.inner)
+        return *map(CardTensor, found), None, None
 
 
 # -- torch.cuda --------------------------------------------------------------------------------------------------------
@@ -434,7 +516,10 @@ def install(total_memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)
     torch.cuda.default_generators = (generator,)
     torch.version.cuda = "13.0"
     cast(Any, torch).compile = compiled
+    F.scaled_dot_product_attention = attention
     torch._C._set_only_lift_cpu_tensors(True)
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # which take a whole list in one kernel
+        importlib.import_module(module)._foreach_supported_types.append(CardTensor)
     kept.append(flash_stand_in.install())
     mode = Mode()
     mode.__enter__()

@@ -23,7 +23,7 @@ from rlft.loop.freshness import Gap, Limits, flatten
 from rlft.model.activations import is_checkpointed
 from rlft.model.roles import POLICY, Roles
 from rlft.plan.fit import in_words
-from rlft.plan.memory_parts import parts
+from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 
 SCORED_SEQUENCES, SCORED_TOKENS = 4, 64
@@ -234,8 +234,10 @@ def memory_rows(trial: MachineTrial) -> list[CheckRow]:
     process = trial.process
     if trial.device.type == "cuda":
         total = torch.cuda.get_device_properties(trial.device).total_memory
-        demand, process = on_a_gpu(demand, trial.plan, total, absent=False), 0
-    return [memory_row(peak(parts(model, demand, process)), trial.measured.peak)]
+        demand = on_a_gpu(demand, trial.plan, total, absent=False)
+    apart = (OF_THE_PROCESS, OF_THE_MARGIN) if trial.device.type == "cuda" else ()
+    counted = [part for part in parts(model, demand, process) if part.name not in apart]
+    return [memory_row(peak(counted), trial.measured.peak)]
 
 
 def memory_row(planned: int, measured: int) -> CheckRow:

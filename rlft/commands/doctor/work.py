@@ -1,7 +1,7 @@
 """Models with random weights, prompts of a given length and the arithmetic of a step, for `rlft doctor` and benchmarks.
 
-No model or data set is downloaded. A prompt consists of letters, one token each, and the end token lies outside the
-model's vocabulary, so that every completion has the requested length.
+No model or data set is downloaded. A prompt consists of letters, one token each, and the tokenizer has no end token, so
+that every completion has the requested length.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def make_model(folder: Path, size: Size, dtype: str) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=letters | {"<end>": size.vocabulary}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     # The library's type stubs have only getters for these two properties.
     setattr(tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
     setattr(tokenizer, "decoder", decoders.ByteLevel())  # noqa: B010
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="!")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!")
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=size.vocabulary,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlft.model.activations import LOGIT_CHUNK
+from rlft.model.activations import logit_rows
 from rlft.model.kernels.attention import NotPackableError
 from rlft.model.kernels.elementwise import fused
 
@@ -148,21 +148,23 @@ class _FrozenHead(torch.autograd.Function):
             if not (slopes or entropy):
                 logprobs_M[chunk] = _logprobs(logits_CV, target_C, temperature, wide)
                 continue
-            logprobs_M[chunk], total_C, p_CV, logp_CV = _softmax(
-                logits_CV, target_C, temperature, wide, None if entropy else weight_VH.dtype
-            )
+            logprobs_M[chunk], total_C, p_CV, logp_CV = _softmax(logits_CV, target_C, temperature, wide, entropy)
             if slopes:  # the division by the total comes last, when there are only H numbers to divide
-                weighted_CV = p_CV if factor_CV is None else p_CV * factor_CV
-                mean_CH = (weighted_CV.to(weight_VH.dtype) @ weight_VH).div_(total_C[:, None])
+                probs_CV = logits_CV if p_CV is None else p_CV.to(weight_VH.dtype)
                 own_CH = weight_VH.index_select(0, target_C)
                 if factor_CV is not None:
+                    probs_CV = probs_CV * factor_CV
                     own_CH.mul_(factor_CV.gather(1, target_C[:, None]))
+                mean_CH = (probs_CV @ weight_VH).div_(total_C[:, None])
                 slopes[0][chunk] = own_CH.sub_(mean_CH).div_(temperature / scale)
-            if logp_CV is not None:
+                del probs_CV
+            if p_CV is not None and logp_CV is not None:
                 entropy_M[chunk], slope_CV = _entropy(p_CV, logp_CV, total_C, bool(slopes))
                 if slope_CV is not None:
                     slope_CV = slope_CV if factor_CV is None else slope_CV.mul_(factor_CV)
                     slopes[1][chunk] = (slope_CV.to(weight_VH.dtype) @ weight_VH).div_(-temperature / scale)
+                del slope_CV
+            del p_CV, logp_CV, factor_CV  # else they are alive while the next chunk's are made
         ctx.save_for_backward(*slopes)
         return logprobs_M, entropy_M
 
@@ -192,17 +194,17 @@ def _logprobs(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: tor
 
 @fused
 def _softmax(
-    logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype, rounded: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(log-probs `[C]`, normaliser `[C]`, probs times the normaliser `[C, V]`, their logarithm or None).
-
-    The logits may be overwritten; `wide` is the dtype of the computation. The probs are rounded to the dtype `rounded`,
-    if no entropy is computed from them; None: they are not rounded, and their logarithm is returned, too.
-    """
+    logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(log-probs `[C]`, normaliser `[C]`, probs times the normaliser `[C, V]`, their logarithm), the last two in the
+    dtype `wide` and only where an entropy is computed from them; otherwise the probs overwrite the logits."""
     shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
-    logp_CV = p_CV.clone() if rounded is None else None
+    logp_CV = p_CV.clone() if entropy else None
     total_C = p_CV.exp_().sum(1)
-    return shifted_C - total_C.log(), total_C, p_CV.to(rounded or wide), logp_CV
+    if entropy:
+        return shifted_C - total_C.log(), total_C, p_CV, logp_CV
+    logits_CV.copy_(p_CV)
+    return shifted_C - total_C.log(), total_C, None, None
 
 
 def _shifted(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -225,7 +227,7 @@ def _entropy(p_CV: Tensor, logp_CV: Tensor, total_C: Tensor, slope: bool) -> tup
 
 def chunk_rows(weight_VH: Tensor) -> int:
     """Number of tokens whose logits are alive at a time."""
-    return max(1, LOGIT_CHUNK["cpu" if weight_VH.device.type == "cpu" else "cuda"] // weight_VH.shape[0])
+    return logit_rows(len(weight_VH), weight_VH.device.type)
 
 
 def _in_chunks(

@@ -8,7 +8,7 @@ import torch
 from in_one_test import each
 from torch import nn
 
-from rlft.model.kernels import lm_head as module
+from rlft.model import activations
 from rlft.model.kernels.lm_head import Head, head_logprobs
 
 
@@ -31,7 +31,7 @@ def plain(head, hidden, target, temperature, scale=1.0, cap=None):
     product((False, True), (1.0, 0.6), (1, 4, 100), ((1.0, None), (0.3, None), (1.0, 2.0), (0.3, 2.0))),
 )
 def test_values_and_gradients_are_autograds(bias, temperature, rows, behind, monkeypatch):
-    monkeypatch.setattr(module, "LOGIT_CHUNK", {"cpu": rows * 40})
+    monkeypatch.setattr(activations, "LOGIT_CHUNK", {"cpu": rows * 40})
     head, hidden, target = made(bias=bias)
     weights = torch.randn(2, 11, dtype=torch.float64)
     ours = head_logprobs(Head(head, *behind), hidden, target, temperature, True)

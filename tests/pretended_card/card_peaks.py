@@ -1,0 +1,243 @@
+"""Planned and counted bytes of updates on the pretended card, of models wide enough that each part matters.
+
+Products give zeros here (`Counts.hollow`): only shapes count.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pretended_card import COUNTS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rlft.batch import collate
+from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
+from rlft.commands.sft import open_task
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.generation.memory import When
+from rlft.generation.transformers import TransformersGenerator
+from rlft.loop.engines import Engines, load_teacher
+from rlft.loop.parts import open_roles, open_trainer
+from rlft.model.backbone import load_backbone
+from rlft.plan.memory_parts import parts
+from rlft.plan.sizes import on_a_gpu, sizes_of
+from rlft.trainer.update import Optimizer
+from rlft.types import Completion, FinishReason, Group, Rollout, Sampling, Scores
+
+HIDDEN, LAYERS, PROMPTS, GROUP = 256, 4, 8, 4
+"""Sizes of the models, which are Qwen2-shaped unless a case says otherwise, and of a step."""
+TRAIN = (
+    "steps=1 generation=transformers eval.every=0 data=jsonl data.held_out_fraction=0.1 prompts.style=raw"
+    f" scoring.workers=0 prompts_per_step={PROMPTS} group_size={GROUP} token_budget=4096"
+)
+SFT = (
+    "demonstrations=jsonl demonstrations.held_out_fraction=0.1"
+    " examples_per_step=16 prompts.style=raw steps=1 token_budget=4096"
+)
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 384}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 768, "block_auto_adjust_ff_dim": False}
+
+
+class Case:
+    """words: beside the usual ones. kind: of transformers' models, with fields of its config."""
+
+    def __init__(
+        self, words: str = "", *, dtype: str = "bfloat16", vocabulary: int = 4096, prompt: int = 64,
+        completion: int = 64, command: str = "train", kind: str = "qwen2",
+        layers: int = LAYERS, **fields: Any,
+    ) -> None:  # fmt: skip
+        self.words, self.dtype, self.vocabulary, self.command = words, dtype, vocabulary, command
+        self.prompt, self.completion, self.kind, self.fields, self.layers = prompt, completion, kind, fields, layers
+
+
+CASES = {
+    "bfloat16": Case(),
+    "49k tokens": Case(vocabulary=49152),
+    "checkpointing": Case("model.gradient_checkpointing=true"),
+    "a critic's adapter": Case("algorithm=ppo critic.kind=adapter"),
+    "a teacher": Case("algorithm=opd algorithm.reward_coef=1 snapshot.teacher=MODEL"),
+    "float32": Case(dtype="float32"),
+    "151k tokens": Case(vocabulary=151936),
+    "long completions": Case(prompt=32, completion=512),
+    "a reference and an entropy": Case("snapshot.reference=copy algorithm.kl_coef=0.05 algorithm.entropy_coef=0.01"),
+    "dora": Case("lora.use_dora=true"),
+    "dropout": Case("lora.dropout=0.1"),
+    "demonstrations": Case(SFT, command="sft"),
+    "a whole model": Case(f"{SFT} lora=null", command="sft", dtype="float32"),
+    "a padded model": Case("model.kernels=plain"),
+    "experts": Case(kind="olmoe", **MOE),
+    "short convolutions": Case(kind="lfm2", **CONVOLUTIONS),
+}
+QUICK = ("bfloat16", "checkpointing", "a critic's adapter", "a whole model")
+
+
+def main(*names: str) -> dict[str, Any]:
+    """{case: [planned bytes of always and of an update by part, counted bytes]}"""
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: planned_and_counted(CASES[name], Path(folder)) for name in names}
+
+
+def planned_and_counted(case: Case, folder: Path) -> list[Any]:
+    load_backbone.cache_clear()
+    gc.collect()
+    before = COUNTS.live
+    plan = planned(case, folder)
+    model = sizes_of(plan.config.model, plan.config.lora)
+    demand = plan.demand(model, plan.config.model.gradient_checkpointing is True)
+    assert demand is not None
+    demand = replace(on_a_gpu(demand, plan, 0, absent=False), engine=None)  # nothing is sampled here
+    found = [part for part in parts(model, demand, 0) if part.bytes]
+    of_updates = [part for part in found if part.when in (When.always, When.updating)]
+    with updates(plan, case) as update:
+        for _ in range(2):  # the second one finds the optimizer's moments
+            COUNTS.peak = COUNTS.live
+            update()
+    return [{part.name: part.bytes for part in of_updates}, COUNTS.peak - before]
+
+
+def planned(case: Case, folder: Path) -> Any:
+    model = model_folder(case, folder)
+    work = Workload(prompts=PROMPTS, prompt_tokens=case.prompt, completion_tokens=case.completion)
+    data = write_prompts(folder / f"{case.prompt}.jsonl", work, 2)
+    answered = [json.loads(line) | {"completion": "a" * case.completion} for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps(row) + "\n" for row in answered))
+    words = f"{TRAIN if case.command == 'train' else ''} {case.words}".replace("MODEL", str(model)).split()
+    if case.command == "train":
+        words += [f"data.path={data}", f"generation.max_tokens={case.completion}"]
+    else:
+        words += [f"demonstrations.path={data}", f"max_completion_tokens={case.completion + 8}"]
+    words += [f"model.path={model}", f"model.dtype={case.dtype}", "model.device=cuda", "logger=[jsonl]"]
+    if "lora=null" not in case.words:
+        words += ["lora.rank=16", *(["lora.dropout=0"] if "dropout" not in case.words else [])]
+    if "checkpointing" not in case.words:
+        words.append("model.gradient_checkpointing=false")
+    return resolve(
+        compose([f"prompts.max_tokens={case.prompt + 8 * (case.command == 'sft')}", *words], verb=case.command)
+    ).plan()
+
+
+def model_folder(case: Case, folder: Path) -> Path:
+    size = Size(hidden=HIDDEN, layers=case.layers, heads=4, key_heads=2, intermediate=768, vocabulary=case.vocabulary)
+    usual = make_model(folder / f"qwen2-{case.vocabulary}-{case.layers}", size, "float32")
+    if case.kind == "qwen2":
+        return usual
+    own = folder / case.kind
+    config = AutoConfig.for_model(
+        case.kind, vocab_size=case.vocabulary, hidden_size=HIDDEN, num_hidden_layers=case.layers, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=None, **case.fields,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(own)
+    AutoTokenizer.from_pretrained(usual).save_pretrained(own)
+    return own
+
+
+@contextmanager
+def updates(plan: Any, case: Case) -> Iterator[Any]:
+    """What makes an update of the longest rows on the card."""
+    with ExitStack() as stack:
+        if case.command == "sft":
+            task = open_task(plan, stack.enter_context(Engines()), stack)
+            optimizer = Optimizer(task.parameters(), plan.config.trainer)
+
+            def update() -> None:
+                with hollow():
+                    task.backward(0)
+                    optimizer.update(1e-5)
+
+            yield update
+            return
+        config = plan.config
+        roles = stack.enter_context(open_roles(config, load_teacher(config.snapshot, config.model)))
+        trainer = open_trainer(plan, roles)
+        groups, scores = rollouts(plan, case.completion)
+        batch = collate(groups, scores, roles.backbone.decode)
+        nobody = plan.algorithm.zero_gradient_rows(batch)
+
+        def step() -> None:
+            with hollow():
+                trainer.update(plan.algorithm, plan.algorithm.credit(trainer.annotate(batch, nobody)), nobody, 0)
+
+        yield step
+
+
+@contextmanager
+def hollow() -> Iterator[None]:
+    COUNTS.hollow = True
+    try:
+        yield
+    finally:
+        COUNTS.hollow = False
+
+
+def rollouts(plan: Any, length: int) -> tuple[list[Group], Scores]:
+    """Completions of full length."""
+    dice, groups = random.Random(3), []
+    for prompt in plan.train_prompts.prompts[:PROMPTS]:
+        siblings = []
+        for _ in range(GROUP):
+            ids = [dice.randrange(30, 200) for _ in range(length)]
+            completion = Completion(text="", token_ids=ids, logprobs=[-1.0] * length, finish_reason=FinishReason.length)
+            siblings.append(Rollout(prompt=prompt, completion=completion, policy_version=0))
+        groups.append(Group(prompt=prompt, rollouts=tuple(siblings)))
+    total = torch.tensor([[dice.random() for _ in range(GROUP)] for _ in groups])
+    return groups, Scores(total=total, by_reward={"exact_match": total}, outcome=None, steps=None)
+
+
+def launches() -> dict[str, Any]:
+    """Launches of a layer: of a micro-batch forward and backward, with their lines, and of a token in decoding."""
+    with tempfile.TemporaryDirectory() as folder:
+        few, many = (of_layers(number, Path(folder)) for number in (2, 4))
+    update = [(many[0][name] - few[0][name]) / 2 for name in many[0]]
+    lines = {name: (many[0][name] - few[0][name]) / 2 for name in many[0] if many[0][name] > few[0][name]}
+    decoding = (many[2] - many[1] - few[2] + few[1]) / (2 * MORE_TOKENS)
+    return {"update": sum(update), "decoding": decoding, "lines": lines}
+
+
+MORE_TOKENS = 4
+
+
+def of_layers(number: int, folder: Path) -> tuple[Counter[str], int, int]:
+    """(launches of the passes of one more micro-batch, those of decoding a few tokens, and MORE_TOKENS more)."""
+    load_backbone.cache_clear()
+    case = Case(layers=number, completion=8, prompt=16)
+    plan = planned(case, folder)
+    with open_roles(plan.config, None) as roles:
+        few, more = (decoding(roles, plan, tokens) for tokens in (4, 4 + MORE_TOKENS))
+        trainer = open_trainer(plan, roles)
+        groups, scores = rollouts(plan, case.completion)
+        batch = collate(groups, scores, roles.backbone.decode)
+        nobody = plan.algorithm.zero_gradient_rows(batch)
+        batch = plan.algorithm.credit(trainer.annotate(batch, nobody))
+        counted = []
+        for micro_batches in (2, 2, 4):  # the first one warms up
+            roles.token_budget = roles.forward.network_tokens(batch) // micro_batches
+            COUNTS.clear()
+            COUNTS.by_line = True
+            with hollow():
+                trainer.update(plan.algorithm, batch, nobody, 0)
+            COUNTS.by_line = False
+            counted.append(COUNTS.launches)
+    return Counter({name: (counted[2][name] - counted[1][name]) / 2 for name in counted[2]}), few, more
+
+
+def decoding(roles: Any, plan: Any, tokens: int) -> int:
+    """Launches of sampling so many tokens of two groups."""
+    engine = plan.config.generation.named("transformers")
+    generator = TransformersGenerator(
+        roles, roles.backbone.tokenizer, roles.backbone.device, 64, weights=engine.weights, ends=()
+    )
+    generator.load(roles.publish(0))
+    COUNTS.clear()
+    generator.sample(plan.train_prompts.prompts[:2], GROUP, [0, 1], Sampling(max_tokens=tokens, temperature=1.0))
+    return COUNTS.launches.total()

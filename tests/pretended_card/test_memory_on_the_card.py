@@ -1,0 +1,39 @@
+"""The memory that a plan counts for updates is what is alive on the pretended card at most; launches are few."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import card_peaks
+import pytest
+
+ALLOWED = 0.05
+
+
+@pytest.mark.parametrize(
+    "names",
+    [card_peaks.QUICK, pytest.param([*card_peaks.CASES.keys() - card_peaks.QUICK], marks=pytest.mark.slow)],
+    ids=["quick", "all others"],
+)
+def test_the_planned_bytes_are_those_that_are_counted(on_card, tmp_path: Path, names: list[str]) -> None:
+    on_card.run("peaks", "found.json", *names, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == set(names)
+    wrong = {
+        name: (sum(planned.values()) / counted, planned)
+        for name, (planned, counted) in found.items()
+        if abs(sum(planned.values()) / counted - 1) > ALLOWED
+    }
+    assert not wrong
+
+
+MOST_OF_A_MICRO_BATCH, MOST_OF_A_TOKEN = 100, 40
+"""Launches of a layer: forward and backward, and in decoding with an adapter in 16 bits."""
+
+
+def test_a_layer_takes_few_launches(on_card, tmp_path: Path) -> None:
+    on_card.run("launches", "found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 0 < found["update"] <= MOST_OF_A_MICRO_BATCH, found["lines"]
+    assert 0 < found["decoding"] <= MOST_OF_A_TOKEN
