@@ -109,6 +109,7 @@ TOOLS = {
     "algorithms": Tool(
         "rlft.commands.algorithms", "[<name>]", "list the algorithms; or of one the loss, the keys, the paper"
     ),
+    "models": Tool("rlft.commands.models", "[<pattern>]", "families of models: what holds for each, which are refused"),
 }
 
 ABOUT = """\

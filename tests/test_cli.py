@@ -45,7 +45,7 @@ def trained(forks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "recipes", "algorithms gspo"])
+@pytest.mark.parametrize("words", ["--help", "train --help", "recipes", "algorithms gspo", "models qwen"])
 def test_help_takes_a_few_imports_of_hydra_and_no_torch(words: str) -> None:
     code = (
         "import sys; from rlft import cli; c = cli.run(sys.argv[1:]); print([m for m in sys.modules if m in HEAVY]); "

@@ -71,7 +71,7 @@ class ModelSizes:
         kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
         linear: number of weights in its linear layers without the output head.
         layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
-        layer_kinds: which layers have an adapter, and which have none, in words.
+        layer_kinds: which layers have an adapter, which have none, and the number of weights of the former.
         widest_mlp: elements of the gate of its widest MLP; 0 if it is the config's intermediate_size.
     """
 
@@ -87,7 +87,7 @@ class ModelSizes:
     kernels: Any
     linear: int = 0
     layers: tuple[int, ...] = ()
-    layer_kinds: tuple[str, str] = ("", "")
+    layer_kinds: tuple[str, str, int] = ("", "", 0)
     widest_mlp: int = 0
 
     def divided_bytes(self, ranks: int) -> int:

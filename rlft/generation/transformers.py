@@ -282,14 +282,27 @@ def take_rows(cache: Any, rows: Tensor) -> None:
 
     Whatever the cache keeps of a row goes with it: keys and values, states of convolutions, recurrent states.
     """
-    from transformers import Cache
+    # transformers' own methods are missing in some layers, and forget what others keep besides keys and values.
+    taken: dict[int, tuple[Tensor, Tensor]] = {}  # two names may be one tensor
+    for holder in (cache, *cache.layers):
+        for name, value in vars(holder).items():
+            if name != "layers":
+                # Positions in text, height and width are [3, B, T] (Qwen4), all else begins with the rows.
+                axis = 1 if name == "position_ids" and value.dim() == 3 else 0
+                setattr(holder, name, _with_rows(value, axis, rows, taken))
 
-    # Every layer reorders all that it keeps. The other method is missing where a layer is recurrent, and forgets the
-    # states of one that also attends; but a cache that keeps states beside its layers (MiniMax) has its own.
-    if type(cache).batch_select_indices is Cache.batch_select_indices:
-        cache.reorder_cache(rows)
-    else:
-        cache.batch_select_indices(rows)
+
+def _with_rows(value: Any, axis: int, rows: Tensor, taken: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """The value with these rows of every tensor in it; numbers stay."""
+    if isinstance(value, dict):
+        return {key: _with_rows(inner, axis, rows, taken) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_rows(inner, axis, rows, taken) for inner in value)
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) == 0:
+        return value
+    if id(value) not in taken:
+        taken[id(value)] = value, value.index_select(axis, rows.to(value.device))
+    return taken[id(value)][1]
 
 
 def attends(cache: Any) -> bool:

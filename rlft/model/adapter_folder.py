@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor  # not at run time: a bad folder is refused before torch is imported
 
 CONFIG, WEIGHTS, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
@@ -235,6 +236,19 @@ def _is_router(name: str) -> bool:
 def num_parameters(path: str | Path, key: str) -> int:
     """Of the adapter, from the file's header."""
     return sum(math.prod(shape) for shape in adapter_shapes(path, key).values())
+
+
+def own_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+    """{PEFT's name: tensor} of an adapter on a model; writing into them changes it.
+
+    PEFT itself, when it loads an adapter, gives some tensors other names (in transformers' conversions of checkpoints)
+    and drops them: those of the shared experts of Laguna.
+    """
+    from peft import get_peft_model_state_dict
+
+    # PEFT would ask the hub about the base's vocabulary to decide on embeddings; they are frozen and never saved.
+    state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def head_shapes(path: str | Path, key: str) -> Shapes:

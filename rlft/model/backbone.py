@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import (
@@ -25,6 +26,7 @@ from transformers import (
 
 from rlft.config.model import DTYPES, ModelConfig, check_local, resolve_path
 from rlft.model.activations import set_checkpointing
+from rlft.model.families import seen
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.text_model import load_model, own_class
@@ -112,6 +114,9 @@ def read_config(config: ModelConfig) -> Any:
     if (problem := why_not_causal(model)) is not None:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
+    if (problem := seen(model.model_type, model.get_text_config().model_type).wrong) is not None:
+        remedy = "use another model"
+        raise UserError("model.path", f"with a {model.model_type}, {problem}", got=config.path, remedy=remedy)
     own_class(model)  # refuses what has no class of causal language models
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         is_known = isinstance(getattr(model.get_text_config(), name, None), int)
@@ -280,9 +285,6 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
         adopt(model, device)
     elif config.quantization is None:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # that of a model whose config says nothing of it
     kernels = selection.install(model, config.kernels, own_attention=config.attn_implementation == "auto")
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
@@ -310,16 +312,25 @@ def layer_weights(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def silence_dropout(config: PreTrainedConfig) -> None:
-    """Sets to 0 what makes a model random in training: dropout, dropped layers, noise of routers; nested configs too.
-
-    With it the policy's log-probs would differ from the sampled ones. It is done before the model is built, because
-    some models hold a module for it, some a number, and others read the config in each forward.
-    """
+    """Sets dropout to 0 in the config, and in those inside it, before the model is built: some models hold a module for
+    it, some a number, and others read the config in each forward."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             silence_dropout(value)
-        elif isinstance(value, float) and value and ("drop" in name or "jitter" in name):
+        elif isinstance(value, float) and value and "drop" in name:
             setattr(config, name, 0.0)
+
+
+def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
+    """Puts those modules into training mode that updates need in it: what is recomputed, and LoRA's own dropout.
+
+    All others compute as in decoding. In training mode models have dropout, drop layers, draw experts at random, or
+    write into their weights, and the policy's log-probs would differ from the sampled ones.
+    """
+    model.eval()
+    for name, module in model.named_modules():
+        is_lora = issubclass(type(module), LoraLayer) or ".lora_dropout." in name
+        module.training = getattr(module, "gradient_checkpointing", False) is True or (dropout and is_lora)
 
 
 def fingerprint(config: ModelConfig) -> str:

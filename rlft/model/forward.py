@@ -15,8 +15,10 @@ rounds nothing. bfloat16 has the range of float32 and needs no scale. With this 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ from rlft.model.packing import (
     padded_sizes,
     paths_of,
 )
-from rlft.model.positions import independent_limit, limit_of, windows_of
+from rlft.model.positions import SHORT, independent_limit, limit_of, probed_beginnings, windows_of
 from rlft.types import Batch, Outputs, UserError
 
 SCALE = 2.0**10
@@ -367,18 +369,24 @@ def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     kernels = kernels or Kernels()
     if kernels.are_plain:
         return _padded(model, f"kernels are plain ({kernels.decision.reason})")
-    reason, batch = _refusal(model), _probe(model)
+    reason, (batch, first_B) = _refusal(model), _probe(model)
     mask = batch.loss_mask
+    positions_BT = first_B[:, None] + torch.arange(batch.token_ids.shape[1], device=model.device)
+    placed: Any = functools.partial(model, position_ids=positions_BT) if _takes_positions(model) else model
     with torch.no_grad():
         with kernels.switched_off():
-            expected = padded_forward(model, batch, 1.0, False).logprobs[mask]
+            expected = padded_forward(placed, batch, 1.0, False).logprobs[mask]
         if reason is None:
-            problem = _difference(packed_forward(model, batch, 1.0, False).logprobs[mask], expected, model.dtype)
+            packed = pack(batch)
+            first = pack(replace(batch, token_ids=first_B[:, None].expand_as(batch.token_ids))).token_ids
+            packed = replace(packed, position_ids=packed.position_ids + first)
+            found = packed_forward(model, batch, 1.0, False, layout=packed).logprobs[mask]
+            problem = _difference(found, expected, model.dtype)
             if problem is None:
                 words = ("packed rows, each prompt once per group", on_this_device(model))
                 return Forward(model=model, packed=True, reason=", ".join(filter(None, words)))
             reason = f"packed and padded log-probs differ by {problem} for {type(model).__name__}"
-        problem = _difference(padded_forward(model, batch, 1.0, False).logprobs[mask], expected, model.dtype)
+        problem = _difference(padded_forward(placed, batch, 1.0, False).logprobs[mask], expected, model.dtype)
     if problem is not None:
         kernels.remove(f"log-probs differ by {problem} from those of transformers' modules for {type(model).__name__}")
     return _padded(model, reason)
@@ -447,17 +455,24 @@ def _refusal_of_empty(model: PreTrainedModel) -> str | None:
     return None if asked else f"{type(model).__name__} has an attention of its own"
 
 
-def _probe(model: PreTrainedModel) -> Batch:
-    """Groups of two rows with different lengths, of tokens that every vocabulary has.
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def _probe(model: PreTrainedModel) -> tuple[Batch, Tensor]:
+    """(groups of two rows with different lengths, of tokens that every vocabulary has; int64 `[B]`, the position of the
+    first token of each row).
 
     Two groups are short. In another one for each attention window of the model, one row is shorter than the window, and
-    the other exceeds it.
+    the other exceeds it. The other short ones begin at `probed_beginnings`.
     """
     limit = limit_of(model.config)
     most = PROBED_WINDOW + 3 if limit is None else min(PROBED_WINDOW + 3, limit.tokens)
     windows = [window for window in windows_of(model.config) if 3 <= window <= most - 3]
-    prompts = [5, 3, *(window - 2 for window in windows)]
-    completions = [(4, 2), (6, 1), *((5, 1) for _ in windows)]
+    later = probed_beginnings(model.config) if _takes_positions(model) else []
+    prompts = [5, 3, *(window - 2 for window in windows), *(SHORT - 4 for _ in later)]
+    completions = [(4, 2), (6, 1), *((5, 1) for _ in windows), *((4, 1) for _ in later)]
+    first = [0] * (len(prompts) - len(later)) + later
     lengths = [(p, c) for p, both in zip(prompts, completions, strict=True) for c in both]
     width = max(p + c for p, c in lengths)
     columns = torch.arange(width)
@@ -469,7 +484,7 @@ def _probe(model: PreTrainedModel) -> Batch:
     )
     device = model.device
     zeros = torch.zeros(len(lengths), width, device=device)
-    return Batch(
+    batch = Batch(
         token_ids=ids.to(device),
         attention_mask=attention.to(device),
         loss_mask=completion.to(device),
@@ -477,3 +492,4 @@ def _probe(model: PreTrainedModel) -> Batch:
         rewards=zeros[:, 0],
         group_ids=torch.arange(len(lengths), device=device) // 2,
     )
+    return batch, torch.tensor(first, device=device).repeat_interleave(2)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.batch import score_sequences
-from rlft.model.backbone import Backbone
+from rlft.model.backbone import Backbone, set_training_mode
 from rlft.model.forward import Forward, choose
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.types import Adapter
@@ -40,7 +40,7 @@ class WholeModel:
     @contextmanager
     def training(self, *, dropout: bool = True) -> Iterator[None]:
         """Inside, gradient checkpointing is on if it is configured; the model's own dropout is always off."""
-        self.model.train()
+        set_training_mode(self.model, dropout=dropout)
         try:
             yield
         finally:

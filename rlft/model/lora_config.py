@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 
 import torch
 from peft import LoraConfig, PeftConfig
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ NUM_TOKENS = 4
 """Tokens of the row of the pass: what a row so short does not reach would miss its gradient in some micro-batch."""
 
 NOT_REACHED = "no gradient reaches it from the log-probs of a text"
+SHARED = "another layer has the same weights, so that its adapter could not be exported"
 FORBIDDEN = "this type of model may read its weight without calling the layer"
 ROUTER = "it is a router of experts, and lora.router is false"
 ONE_EXPERT = "it is a layer of one expert, which no token of a batch may reach"
@@ -98,9 +101,12 @@ def _find(empty: PreTrainedModel) -> Mapping[str, str]:
             break
     # Which experts a token reaches depends on its numbers: in a block one stands for all.
     blocks = {_block(name) for name in reached}
-    for name in layers:
+    num_layers = Counter(id(module.weight) for module in empty.modules() if hasattr(module, "weight"))
+    for name, layer in layers.items():
         if _block(name) not in blocks:
             result[name] = NOT_REACHED
+        elif num_layers[id(layer.weight)] > 1:
+            result[name] = SHARED
         elif _is_forbidden(empty, name):
             result[name] = FORBIDDEN
     return result
@@ -192,22 +198,27 @@ class _AnyNumbers(TorchDispatchMode):
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
-def adapted_words(model: nn.Module) -> tuple[str, str]:
-    """(kinds of layers with an adapter, kinds of layers without one) of a model that PEFT has wrapped, as lists.
+def adapted_words(model: nn.Module) -> tuple[str, str, int]:
+    """(kinds of layers with an adapter, kinds of layers without one, number of weights of the former) of a model that
+    PEFT has wrapped, as lists.
 
     Embeddings and whatever is no matrix are left out. Parts of a model without any adapter are named as a whole.
     """
     adapted, others = {}, {}
+    number = 0
     for name, module in model.named_modules():
         path = ".".join(part for part in name.split(".") if not part.isdigit() and part != "base_layer")
         path = path.removeprefix("base_model.model.")
+        if issubclass(type(module), LoraLayer):
+            layer: Any = module
+            number += layer.in_features * layer.out_features * getattr(layer, "num_experts", 1)
         if ".lora_" in name:
             adapted[path.partition(".lora_")[0]] = None
         elif not isinstance(module, nn.Embedding) and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             others[path] = None
     parents = {path[:end] for path in adapted for end in range(len(path) + 1) if path[end : end + 1] in ("", ".")}
     left = dict.fromkeys(_largest(path, parents) for path in others if path not in adapted)
-    return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in adapted)), ", ".join(left)
+    return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in adapted)), ", ".join(left), number
 
 
 def _largest(path: str, parents: set[str]) -> str:

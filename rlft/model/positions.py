@@ -67,3 +67,19 @@ def windows_of(model: PreTrainedConfig) -> list[int]:
     """The lengths in tokens of the model's attention windows and chunks, ascending."""
     text = model.get_text_config()
     return sorted({window for key in WINDOWS if isinstance(window := getattr(text, key, None), int)})
+
+
+SHORT = 9
+"""Tokens of the rows that are compared at other places than the beginning."""
+
+
+def probed_beginnings(model: PreTrainedConfig) -> list[int]:
+    """Positions of first tokens, ascending: SHORT tokens from there lie on both sides of a context from which RoPE was
+    extended (`original_max_position_embeddings`), or at the end of the longest row.
+    """
+    limit = limit_of(model)
+    if limit is None or limit.tokens <= SHORT:
+        return []
+    named = [rope.get("original_max_position_embeddings") for rope in _rope_parameters(model.get_text_config())]
+    across = {length - SHORT // 2 for length in named if isinstance(length, int) and length > SHORT}
+    return sorted({min(first, limit.tokens - SHORT) for first in (*across, limit.tokens)})

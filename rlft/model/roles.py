@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, LoraModel, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,9 +31,10 @@ from rlft.model.adapter_folder import (
     check_adapter_folder,
     load_adapter,
     load_head,
+    own_tensors,
     read_record,
 )
-from rlft.model.backbone import Backbone, BaseWeights, load_backbone
+from rlft.model.backbone import Backbone, BaseWeights, load_backbone, set_training_mode
 from rlft.model.critic import CRITIC, Critic, ScalarHead
 from rlft.model.experts import ExpertLoads, mixture_of
 from rlft.model.forward import Forward, choose, scale_down
@@ -142,9 +143,8 @@ class Roles:
 
     def weights(self, role: str) -> dict[str, Tensor]:
         """The adapter's tensors under the names that PEFT gives them on the folder's own class, detached copies."""
-        # PEFT would ask the hub about the base's vocabulary to decide on embeddings; they are frozen and never saved.
-        state = get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
-        return {self.names.outside(name): tensor.detach().clone() for name, tensor in state.items()}
+        own = own_tensors(self.model, role)
+        return {self.names.outside(name): tensor.clone() for name, tensor in own.items()}
 
     def restore(
         self, adapters: Mapping[str, Mapping[str, Tensor]], heads: Mapping[str, Mapping[str, Tensor]] | None = None
@@ -158,7 +158,10 @@ class Roles:
 
     def restore_role(self, role: str, weights: Mapping[str, Tensor]) -> None:
         """Sets one adapter to these tensors, under PEFT's names on the folder's own class or on the trained model."""
-        set_peft_model_state_dict(self.model, self.names.all_inside(weights), adapter_name=role)
+        own, found = own_tensors(self.model, role), self.names.all_inside(weights)
+        assert own.keys() == found.keys(), f"these are another adapter's: {sorted(own.keys() ^ found.keys())[:3]}"
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json, the same for every role that rlft makes."""
@@ -195,11 +198,7 @@ class Roles:
     @contextmanager
     def training(self, *, dropout: bool = True) -> Iterator[None]:
         """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False."""
-        self.model.train()
-        if not dropout:
-            for name, module in self.model.named_modules():
-                if ".lora_dropout." in name:
-                    module.eval()
+        set_training_mode(self.model, dropout=dropout)
         try:
             yield
         finally:

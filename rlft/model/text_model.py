@@ -94,8 +94,11 @@ def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
             named = cast(Any, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
         if _contains_text_model(named, config):
             return named
+    # Some types are listed with the class of the text model inside, whose names of weights are others.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
+        listed = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+        if listed.config_class is None or issubclass(type(config), listed.config_class):
+            return None
     kind = config.model_type if text is config else f"{text.model_type}, the text model of a {config.model_type}"
     problem = f"transformers has no class of causal language models for a {kind}"
     raise UserError("model.path", problem, got=config.name_or_path, remedy="use another model")

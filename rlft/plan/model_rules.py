@@ -16,6 +16,7 @@ from rlft.algorithm.objective import Objective
 from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig, check_local
 from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.generation.engine import Engine
+from rlft.model.families import seen
 from rlft.model.positions import limit_of
 from rlft.plan.adapters import empty_model, modules_to_adapt
 from rlft.types import UserError, require
@@ -177,18 +178,22 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
 
     An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
     """
-    targets = lora.target_modules
-    if lora.experts or lora.router or lora.use_dora:
-        check_mixture(lora, empty_model(settings, model))
-    if targets == ALL_LINEAR:
-        return
-    check_pattern(lora)
     import torch
 
     from rlft.model.lora_config import linear_layers, without_adapter
 
+    targets = lora.target_modules
+    check_pattern(lora)
     empty = empty_model(settings, model)
-    modules, without = dict(empty.named_modules()), without_adapter(empty, lora)
+    if lora.experts or lora.router or lora.use_dora:
+        check_mixture(lora, empty)
+    without = without_adapter(empty, lora)
+    if targets == ALL_LINEAR:
+        problem = f"a {model.model_type} has no linear layer that an adapter can learn on"
+        can_learn, remedy = linear_layers(empty).keys() > without.keys(), "use another model"
+        require(can_learn, "model.path", problem, got=settings.path, remedy=remedy)
+        return
+    modules = dict(empty.named_modules())
     layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
     names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
     remedy = f"use all-linear, or a list of {', '.join(names)}"
@@ -268,6 +273,9 @@ def check_adapted(
         problem = f"{engine.title} on a {device} computes no adapters on a model with experts"
         remedy = "use generation=transformers"
         raise UserError("generation.engine", problem, got=engine.title, remedy=remedy)
+    if engine.on_trainers_base and (problem := seen(model.model_type, model.get_text_config().model_type).decoding):
+        remedy = "use generation.engine=vllm if vLLM serves it, or another model"
+        raise UserError("model.path", f"with a {model.model_type}, {problem}", got=settings.path, remedy=remedy)
     problem = engine.unserved(lambda: sorted(modules_to_adapt(lora, settings, model)))
     if problem is not None and folder is not None:
         raise UserError("adapter", problem, got=folder, remedy="use generation=transformers")

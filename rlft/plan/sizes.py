@@ -49,7 +49,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     of_layers = layer_sizes(config)
     layers = tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty))
     shapes: Mapping[str, tuple[int, ...]] = {}
-    adapter, layer_kinds = NO_ADAPTER, ("", "")
+    adapter, layer_kinds = NO_ADAPTER, ("", "", 0)
     if lora is not None:  # from here on its adapter is on the empty base
         shapes = fresh_shapes(empty, lora_config(lora, empty))
         layer_kinds = adapted_words(empty)

@@ -37,7 +37,8 @@ class Facts:
         reason: why they are packed or padded.
         kernels: the kernels of the model, and why it has these.
         base_copies: copies of the base in trainer and engine; None where the engine has no base of its own.
-        layer_kinds: which layers have an adapter, and which have none; empty without adapters.
+        layer_kinds: which layers have an adapter, which have none, and the number of weights of the former; empty
+            without adapters.
     """
 
     base: int
@@ -48,15 +49,16 @@ class Facts:
     reason: str
     kernels: Decision
     base_copies: BaseCopies | None = None
-    layer_kinds: tuple[str, str] = ("", "")
+    layer_kinds: tuple[str, str, int] = ("", "", 0)
 
     def model_row(self, path: str, what: str = "frozen parameters") -> TableRow:
         return "model", path, f"{self.base:,} {what}, {self.dtype} on {self.device}"
 
     def adapter_rows(self) -> list[TableRow]:
         """The row about layers with adapters; none where all weights are trained."""
-        adapted, others = self.layer_kinds
-        return [("adapted layers", adapted, f"not {others}" if others else "all")] if adapted else []
+        adapted, others, number = self.layer_kinds
+        weights = f"with {number:,} of {self.base:,} weights"
+        return [("adapted layers", adapted, f"{weights}; not {others}" if others else weights)] if adapted else []
 
     def base_rows(self) -> list[TableRow]:
         """The row about copies of the base; none where the engine has no base of its own."""

@@ -22,6 +22,7 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator, Weights
 from rlft.loop import session
 from rlft.loop.freshness import LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Limits, _probes, check_decoding
+from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone
 from rlft.model.kernels import selection
 from rlft.model.roles import Roles
@@ -155,13 +156,15 @@ def test_a_model_that_reads_tokens_behind_is_stopped(opened) -> None:
 
 
 def test_what_is_random_in_training_alone_is_stopped_and_named(opened) -> None:
-    """SeedOss calls dropout as a function of its config's number, which loading sets to 0."""
-    config = AutoConfig.for_model("seed_oss", **hybrid_models.SIZES | {"head_dim": 8, "residual_dropout": 0.1})
+    """OPT's layers, which are recomputed in updates, call dropout by their config's number, which loading sets to 0."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("opt", vocab_size=272, num_attention_heads=4, dropout=0.1, init_std=0.2, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
+    set_checkpointing(model, True)
     generator, roles = opened(model)
     state = torch.random.get_rng_state()
-    with pytest.raises(UserError, match=r"for a seed_oss in training mode, and not otherwise \(its dropout"):
+    with pytest.raises(UserError, match=r"for a opt in training mode, and not otherwise \(its dropout"):
         check(generator, roles)
     assert torch.equal(torch.random.get_rng_state(), state)
 

@@ -33,6 +33,7 @@ from rlft.model.backbone import (
     resolve_device,
     resolve_dtype,
     resolve_path,
+    set_training_mode,
     silence_dropout,
 )
 from rlft.model.forward import choose
@@ -218,24 +219,25 @@ def test_layers_with_weights_in_common_are_none_to_divide(random_model):
     assert decoder_layers(model) == []
 
 
-def test_dropout_of_the_base_is_silent_even_in_training_mode(saved, model_config):
-    """Whether it is a module, a function with a number of the module, or one that reads the config in each forward."""
+def test_a_base_is_not_random_in_updates(saved, model_config):
+    """Whether by a module, by a function with a number of the module, or by one that reads the config in each pass."""
     drops = {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     drops |= {"residual_dropout": 0.5, "embedding_dropout": 0.5, "hidden_dropout": 0.5, "router_jitter_noise": 0.5}
     for kind in ("llama", "gpt2", "starcoder2", "falcon", "mixtral"):
         model = load_backbone.__wrapped__(model_config(path=saved(kind, **drops))).model
         ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
         calm = model.eval()(input_ids=ids).logits
-        assert torch.equal(model.train()(input_ids=ids).logits, calm)
+        set_training_mode(model, dropout=True)
+        assert torch.equal(model(input_ids=ids).logits, calm)
 
 
-def test_what_makes_a_model_random_is_set_to_zero_in_nested_configs_too():
+def test_dropout_is_set_to_zero_in_nested_configs_too():
     config = LlamaConfig(attention_dropout=0.25, hidden_size=32)
     nested = LlamaConfig(resid_pdrop=0.5, layerdrop=0.5, router_jitter_noise=0.01, rms_norm_eps=1e-6, drop=True)
     config.text_config = nested
     silence_dropout(config)
     assert (config.attention_dropout, config.hidden_size) == (0.0, 32)
-    assert (nested.resid_pdrop, nested.layerdrop, nested.router_jitter_noise, nested.rms_norm_eps) == (0, 0, 0, 1e-6)
+    assert (nested.resid_pdrop, nested.layerdrop, nested.router_jitter_noise, nested.rms_norm_eps) == (0, 0, 0.01, 1e-6)
     assert nested.drop is True, "a switch is no probability"
 
 
@@ -354,12 +356,12 @@ def test_a_weight_that_is_written_while_the_policy_starts_from_a_folder_is_found
     adapter: Path, make_roles: Callable[..., Any], model_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = read_backbone(model_config())
-    real = roles_module.set_peft_model_state_dict
+    real = roles_module.own_tensors
 
-    def also_writes(model: Any, weights: Any, adapter_name: str) -> Any:
+    def also_writes(model: Any, role: str) -> Any:
         backbone.model.model.embed_tokens.weight.data[7, 3] += 1e-3
-        return real(model, weights, adapter_name=adapter_name)
+        return real(model, role)
 
-    monkeypatch.setattr(roles_module, "set_peft_model_state_dict", also_writes)
+    monkeypatch.setattr(roles_module, "own_tensors", also_writes)
     with pytest.raises(UserError, match=rf"^lora\.path: loading it as the {POLICY} has changed [12] weights of the ba"):
         make_roles(backbone=backbone, path=str(adapter))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig
 
-from rlft.model.forward import _probe, choose, padded_forward
-from rlft.model.positions import limit_of, windows_of
+from rlft.model import forward
+from rlft.model.forward import _probe, choose, packed_forward, padded_forward
+from rlft.model.positions import SHORT, limit_of, probed_beginnings, windows_of
 from rlft.types import UserError
 
 LIMIT = 16
 FACTORS = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [3.0, 4.0, 5.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT}
+FACTORS_OF_128 = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 # Phi-4-mini's shape: three quarters of each head are rotated, 6 of 8 numbers, so 3 factors.
 PHI4_MINI = {
     "original_max_position_embeddings": LIMIT,
@@ -106,8 +110,39 @@ def test_the_probe_has_rows_on_both_sides_of_every_window_that_a_row_may_reach(r
         ("llama", {}, []),
     ):
         model = random_model(kind, **keys)
-        lengths = _probe(model).attention_mask.sum(1).tolist()
+        batch, first = _probe(model)
+        lengths, context = batch.attention_mask.sum(1).tolist(), model.config.max_position_embeddings
         assert lengths[:4] == [9, 7, 9, 4]
-        assert sorted(lengths[4:]) == sorted(n for window in expected for n in (window - 1, window + 3))
+        assert sorted(lengths[4:-2]) == sorted(n for window in expected for n in (window - 1, window + 3))
+        assert first.tolist() == [0] * (len(lengths) - 2) + [context - SHORT] * 2
+        assert lengths[-2] == SHORT
         assert windows_of(model.config) in ([], [keys.get("sliding_window")])
         choose(model)
+
+
+def test_the_probe_has_rows_on_both_sides_of_the_contexts_that_rope_extends_and_at_the_end():
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    for kind, keys, expected in (
+        ("llama", {"rope_parameters": yarn}, [60, 119]),
+        ("llama", {"rope_parameters": yarn | {"original_max_position_embeddings": 126}}, [119]),
+        ("llama", {"rope_parameters": LONGROPE | FACTORS_OF_128}, [LIMIT - SHORT]),  # no row exceeds its first limit
+        ("gpt2", {}, [119]),
+        ("llama", {"max_position_embeddings": SHORT}, []),
+    ):
+        config = AutoConfig.for_model(kind, **{"max_position_embeddings": 128} | keys)
+        assert probed_beginnings(config) == expected, kind
+
+
+def test_a_packed_forward_that_is_wrong_at_the_end_of_the_context_is_not_used(random_model, monkeypatch):
+    model = random_model("llama")
+    assert choose(model).packed
+
+    def wrong(model, batch, *args, layout, **keys):
+        return packed_forward(
+            model, batch, *args, layout=replace(layout, position_ids=layout.position_ids.clamp(max=122)), **keys
+        )
+
+    monkeypatch.setattr(forward, "packed_forward", wrong)
+    found = choose(model)
+    assert not found.packed
+    assert "packed and padded log-probs differ" in found.reason

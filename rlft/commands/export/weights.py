@@ -21,7 +21,7 @@ from rlft.config.instantiate import from_mapping
 from rlft.config.model import ModelConfig
 from rlft.config.schema import AUTO
 from rlft.model.activations import peft_reads_the_old_name
-from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules
+from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules, own_tensors
 from rlft.model.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
 from rlft.model.backbone import read_config, resolve_path, source
 from rlft.model.roles import score_sequence
@@ -163,6 +163,9 @@ def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: P
     ids: Any = tokenizer(TEXT)["input_ids"]
     with peft_reads_the_old_name():
         adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    for name, own in own_tensors(adapted, "default").items():
+        own.copy_(tensors[name])
     with torch.no_grad():
         expected = score_sequence(adapted, ids, device)
         merged: Any = adapted.merge_and_unload()

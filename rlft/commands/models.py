@@ -1,0 +1,158 @@
+"""`rlft models`: what holds for each family of causal language models, as terminal text, JSON or docs/models.md."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict
+from fnmatch import fnmatch
+from importlib import metadata
+
+from rlft.model.families import Families, Family, known
+from rlft.types import UserError, require
+
+USAGE = """\
+usage: rlft models [<pattern>] [--json] [--markdown]
+
+What holds for each family of causal language models (model_type in config.json) of the transformers with which rlft was
+tested: what LoRA is on and what it leaves out, whether rows are packed, decoding in the transformers engine, vLLM with
+adapters, export with the adapter merged; or why such a model is refused.
+
+  <pattern>    families whose names contain it, or match it: qwen, gemma3*
+  --json       the same as JSON
+  --markdown   the whole page docs/models.md
+
+  rlft models qwen
+  rlft models"""
+
+WIDTH = 120
+INDENT = " " * 4
+PAGE = """\
+# Families of models
+
+`rlft models` prints these facts, `rlft models qwen` those of some families. Each was found with a tiny random model
+(float32, CPU): log-probs against transformers' own model, one row at a time, and decoding against
+training, both within 1e-4 nats; whether a gradient reaches every weight of an adapter; the exported model against base
+and adapter. transformers {transformers}, vLLM {vllm}. `scripts/write_families.py` writes it.
+
+- **Adapted** are the layers of `lora.target_modules: all-linear`; `rlft plan` says how many weights they have. Left out
+  is what no gradient reaches, what is read past its layer, and what shares its weights.
+- **Rows** are packed (each prompt once for its group, no padding) or padded, for the reason given.
+- **Decoding** is that of `generation=transformers`. Every run compares it with training before its first step.
+- **vLLM**: whether it has the family, and takes adapters on it. It may run others through its backend for transformers.
+- **Export** is `rlft export` with the adapter merged (`as=adapter` always works).
+- **GGUF**: llama.cpp's converter decides by `architectures` in config.json; `convert_hf_to_gguf.py
+  --print-supported-models` lists what it takes.
+
+| family | adapted | not adapted | rows | decoding | vLLM | export |
+|---|---|---|---|---|---|---|
+{rows}
+
+Refused before weights are loaded, by `model.path`:
+
+| family | why |
+|---|---|
+{refused}
+"""
+
+
+def command(arguments: list[str]) -> None:
+    options = [word for word in arguments if word.startswith("-")]
+    patterns = [word for word in arguments if word not in options]
+    wrong = next((word for word in options if word not in ("--json", "--markdown")), None)
+    require(wrong is None, "models", "has no such option", got=wrong, remedy="use --json or --markdown")
+    remedy = "write rlft models <pattern>"
+    require(len(patterns) < 2, "models", "takes one pattern", got=" ".join(patterns), remedy=remedy)
+    families = known()
+    chosen = matching(families.by_type, patterns[0]) if patterns else families.by_type
+    if "--json" in options:
+        print(json.dumps({kind: asdict(family) for kind, family in chosen.items()}, indent=1))
+    elif "--markdown" in options:
+        print(page(), end="")
+    else:
+        print("\n".join([*(line for item in chosen.items() for line in lines_of(*item)), "", *notes(families)]))
+
+
+def matching(families: Mapping[str, Family], pattern: str) -> dict[str, Family]:
+    """The families whose names contain the pattern or match it, whatever its case.
+
+    Raises:
+        UserError: there is none.
+    """
+    wanted = pattern.lower().replace("-", "_")
+    named = {kind: kind.lower().replace("-", "_") for kind in families}
+    found = {kind: families[kind] for kind, name in named.items() if wanted in name or fnmatch(name, wanted)}
+    if not found:
+        close = difflib.get_close_matches(wanted, named.values(), n=1)
+        remedy = f"did you mean {close[0]}?" if close else "rlft models lists all"
+        raise UserError("models", "transformers has no such family", got=pattern, remedy=remedy)
+    return found
+
+
+def lines_of(kind: str, family: Family) -> list[str]:
+    """The name of a family with what holds for it, and the layers with and without adapters."""
+    if not family.is_trained:
+        return _wrapped(f"{kind}: {why_not(family)}")
+    facts = [rows_of(family), decoding_of(family), vllm_of(family), export_of(family)]
+    left = f"; not {family.not_adapted}" if family.not_adapted else ""
+    return [*_wrapped(f"{kind}: {'; '.join(facts)}"), *_wrapped(f"{INDENT}LoRA on {family.adapted}{left}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    return textwrap.wrap(text, max(width, 40), subsequent_indent=INDENT, break_on_hyphens=False)
+
+
+def notes(families: Families) -> list[str]:
+    """Where the facts come from, and a warning if they are those of another release of transformers."""
+    tried = f"tried with transformers {families.transformers} and vLLM {families.vllm}"
+    installed = metadata.version("transformers")
+    if installed == families.transformers:
+        return [tried]
+    return [f"{tried}; transformers {installed} is installed, with which a run finds out at its start"]
+
+
+def why_not(family: Family) -> str:
+    if family.untried:
+        return f"not tried: {family.untried}"
+    return f"refused: {family.refused or family.wrong}"
+
+
+def rows_of(family: Family) -> str:
+    return "packed" if family.padded is None else f"padded ({family.padded})"
+
+
+def decoding_of(family: Family) -> str:
+    return "decodes" if family.decoding is None else f"refused with generation=transformers: {family.decoding}"
+
+
+def vllm_of(family: Family) -> str:
+    return {True: "vLLM with LoRA", False: "vLLM without LoRA", None: "not in vLLM"}[family.vllm]
+
+
+def export_of(family: Family) -> str:
+    return "merged export" if family.exported else "export with as=adapter only"
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    families = known()
+    trained = {kind: family for kind, family in families.by_type.items() if family.is_trained}
+    rows = [
+        (
+            f"`{kind}`",
+            family.adapted,
+            family.not_adapted,
+            rows_of(family),
+            "yes" if family.decoding is None else f"no: {family.decoding}",
+            vllm_of(family).removeprefix("vLLM "),
+            "yes" if family.exported else "as=adapter",
+        )
+        for kind, family in trained.items()
+    ]
+    refused = [(f"`{kind}`", why_not(family)) for kind, family in families.by_type.items() if kind not in trained]
+    tables = ["\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, refused)]
+    return PAGE.format(transformers=families.transformers, vllm=families.vllm, rows=tables[0], refused=tables[1])

@@ -1,0 +1,79 @@
+"""What holds for each family of causal language models (`model_type` in config.json), as tiny random models have shown.
+
+scripts/write_families.py writes families.json with the newest transformers that is tested, and
+tests/model/test_families.py tries every family again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).with_suffix(".json")
+
+WRONG_FORWARD = "log-probs are not those of transformers' model on one row at a time"
+DECODES_OTHERWISE = "decoding in the transformers engine does not give the log-probs of its forward"
+NO_CACHE = "decoding in the transformers engine needs a cache of transformers, which its class lacks"
+FAILS_TO_DECODE = "decoding in the transformers engine fails"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        untried: why it was not tried.
+        refused: what a rule refuses such a model for.
+        wrong: what was seen to be wrong with it in training.
+        decoding: what was seen to be wrong with its decoding in the transformers engine.
+        adapted: the layers that `lora.target_modules: all-linear` adapts.
+        not_adapted: the layers that it leaves out.
+        padded: why its rows are padded; None if they are packed.
+        exported: whether the model with the merged adapter computes what the adapter does.
+        vllm: whether vLLM serves adapters on it; None if it has no such model.
+    """
+
+    untried: str | None = None
+    refused: str | None = None
+    wrong: str | None = None
+    decoding: str | None = None
+    adapted: str = ""
+    not_adapted: str = ""
+    padded: str | None = None
+    exported: bool = False
+    vllm: bool | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        return not (self.untried or self.refused or self.wrong)
+
+
+class Families(NamedTuple):
+    """{type of model: its family}, and the releases with which they were tried."""
+
+    by_type: Mapping[str, Family]
+    transformers: str
+    vllm: str
+
+
+@cache
+def known() -> Families:
+    """The content of families.json."""
+    read = json.loads(FILE.read_text(encoding="utf-8"))
+    by_type = {kind: Family(**fields) for kind, fields in read["families"].items()}
+    return Families(by_type, read["transformers"], read["vllm"])
+
+
+def seen(*types: str) -> Family:
+    """What was seen of the first of these types that was tried; nothing if transformers is another minor release."""
+    families = known()
+    if families.transformers.split(".")[:2] == metadata.version("transformers").split(".")[:2]:
+        for kind in types:
+            if kind in families.by_type:
+                return families.by_type[kind]
+    return Family()

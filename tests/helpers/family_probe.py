@@ -1,0 +1,205 @@
+"""Tries what rlft does with a tiny random model of a family; scripts/write_families.py writes down what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from family_models import class_of, model_folder, tiny_config
+from peft import PeftModel
+from torch import Tensor
+
+from rlft.batch import collate
+from rlft.commands.export import weights as exported
+from rlft.config.model import LoraSettings, ModelConfig
+from rlft.data.prompts import LengthSummary, PromptSet
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.transformers import TransformersGenerator, Weights
+from rlft.loop.freshness import Limits, check_decoding
+from rlft.model import backbone as backbones
+from rlft.model.activations import peft_reads_the_old_name
+from rlft.model.adapter_folder import load_file, own_tensors
+from rlft.model.backbone import Backbone, read_backbone, read_config
+from rlft.model.families import DECODES_OTHERWISE, FAILS_TO_DECODE, NO_CACHE, WRONG_FORWARD, Family
+from rlft.model.lora_config import adapted_words
+from rlft.model.roles import Roles, policy_alone, score_sequence
+from rlft.plan.model_rules import check_targets
+from rlft.plan.sizes import sizes_of
+from rlft.types import Adapter, Batch, Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
+
+LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+"""The largest difference of log-probs, in nats, between two float32 computations of one network."""
+
+MODEL: dict[str, Any] = {
+    "revision": None, "dtype": "float32", "device": "cpu", "attn_implementation": "auto",
+    "gradient_checkpointing": False, "quantization": None, "trust_remote_code": False,
+}  # fmt: skip
+RUN = SimpleNamespace(
+    generation=SimpleNamespace(max_tokens=20), prompts=SimpleNamespace(max_tokens=64), token_budget=256
+)
+PROMPTS = tuple(
+    Prompt(id=str(p), messages=(), answer="", token_ids=tuple(8 + (11 * i + 7 * p) % 250 for i in range(length)))
+    for p, length in enumerate((6, 20, 13))
+)
+DATA = PromptSet(
+    prompts=list(PROMPTS),
+    num_tokens=[len(prompt.token_ids) for prompt in PROMPTS],
+    num_dropped=0,
+    lengths=LengthSummary(shortest=6, median=13, longest=20),
+    fingerprint="",
+    note=None,
+)
+
+
+def settings(folder: Path) -> ModelConfig:
+    return ModelConfig(path=str(folder), **MODEL)
+
+
+def rows() -> tuple[Batch, list[list[int]]]:
+    """(two groups of two rows on both sides of the models' windows of 16 tokens, the token ids of each row)."""
+    groups = []
+    for p, (prompt, lengths) in enumerate(zip(PROMPTS, ((3, 9), (14, 5)), strict=False)):
+        completions = [tuple(8 + (13 * i + 5 * n + p) % 250 for i in range(n)) for n in lengths]
+        rollouts = [
+            Rollout(
+                prompt=prompt,
+                completion=Completion(
+                    text="", token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.length
+                ),
+                policy_version=0,
+            )
+            for ids in completions
+        ]
+        groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+    scores = Scores(total=torch.zeros(2, 2), by_reward={})
+    ids = [[*r.prompt.token_ids, *r.completion.token_ids] for group in groups for r in group.rollouts]
+    return collate(groups, scores, lambda ids: ""), ids
+
+
+def probe(kind: str, folder: Path) -> Family:
+    """What holds for this family; what rlft refuses by a rule has its words."""
+    model = settings(folder)
+    try:
+        model_folder(kind, folder)
+    except Exception as error:
+        try:
+            tiny_config(kind).save_pretrained(folder)
+            read_config(model)
+        except UserError as refusal:
+            return Family(refused=refusal.problem)
+        except Exception:
+            pass
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Family(untried=f"no tiny model of it can be made ({first[:80]})")
+    with patch.object(backbones, "seen", lambda *types: Family()):  # what is refused for what was seen is tried again
+        try:
+            config = read_config(model)
+            check_targets(LORA, model, config)
+            sizes_of(model, LORA)
+            backbone = read_backbone(model)
+            roles = policy_alone(backbone, LORA, token_budget=256, seed=0)
+        except UserError as refusal:
+            return Family(refused=refusal.problem)
+        return _of_roles(folder, backbone, roles)
+
+
+def _of_roles(folder: Path, backbone: Backbone, roles: Roles) -> Family:
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in roles.named_parameters():
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    batch, ids = rows()
+    with torch.no_grad():
+        found = roles.forward.logprobs(batch, 64)
+    adapter = roles.publish(1)
+    not_reached = _without_gradient(roles, batch)
+    decoding = _decoding(backbone, roles, adapter)
+    adapted, others, _ = adapted_words(roles.model)
+    forward = roles.forward
+    roles.close()
+    files = AdapterFiles(folder)
+    path = files.write(adapter)
+    expected, export = _reference(folder, path, ids, batch), _export(folder, path, backbone, ids, batch)
+    wrong = WRONG_FORWARD if expected is not None and _gap(found, expected) > TOLERANCE else None
+    return Family(
+        wrong=f"no gradient reaches its {not_reached}" if not_reached else wrong,
+        adapted=adapted,
+        not_adapted=others,
+        padded=None if forward.packed else _reason(forward.reason),
+        decoding=decoding,
+        exported=export is not None and _gap(found, export) <= TOLERANCE,
+    )
+
+
+def _reason(words: str) -> str:
+    """Why rows are padded, without the list of types that have kernels."""
+    return "no kernels for this type" if "is not among" in words else words.removeprefix("padded rows: ")
+
+
+def _without_gradient(roles: Roles, batch: Batch) -> str | None:
+    """A parameter that no gradient reaches in an update; None if there is none."""
+    with roles.training():
+        roles.outputs(batch, entropy=False).logprobs.sum().backward()
+    return next((name for name, parameter in roles.named_parameters() if parameter.grad is None), None)
+
+
+def _decoding(backbone: Backbone, roles: Roles, adapter: Adapter) -> str | None:
+    """What is wrong with decoding; None if nothing is."""
+    engine = TransformersGenerator(roles, backbone.tokenizer, CPU, 16, weights=Weights.apart)
+    engine.load(adapter)
+    try:
+        check_decoding(engine, roles, DATA, RUN, Limits(largest=TOLERANCE))
+    except UserError as refusal:
+        return DECODES_OTHERWISE if "log-probs" in refusal.problem else NO_CACHE
+    except Exception:
+        return FAILS_TO_DECODE
+    return None
+
+
+def _reference(folder: Path, adapter: Path, ids: Sequence[list[int]], batch: Batch) -> Tensor | None:
+    """Log-probs `[B, T]` by transformers' eager model and PEFT, row by row; None if PEFT cannot load the adapter."""
+    model = class_of(read_config(settings(folder))).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    try:
+        with peft_reads_the_old_name():
+            adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    except ValueError:
+        return None
+    weights = load_file(adapter / "adapter_model.safetensors")
+    for name, tensor in own_tensors(adapted, "default").items():
+        tensor.copy_(weights[name])
+    return _one_by_one(adapted, ids, batch)
+
+
+def _export(folder: Path, adapter: Path, backbone: Backbone, ids: Sequence[list[int]], batch: Batch) -> Tensor | None:
+    """Log-probs `[B, T]` of the exported model; None if it cannot be exported."""
+    model, merged, out = settings(folder), folder / "adapter", folder / "exported"
+    try:
+        merged.mkdir()
+        exported.write_adapter(adapter, model, merged)
+        whole, dtypes = exported.load_float32(model)
+        whole = exported.merge(whole, backbone.tokenizer, merged)
+        exported.round_weights(whole, dtypes, "auto")
+        exported.save(whole, backbone.tokenizer, model, out)
+        config = read_config(settings(out))
+    except (exported.MergeError, ValueError, UserError):
+        return None
+    return _one_by_one(class_of(config).from_pretrained(out, dtype=torch.float32).eval(), ids, batch)
+
+
+def _one_by_one(model: Any, ids: Sequence[list[int]], batch: Batch) -> Tensor:
+    scores_BT = torch.zeros_like(batch.sampled_logprobs)
+    with torch.no_grad():
+        for b, row in enumerate(ids):
+            scores_BT[b, 1 : len(row)] = torch.tensor(score_sequence(model, row, CPU))
+    return scores_BT * batch.loss_mask
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    return (found - expected).abs().max().nan_to_num(torch.inf).item()
