@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlft.loop.metrics import Clock, peak_memory_bytes, rollout_metrics
+from rlft.loop.metrics import Clock, rollout_metrics
 from rlft.loop.session import Session, State
+from rlft.system.device import peak_memory_bytes
 
 
 def train(session: Session) -> State:

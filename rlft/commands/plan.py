@@ -18,8 +18,8 @@ from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
 from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
-from rlft.loop.parts import free_bytes, needs_checkpointing
-from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
+from rlft.loop.parts import needs_checkpointing
+from rlft.model.backbone import ends_of, load_tokenizer
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
@@ -28,6 +28,7 @@ from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
 from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
 from rlft.reward.workers.reward_spec import specs
+from rlft.system.device import free_bytes, resolve_device, resolve_dtype, total_bytes
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
 from rlft.types import UserError
@@ -131,7 +132,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         problem = "cannot be planned: it does not say how much memory its runs take"
         raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a command that does")
     if on_another or demand.device == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
+        memory = total_bytes(device) if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
         plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
     if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):

@@ -19,6 +19,7 @@ from rlft.config.bounds import PositiveInt
 from rlft.generation.engine import Engine, EngineArgs, Generator, TokenCallback
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
+from rlft.system.device import widest
 from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
@@ -206,7 +207,7 @@ class TransformersGenerator(Generator):
         with torch.no_grad(), self._active() as model:
             decoder = self._decoder(model, prompts[:at_once], max_tokens)
             logits = decoder.prefill(n)
-            uniforms = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
+            uniforms = torch.full((len(logits),), 0.5, dtype=widest(logits.device), device=logits.device)
             token, _ = draw(logits, uniforms, Sampling(max_tokens=max_tokens, temperature=1.0))
             decoder.step(token)
             decoder.fill()
@@ -417,7 +418,7 @@ def _decode(
     tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
     logprobs_RT = torch.zeros(uniforms_RT.shape)
     end_ids = torch.tensor(sorted(ends), device=device)
-    uniforms_RT, limits_R = uniforms_RT.to(device), limits_R.to(device)
+    uniforms_RT, limits_R = uniforms_RT.to(device, widest(device)), limits_R.to(device)
     rows = torch.arange(len(uniforms_RT), device=device)  # the completions that are still in the batch
     unfinished = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not ended
     for t in range(sampling.max_tokens):
@@ -470,17 +471,18 @@ def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
     """(the first index whose cumulative weight exceeds the uniform's share of the total `[R, 1]`, the totals `[R, 1]`).
 
     Its block of 64 weights is found first, by the blocks' sums, then the index inside: so no running sum goes over the
-    whole vocabulary. The sums are in float64, because float32 loses the tail of a vocabulary of 150,000, and of a few
-    rows at a time, because torch makes a float64 copy for them, which has to stay in the processor's cache.
+    whole vocabulary. The sums are in float64 where the device has it (the dtype of `uniform`), because float32 loses
+    the tail of a vocabulary of 150,000, and of a few rows at a time, because torch makes a float64 copy for them, which
+    has to stay in the processor's cache.
     """
     blocks_RKB = torch.nn.functional.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     rows = max(1, AT_ONCE // weights_RV.shape[-1])
-    sums_RK = torch.cat([part.sum(-1, dtype=torch.float64) for part in blocks_RKB.split(rows)])
+    sums_RK = torch.cat([part.sum(-1, dtype=uniform_R1.dtype) for part in blocks_RKB.split(rows)])
     until_RK = sums_RK.cumsum(-1)
     total_R1 = until_RK[:, -1:]
     threshold_R1 = uniform_R1 * total_R1
     block_R1 = (until_RK <= threshold_R1).sum(-1, keepdim=True).clamp(max=until_RK.shape[-1] - 1)
-    inside_RB = blocks_RKB.gather(1, block_R1[..., None].expand(-1, -1, BLOCK))[:, 0].double()
+    inside_RB = blocks_RKB.gather(1, block_R1[..., None].expand(-1, -1, BLOCK))[:, 0].to(uniform_R1.dtype)
     before_R1 = (until_RK - sums_RK).gather(-1, block_R1)
     place_R1 = (inside_RB.cumsum(-1) + before_R1 <= threshold_R1).sum(-1, keepdim=True)
     # Where rounding leaves no such index, it is the last one with a weight.

@@ -26,13 +26,12 @@ from rlft.logger.alarms import Hint
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
-from rlft.loop.metrics import peak_memory_bytes
-from rlft.model.backbone import resolve_device
 from rlft.plan.fit import in_words
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
+from rlft.system.device import peak_memory_bytes, resolve_device
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.repeatable import repeatable

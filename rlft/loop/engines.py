@@ -16,21 +16,13 @@ from rlft.environment.protocol import Environment
 from rlft.generation.engine import BaseLender, Engine, EngineArgs, Generator
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
 from rlft.model.adapter_folder import POLICY, adapted_modules
-from rlft.model.backbone import (
-    Adopt,
-    ends_of,
-    load_tokenizer,
-    read_backbone,
-    read_config,
-    resolve_device,
-    resolve_dtype,
-    resolve_path,
-)
+from rlft.model.backbone import Adopt, ends_of, load_tokenizer, read_backbone, read_config, resolve_path
 from rlft.model.forward import Forward, choose
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.plan.adapters import modules_to_adapt
 from rlft.plan.run_plan import Plan
+from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.memory import Largest
 from rlft.tokens.text import with_variables
 

@@ -15,10 +15,10 @@ from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.pool import EnginePool, units_of
-from rlft.model.backbone import resolve_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import RewardMembers
 from rlft.reward.workers.reward_spec import RewardSpec
+from rlft.system.device import resolve_device
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.member import Launcher, Member, MemberSpec
 from rlft.system.process.placement import Placement, all_gpus, environment_of

@@ -23,7 +23,6 @@ from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import POLICY, Roles
-from rlft.system.memory import peak_resident_bytes
 from rlft.system.seeds import sampling_seeds
 from rlft.types import Batch, Completion, Evaluation, FinishReason, Group, Prompt, Rollouts, Scores
 
@@ -121,11 +120,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     error, target = (returns - values)[mask].double(), returns[mask].double()
     variance = target.var(correction=0).item()
     return 1 - error.var(correction=0).item() / variance if variance > 0 else 0.0
-
-
-def peak_memory_bytes() -> int:
-    """The most bytes held so far: the CUDA allocator's peak if there is a GPU, else this process's resident set."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident_bytes()
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------

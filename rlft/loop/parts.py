@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
@@ -24,7 +22,7 @@ from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import Pool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import AheadScorer, Scorer
-from rlft.system.memory import free_memory
+from rlft.system.device import free_bytes
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
@@ -86,11 +84,6 @@ def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int, **la
     The other arguments are those of `activation_bytes`.
     """
     return activation_bytes(config, tokens, itemsize, **layers) > SHARE * free
-
-
-def free_bytes(device: torch.device) -> int:
-    """The bytes that this process can still allocate on the device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from rlft.generation.engine import Generator
 from rlft.logger.alarms import not_finite
 from rlft.logger.interface import StepRecord
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
-from rlft.loop.metrics import Clock, peak_memory_bytes
+from rlft.loop.metrics import Clock
 from rlft.loop.parts import load_for_training
 from rlft.model.backbone import Adopt
 from rlft.model.full_weights import MODEL, WholeModel
@@ -29,6 +29,7 @@ from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
+from rlft.system.device import peak_memory_bytes
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.update import Optimizer, begin_step, optimizer_step, text_passes, total_of
 from rlft.types import Batch, Evaluation

@@ -23,8 +23,9 @@ from rlft.generation.vllm.guest import DEAD_ENGINE
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args, load_teacher, wrap_with_environment
 from rlft.loop.parts import layers_of_rank, open_roles
-from rlft.model.backbone import load_backbone, resolve_device
+from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
+from rlft.system.device import resolve_device
 from rlft.system.memory import keep_blocks
 from rlft.trainer.local import LocalTrainer, TrainerState, open_optimizers
 from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous

@@ -24,63 +24,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.config.model import DTYPES, ModelConfig, check_local, resolve_path
+from rlft.config.model import ModelConfig, check_local, resolve_path
 from rlft.model.activations import set_checkpointing
 from rlft.model.families import seen
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.text_model import load_model, own_class
+from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
 from rlft.tokens.text import dated, with_ends, with_variables
 from rlft.types import UserError, require
 
-OLDEST_WITH_BFLOAT16 = (8, 0)
-"""Compute capability of Ampere. torch emulates bfloat16 on older cards, slowly, and vLLM refuses it there."""
 SENTENCE = "the sum of two and three is five"
 """What every tokenizer gives back, whatever it does to capitals and punctuation."""
-
-
-def resolve_device(device: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    key = "model.device"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise UserError(key, "is not a device", got=device, remedy="use auto, cpu, cuda or cuda:<n>") from None
-    if resolved.type == "cuda":
-        remedy = "use model.device=cpu, or auto to take what is there"
-        require(torch.cuda.is_available(), key, "there is no CUDA device here", got=device, remedy=remedy)
-        number = torch.cuda.device_count()
-        exists = (resolved.index or 0) < number
-        require(exists, key, f"this machine has {number}", got=device, remedy="use a lower number")
-    return resolved
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is what the device computes fast: float32 on a CPU, where 16 bits are slow on most machines, bfloat16 on
-    CUDA, and float16 on cards without bfloat16 (before Ampere)."""
-    known, remedy = dtype in ("auto", *DTYPES), f"use auto, {', '.join(DTYPES)}"
-    require(known, "model.dtype", "is not a known dtype", got=dtype, remedy=remedy)
-    if device.type != "cuda":
-        return torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    if dtype == "auto":
-        return torch.bfloat16 if computes_bfloat16(device) else torch.float16
-    if dtype == "bfloat16" and not computes_bfloat16(device):
-        problem = f"bfloat16 needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
-        remedy = "use model.dtype=float16, or auto, which is float16 on this card"
-        raise UserError("model.dtype", problem, got=dtype, remedy=remedy)
-    return getattr(torch, dtype)
-
-
-def computes_bfloat16(device: torch.device) -> bool:
-    """Whether this CUDA device has bfloat16 (Ampere and later); True where there is none to ask."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability(device) >= OLDEST_WITH_BFLOAT16
 
 
 def source(config: ModelConfig) -> dict[str, Any]:

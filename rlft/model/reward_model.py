@@ -25,10 +25,10 @@ from transformers import (
 
 from rlft.batch import select
 from rlft.config.model import is_adapter, looks_local
-from rlft.model.backbone import resolve_dtype
 from rlft.model.packing import Layout
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
+from rlft.system.device import resolve_dtype
 from rlft.system.hub import hub_answers
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import date_of, dated, render

@@ -16,7 +16,6 @@ from rlft.config.resolved import with_number
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes, peak
-from rlft.model.backbone import resolve_device
 from rlft.plan.memory_parts import (
     TEACHER_SHARE,
     Demand,
@@ -30,6 +29,7 @@ from rlft.plan.rules import why_whole
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.plan.train_plan import TrainPlan
+from rlft.system.device import resolve_device, total_bytes
 from rlft.system.process.placement import GpuMemory, place
 from rlft.types import UserError
 
@@ -162,7 +162,7 @@ def placed_here(plan: Plan) -> Plan:
     device = resolve_device(plan.config.model.device)
     if device.type != "cuda":
         return with_placement(plan, None, None, on_gpus=False)
-    gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    gpu_bytes = total_bytes(device)
     model = sizes_of(plan.config.model, plan.config.lora)
     check_base(plan.config, model, gpu_bytes)
     available = None if plan.config.cluster.is_joined else torch.cuda.device_count()
@@ -262,7 +262,7 @@ def fit_to_device(plan: AnyPlan) -> AnyPlan:
     device = resolve_device(config.model.device)
     if device.type != "cuda":
         return plan
-    limit = torch.cuda.get_device_properties(device).total_memory
+    limit = total_bytes(device)
     model = sizes_of(config.model, config.lora)
     demand = plan.demand(model, False)
     if demand is None:

@@ -64,7 +64,7 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
     """
     from transformers import AttentionInterface
 
-    from rlft.model.backbone import resolve_device, resolve_dtype
+    from rlft.system.device import resolve_device, resolve_dtype
 
     device = resolve_device(settings.device)
     resolve_dtype(settings.dtype, device)
@@ -94,7 +94,7 @@ FLASH_ATTENTION = {
 
 def check_quantized_device(settings: ModelConfig) -> None:
     """Checks that the model's device supports 4-bit weights, if they are configured."""
-    from rlft.model.backbone import resolve_device
+    from rlft.system.device import resolve_device
 
     check_quantized_on(settings.quantization, resolve_device(settings.device).type)
 
@@ -312,7 +312,7 @@ def choose_engine(
     elif runs_here and (missing := generation.named(name).missing()) is not None:
         raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
     if runs_here:
-        from rlft.model.backbone import resolve_device, resolve_dtype
+        from rlft.system.device import resolve_device, resolve_dtype
 
         device = resolve_device(model.device)
         itemsize = resolve_dtype(model.dtype, device).itemsize

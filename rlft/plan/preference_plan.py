@@ -13,7 +13,7 @@ from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config, resolve_device
+from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.memory_parts import Demand
@@ -22,6 +22,7 @@ from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow
+from rlft.system.device import resolve_device
 from rlft.types import Split, UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import Objective
 from rlft.config.instantiate import instantiate
@@ -16,7 +16,11 @@ from rlft.config.trainer import ClusterConfig
 from rlft.generation.pool import units_of
 from rlft.plan.model_rules import check_apart, check_engine, check_model, check_served
 from rlft.plan.scoring_rules import check_time_limits
+from rlft.system.device import kind_of
 from rlft.types import UserError, require
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
@@ -137,6 +141,14 @@ def check_lag_has_devices(config: RunConfig, device: str) -> None:
         problem = "samples beside the update, and the engine shares the trainer's GPU, so that nothing would be gained"
         remedy = "give engines GPUs of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
         raise UserError("overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
+
+
+def check_cluster_has_devices(cluster: ClusterConfig, device: torch.device) -> None:
+    """Refuses engines and ranks in other processes on devices whose processes cannot exchange tensors."""
+    kind = kind_of(device)
+    for key, number, alone in (("cluster.ranks", cluster.ranks, 1), ("cluster.engines", cluster.engines, 0)):
+        problem = f"other processes need CPUs or CUDA devices, and model.device is {kind.title}"
+        require(kind.collective or number <= alone, key, problem, got=number, remedy=f"set {key}={alone}")
 
 
 def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None:

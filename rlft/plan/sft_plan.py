@@ -11,7 +11,7 @@ from rlft.data.examples import Examples, scan_demonstrations
 from rlft.data.prompts import PromptSet, left_out, scan
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config, resolve_device, resolve_dtype
+from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of, uses_of_rewards
 from rlft.plan.config_checks import check_trainable, uses_of_sft
 from rlft.plan.memory_parts import Demand
@@ -23,6 +23,7 @@ from rlft.plan.sizes import checkpoint_bytes, completion_bytes, of_evaluation, s
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
+from rlft.system.device import resolve_device, resolve_dtype
 from rlft.types import Split
 
 

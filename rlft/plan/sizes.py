@@ -17,7 +17,7 @@ from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_sizes
-from rlft.model.backbone import decoder_layers, layer_weights, read_config, resolve_device, resolve_dtype
+from rlft.model.backbone import decoder_layers, layer_weights, read_config
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.model.lora_config import adapted_words
@@ -25,6 +25,7 @@ from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.plan.memory_parts import FLOAT32, Demand
 from rlft.plan.model_rules import why_not_on_a_gpu
 from rlft.plan.run_plan import LINE, Plan
+from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
 

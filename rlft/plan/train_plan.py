@@ -21,15 +21,7 @@ from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import (
-    decoder_layers,
-    ends_of,
-    fingerprint,
-    load_tokenizer,
-    read_config,
-    resolve_device,
-    resolve_dtype,
-)
+from rlft.model.backbone import decoder_layers, ends_of, fingerprint, load_tokenizer, read_config
 from rlft.model.positions import limit_of
 from rlft.plan.adapters import check_adapters, empty_model, fingerprints_of, uses
 from rlft.plan.memory_parts import Demand, TeacherDemand
@@ -44,6 +36,7 @@ from rlft.plan.model_rules import (
 )
 from rlft.plan.roles import check_teacher, check_teacher_engine, check_teachers_machine, check_top_k, missing_engine
 from rlft.plan.rules import (
+    check_cluster_has_devices,
     check_fresh_prompts,
     check_lag_has_devices,
     idle_engines,
@@ -67,6 +60,7 @@ from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
+from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
 from rlft.types import Split, UserError
@@ -277,7 +271,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     check_machine(config.model, runs_here=runs_here)
     if trains:
         check_teachers_machine(config, runs_here=runs_here)
-        check_lag_has_devices(config, resolve_device(config.model.device).type)
+        device = resolve_device(config.model.device)
+        check_cluster_has_devices(config.cluster, device)
+        check_lag_has_devices(config, device.type)
     teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
     rewards = specs(config.reward)
     used = uses(config, rewards)

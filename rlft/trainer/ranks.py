@@ -20,6 +20,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
+from rlft.system.device import kind_of
 from rlft.system.process.running_time import RunningTime, in_background
 
 dist: Any = torch.distributed
@@ -224,7 +225,7 @@ def _groups(rendezvous: Rendezvous, rank: int, device: torch.device) -> tuple[An
     store: a wait on a shared one would block every other user of it.
     """
     host = _gloo(rendezvous, rank)
-    if device.type != "cuda":
+    if kind_of(device).collective != "nccl":
         return host, host
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = BACKEND_LIMIT

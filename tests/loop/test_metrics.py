@@ -16,12 +16,12 @@ from rlft.loop.metrics import (
     explained_variance,
     kl_to_base,
     mean_and_error,
-    peak_memory_bytes,
     rollout_metrics,
     summarise,
     unknown_token_metrics,
 )
 from rlft.system import memory
+from rlft.system.device import peak_memory_bytes
 from rlft.system.seeds import sampling_seeds
 from rlft.types import (
     Branch,

@@ -30,8 +30,6 @@ from rlft.model.backbone import (
     load_tokenizer,
     read_backbone,
     read_config,
-    resolve_device,
-    resolve_dtype,
     resolve_path,
     set_training_mode,
     silence_dropout,
@@ -141,42 +139,6 @@ def test_a_template_that_is_one_of_several_is_the_default_one(tiny_path, tmp_pat
     rows = read_config(model_config()).get_text_config().vocab_size
     known = ids_without_token(plain, rows)
     assert known == ids_without_token(plain, len(plain)) | set(range(len(plain), rows))
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda"])
-def test_a_device_that_is_not_there_is_refused(device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:99")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match=rf"^model\.device: .*, got {device}; "):
-        resolve_device(device)
-
-
-def test_auto_is_float32_on_the_cpu_and_bfloat16_on_cuda():
-    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
-    with pytest.raises(UserError, match=r"^model\.dtype: is not a known dtype, got int8; use auto, float32"):
-        resolve_dtype("int8", torch.device("cpu"))
-
-
-def test_auto_fits_the_card_and_a_dtype_that_it_lacks_is_refused_by_key(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    card = torch.device("cuda:1")
-    for capability, auto in (((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
-        assert resolve_dtype("auto", card) == auto
-        assert resolve_dtype("float32", card) == torch.float32
-        assert resolve_dtype("float16", card) == torch.float16
-        if auto is torch.bfloat16:
-            assert resolve_dtype("bfloat16", card) == torch.bfloat16
-            continue
-        with pytest.raises(UserError) as refused:
-            resolve_dtype("bfloat16", card)
-        assert str(refused.value) == (
-            "model.dtype: bfloat16 needs compute capability 8.0, which Tesla T4 lacks, got bfloat16; "
-            "use model.dtype=float16, or auto, which is float16 on this card"
-        )
 
 
 def test_jobs_that_ask_for_the_same_base_share_it(model_config):

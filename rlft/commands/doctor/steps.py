@@ -25,6 +25,7 @@ from rlft.model.roles import POLICY, Roles
 from rlft.plan.fit import in_words
 from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
+from rlft.system.device import total_bytes
 
 SCORED_SEQUENCES, SCORED_TOKENS = 4, 64
 FIRST_SPREAD = 0.01
@@ -233,7 +234,7 @@ def memory_rows(trial: MachineTrial) -> list[CheckRow]:
     demand = trial.plan.demand(model, recompute)
     process = trial.process
     if trial.device.type == "cuda":
-        total = torch.cuda.get_device_properties(trial.device).total_memory
+        total = total_bytes(trial.device)
         demand = on_a_gpu(demand, trial.plan, total, absent=False)
     apart = (OF_THE_PROCESS, OF_THE_MARGIN) if trial.device.type == "cuda" else ()
     counted = [part for part in parts(model, demand, process) if part.name not in apart]

@@ -22,12 +22,13 @@ from rlft.commands.doctor.work import SIZES, Workload, make_model, peak_rate, wr
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.engines import Engines
-from rlft.loop.metrics import Clock, peak_memory_bytes
+from rlft.loop.metrics import Clock
 from rlft.loop.session import Session, open_session
-from rlft.model.backbone import read_config, resolve_device, resolve_dtype
+from rlft.model.backbone import read_config
 from rlft.model.roles import Roles
 from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan
+from rlft.system.device import peak_memory_bytes, resolve_device, resolve_dtype
 from rlft.system.memory import resident_bytes
 from rlft.types import Batch, Group, Scores
 

@@ -228,7 +228,7 @@ def cluster_of(resolved: Sequence[Resolved]) -> ClusterConfig | None:
 
 
 def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
-    from rlft.model.backbone import resolve_device
+    from rlft.system.device import resolve_device
 
     return any(resolve_device(plain["model"]["device"]).type == "cuda" for plain in plains)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlft.model.kernels.elementwise import fused
 from rlft.model.kernels.split_attention import Span, places_of
+from rlft.system.device import kind_of
 from rlft.system.repeatable import repeatable
 
 # The operations behind torch.nn.attention.varlen, whose public function has no gradient of a merged result.
@@ -138,10 +139,8 @@ def runs_of(lengths: Sequence[int], device: torch.device) -> Runs:
 
 def obstacle(dtype: torch.dtype, head_size: int, device: torch.device, *, caps: bool = False) -> str | None:
     """Why the kernel cannot take such heads, or scores that are capped; None if it can."""
-    if device.type != "cuda":
-        return f"flash attention runs on CUDA GPUs, not on {device.type}"
-    if torch.version.hip is not None:
-        return "flash attention was not tried on GPUs other than NVIDIA's"
+    if not kind_of(device).has_kernels:
+        return f"flash attention was tried on NVIDIA's GPUs only, not on {kind_of(device).title}"
     if torch.cuda.get_device_capability(device) < OLDEST_CARD:
         return f"flash attention needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
     if dtype not in (torch.float16, torch.bfloat16):

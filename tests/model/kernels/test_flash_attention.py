@@ -154,7 +154,7 @@ def test_what_it_cannot_take_has_a_reason(dtype, size, gpu, reason, monkeypatch)
 
 
 def test_there_is_none_on_a_cpu(backbone):
-    assert obstacle(torch.bfloat16, 64, CPU) == "flash attention runs on CUDA GPUs, not on cpu"
+    assert obstacle(torch.bfloat16, 64, CPU) == "flash attention was tried on NVIDIA's GPUs only, not on a CPU"
     assert on_this_device(backbone.model) == ""
 
 

@@ -1,0 +1,139 @@
+"""What a device can do: which one a config means, its 16-bit types, its memory, and how ranks on it exchange tensors.
+
+rlft is measured on CPUs and on NVIDIA's GPUs. AMD's GPUs (which torch calls cuda as well), Intel's (xpu) and Apple's
+(mps) get what torch itself gives there: the modules of transformers and PEFT, SDPA, and the transformers engine. That
+was tried on pretended devices, not on hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlft.system.lazy import torch
+from rlft.system.memory import free_memory, peak_resident_bytes
+from rlft.types import UserError, require
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch import dtype as DType
+
+OLDEST_WITH_BFLOAT16 = (8, 0)
+"""Compute capability of Ampere. torch emulates bfloat16 on older cards, slowly, and vLLM refuses it there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What all devices of one kind can do.
+
+    Attributes:
+        title: what messages call one of them.
+        dtype: `model.dtype: auto`, which a single card may lack (`resolve_dtype`).
+        has_kernels: whether rlft's kernels for GPUs run there: flash attention in two calls and compiled functions.
+        collective: the backend of torch.distributed for tensors on them; None: there can be one rank only.
+        has_float64: whether they compute in float64.
+    """
+
+    title: str
+    dtype: str
+    has_kernels: bool = False
+    collective: str | None = None
+    has_float64: bool = True
+
+
+KINDS = {
+    "cpu": Kind(title="a CPU", dtype="float32", collective="gloo"),  # most processors are slow in 16 bits
+    "cuda": Kind(title="an NVIDIA GPU", dtype="bfloat16", has_kernels=True, collective="nccl"),
+    "rocm": Kind(title="an AMD GPU", dtype="bfloat16", collective="nccl"),
+    "xpu": Kind(title="an Intel GPU", dtype="bfloat16"),
+    "mps": Kind(title="an Apple GPU", dtype="float32", has_float64=False),
+}
+"""{name: kind}; the name is torch's type of device, but for `rocm`, whose devices torch calls cuda."""
+
+
+def kind_of(device: Device) -> Kind:
+    """The kind of a device, one of KINDS."""
+    return KINDS["rocm" if device.type == "cuda" and torch.version.hip is not None else device.type]
+
+
+def resolve_device(name: str) -> Device:
+    """The device that `model.device` means; `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        UserError: it is no device, or not here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    key = "model.device"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(key, "is not a device", got=name, remedy="use auto, cpu, cuda or cuda:<n>") from None
+    if device.type == "cpu":
+        return device
+    module, remedy = torch.get_device_module(device), "use model.device=cpu, or auto to take what is there"
+    require(module.is_available(), key, f"there is no {device.type.upper()} device here", got=name, remedy=remedy)
+    number = module.device_count()
+    require((device.index or 0) < number, key, f"this machine has {number}", got=name, remedy="use a lower number")
+    return device
+
+
+def resolve_dtype(dtype: str, device: Device) -> DType:
+    """The dtype that `model.dtype` means on this device; `auto` is what the device computes fast.
+
+    That is float32 on a CPU, bfloat16 on a GPU, and float16 on cards without bfloat16 (NVIDIA's before Ampere).
+
+    Raises:
+        UserError: the device lacks it.
+    """
+    has_bfloat16 = computes_bfloat16(device)
+    if dtype == "bfloat16" and not has_bfloat16:
+        problem = f"bfloat16 needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
+        remedy = "use model.dtype=float16, or auto, which is float16 on this card"
+        raise UserError("model.dtype", problem, got=dtype, remedy=remedy)
+    if dtype == "auto":
+        dtype = kind_of(device).dtype if has_bfloat16 else "float16"
+    return getattr(torch, dtype)
+
+
+def computes_bfloat16(device: Device) -> bool:
+    """Whether this device has bfloat16; True where no NVIDIA card is there to ask."""
+    if not kind_of(device).has_kernels or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= OLDEST_WITH_BFLOAT16
+
+
+def widest(device: Device) -> DType:
+    """The most exact dtype that the device computes in."""
+    return torch.float64 if kind_of(device).has_float64 else torch.float32
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+def has_own_memory(device: Device) -> bool:
+    """Whether the device's memory is not the machine's; an Apple GPU's is."""
+    return device.type in ("cuda", "xpu")
+
+
+def free_bytes(device: Device) -> int:
+    """The bytes that this process can still allocate on the device."""
+    if has_own_memory(device):
+        return _module(device).mem_get_info(device)[0]
+    return free_memory()
+
+
+def total_bytes(device: Device) -> int:
+    """The bytes of a GPU's memory."""
+    return _module(device).get_device_properties(device).total_memory
+
+
+def peak_memory_bytes() -> int:
+    """The most bytes held so far: by tensors on the GPU if torch has one with its own memory, else by this process."""
+    for kind in ("cuda", "xpu"):
+        module = torch.get_device_module(kind)
+        if module.is_available():
+            return module.max_memory_allocated()
+    return peak_resident_bytes()
+
+
+def _module(device: Device) -> Any:
+    return torch.get_device_module(device)

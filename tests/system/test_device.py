@@ -1,0 +1,104 @@
+"""What devices can do, of kinds that are not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlft.config.trainer import ClusterConfig
+from rlft.model.kernels.flash_attention import obstacle
+from rlft.plan.rules import check_cluster_has_devices
+from rlft.system import device as devices
+from rlft.system.device import (
+    KINDS,
+    free_bytes,
+    kind_of,
+    peak_memory_bytes,
+    resolve_device,
+    resolve_dtype,
+    total_bytes,
+    widest,
+)
+from rlft.types import UserError
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "cuda", "xpu", "mps"])
+def test_a_device_that_is_not_there_is_refused(name, monkeypatch):
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        monkeypatch.setattr(module, "is_available", lambda: name == "cuda:99")
+        monkeypatch.setattr(module, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=rf"^model\.device: .*, got {name}; "):
+        resolve_device(name)
+
+
+def test_auto_is_a_cuda_device_where_there_is_one(monkeypatch):
+    for is_there, kind in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_there: answer)
+        assert resolve_device("auto").type == kind
+
+
+def test_auto_is_the_dtype_that_a_device_computes_fast(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    dtypes = {"cpu": torch.float32, "cuda": torch.bfloat16, "xpu": torch.bfloat16, "mps": torch.float32}
+    for kind, dtype in dtypes.items():
+        device = torch.device(kind)
+        assert resolve_dtype("auto", device) == dtype
+        assert resolve_dtype("float16", device) == torch.float16
+        assert kind_of(device) is KINDS[kind]
+        assert torch.zeros(1, dtype=widest(device)).double().dtype == torch.float64
+        assert (widest(device) == torch.float64) == (kind != "mps")
+
+
+def test_auto_fits_the_card_and_a_dtype_that_it_lacks_is_refused_by_key(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, auto in (((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert resolve_dtype("auto", CARD) == auto
+        assert resolve_dtype("float32", CARD) == torch.float32
+        assert resolve_dtype("float16", CARD) == torch.float16
+        if auto is torch.bfloat16:
+            assert resolve_dtype("bfloat16", CARD) == torch.bfloat16
+            continue
+        with pytest.raises(UserError) as refused:
+            resolve_dtype("bfloat16", CARD)
+        assert str(refused.value) == (
+            "model.dtype: bfloat16 needs compute capability 8.0, which Tesla T4 lacks, got bfloat16; "
+            "use model.dtype=float16, or auto, which is float16 on this card"
+        )
+
+
+def test_a_card_of_amd_gets_bfloat16_ranks_and_no_kernel_that_was_not_tried_there(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kind_of(CARD) is KINDS["rocm"]
+    assert resolve_dtype("auto", CARD) == torch.bfloat16
+    assert obstacle(torch.bfloat16, 64, CARD) == ("flash attention was tried on NVIDIA's GPUs only, not on an AMD GPU")
+    check_cluster_has_devices(ClusterConfig(ranks=2, engines=2), CARD)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_one_process_uses_a_device_on_which_processes_exchange_no_tensors(kind):
+    device = torch.device(kind)
+    check_cluster_has_devices(ClusterConfig(), device)
+    for cluster, key in ((ClusterConfig(ranks=2), "cluster.ranks"), (ClusterConfig(engines=1), "cluster.engines")):
+        with pytest.raises(UserError, match=rf"^{key}: .* model.device is an (Intel|Apple) GPU, got \d; set {key}="):
+            check_cluster_has_devices(cluster, device)
+        check_cluster_has_devices(cluster, CPU)
+
+
+def test_memory_is_that_of_the_device_or_of_the_machine_which_an_apple_gpu_shares(monkeypatch):
+    monkeypatch.setattr(devices, "free_memory", lambda: 7)
+    monkeypatch.setattr(devices, "peak_resident_bytes", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (3, 9))
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: type("P", (), {"total_memory": 9}))
+    monkeypatch.setattr(torch.xpu, "max_memory_allocated", lambda: 4)
+    assert [free_bytes(torch.device(kind)) for kind in ("cpu", "mps", "xpu")] == [7, 7, 3]
+    assert total_bytes(torch.device("xpu")) == 9
+    assert peak_memory_bytes() == 5
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert peak_memory_bytes() == 4
