@@ -16,7 +16,7 @@ from typing import Any
 from bench_work import EMBEDDED, Measured, mean_of
 
 from rlft.commands.doctor.work import Workload
-from rlft.loop.metrics import peak_memory_bytes
+from rlft.system.device import peak_memory_bytes
 
 ENGINE_SHARE = 0.45
 """Of the GPU's memory, for vLLM: rlft's default as well (generation.vllm.gpu_memory_utilization)."""

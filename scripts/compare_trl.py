@@ -167,9 +167,8 @@ def train(plan: TrainPlan, folder: Path) -> dict[int, Weights]:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from rlft.loop.metrics import peak_memory_bytes
     from rlft.model.backbone import load_tokenizer, source
-    from rlft.system.device import resolve_device, resolve_dtype
+    from rlft.system.device import peak_memory_bytes, resolve_device, resolve_dtype
 
     run, prompts = plan.config, prompts_of(plan)
     device = resolve_device(run.model.device)

@@ -1086,7 +1086,7 @@ READ_BY_LIBRARIES = (
     "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
     "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
-    "has token ids up to", "with it the longest row has",
+    "has token ids up to", "with it the longest row has", "algorithm.top_k=16,9999",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "are in each step",
     "array.json, row 0: must be a JSON object",

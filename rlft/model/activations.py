@@ -23,11 +23,13 @@ class LayerSizes:
         keys: of all heads' keys, and of their values; 0 in a model without attention.
         mlp: of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of
             their inputs and outputs, which are kept for each of them.
+        state: of what a layer with a state keeps beside that, in float32 whatever the model's dtype is.
     """
 
     queries: int
     keys: int
     mlp: int
+    state: int = 0
 
 
 def layer_sizes(config: Any) -> list[LayerSizes]:
@@ -57,7 +59,18 @@ def _of_layer(layer: Any, i: int, number: int) -> LayerSizes:
         expert = size("moe_intermediate_size") or mlp
         shared = size("shared_expert_intermediate_size") or expert * size("n_shared_experts")
         mlp = experts * (expert + hidden // 2) + shared
-    return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp)
+    kinds = getattr(layer, "layer_types", None) or getattr(layer, "layers_block_type", None)
+    is_mamba = hasattr(layer, "mamba_d_state") or hasattr(layer, "state_size")
+    kind = kinds[i] if kinds and len(kinds) == number else "hybrid" if is_mamba else ""
+    if is_mamba and kind in ("linear_attention", "hybrid"):  # transformers' names for it differ by release
+        kind = "mamba"
+    state = hidden * OF_A_STATE.get(kind, 0)
+    return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp, state=state)
+
+
+OF_A_STATE = {"conv": 7, "linear_attention": 59, "mamba": 46}
+"""{kind of layer: numbers a token in units of the hidden size}, counted with transformers' own torch functions at usual
+sizes (hidden 512; states of 64; chunks of 64)."""
 
 
 LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**26}
@@ -207,7 +220,6 @@ def activation_bytes(
     joint: bool = False,
     adapter: int = 0,
     predicted: int | None = None,
-    repeated: int = 0,
 ) -> int:
     """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
@@ -219,9 +231,7 @@ def activation_bytes(
     `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `joint` says whether the kernels
     have one function for a whole branch of a layer and can have the adapter, which they do in 16 bits on a GPU only;
     `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is "cpu" or "cuda".
-    `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all of them. `repeated`: number
-    of keys of all completions where a prompt's are repeated for each of them, by an attention with a mask, which also
-    keeps copies of what it is given; 0 for attention that repeats nothing.
+    `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all of them.
     """
     text = config.get_text_config()
     joint = joint and (device != "cpu" or itemsize >= ADAPTER_ITEM)
@@ -229,10 +239,7 @@ def activation_bytes(
     norm = text.hidden_size * (itemsize + of_a_norm)
     sizes = layer_sizes(config)
     mlps = [norm + (4 if plain else 2 if joint else 3) * layer.mlp * itemsize for layer in sizes]
-    attentions = sum(norm + 2 * (layer.queries + layer.keys) * itemsize for layer in sizes)
-    if repeated and predicted is not None:
-        masked = (2 * repeated + 3 * (tokens - predicted) + predicted + 2 * tokens) * itemsize
-        attentions = sum(norm + masked * layer.queries // tokens for layer in sizes)
+    attentions = sum(norm + 2 * (layer.queries + layer.keys) * itemsize + 4 * layer.state for layer in sizes)
     narrowed = 0 if predicted is None else (tokens - predicted) * mlps[-1]
     return tokens * (attentions + sum(mlps) + adapter) - narrowed
 

@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -444,7 +444,7 @@ def known_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _refusal_of_empty(model: PreTrainedModel) -> str | None:
-    own = model.config.get_text_config()._attn_implementation
+    own = cast(str, model.config.get_text_config()._attn_implementation)
     model.set_attn_implementation(NAME)
     try:
         asked = asked_of(model)

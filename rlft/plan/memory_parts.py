@@ -288,16 +288,12 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
     """What `activation_bytes` asks beside the number of tokens."""
     joint = model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
-    repeated = 0  # flash attention, which repeats nothing, takes 16 bits
-    if predicted is not None and model.packed and demand.device != "cpu" and model.itemsize == FLOAT32:
-        repeated = predicted + predicted // demand.completion_tokens * demand.prompt_tokens
     return {
         "device": demand.device,
         "plain": model.plain,
         "joint": joint,
         "adapter": model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain),
         "predicted": predicted if model.packed and demand.device != "cpu" else None,
-        "repeated": repeated,
     }
 
 

@@ -190,7 +190,7 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
     without = without_adapter(empty, lora)
     if targets == ALL_LINEAR:
         problem = f"a {model.model_type} has no linear layer that an adapter can learn on"
-        can_learn, remedy = linear_layers(empty).keys() > without.keys(), "use another model"
+        can_learn, remedy = bool(linear_layers(empty).keys() - without.keys()), "use another model"
         require(can_learn, "model.path", problem, got=settings.path, remedy=remedy)
         return
     modules = dict(empty.named_modules())
@@ -265,8 +265,8 @@ def check_adapted(
     engine: Engine, lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig, folder: str | None = None
 ) -> None:
     """Checks that the engine can load an adapter of these settings, which is in this folder if `adapter` names one."""
-    from rlft.model.backbone import resolve_device
     from rlft.model.experts import mixture_of
+    from rlft.system.device import resolve_device
 
     device = resolve_device(settings.device).type
     if not engine.serves_experts(device) and mixture_of(empty_model(settings, model)).stacked:
@@ -357,14 +357,17 @@ def _automatic(
 
     if not torch.cuda.is_available():
         return ANYWHERE, "no GPU here"
-    reason = why_not_on_a_gpu(generation, lora, whole=whole)
-    if reason is None and quantized:
-        reason = generation.named(ON_A_GPU).quantization_obstacle()
+    reason = why_not_on_a_gpu(generation, lora, whole=whole, quantized=quantized)
     return (ON_A_GPU, "installed, with a GPU") if reason is None else (ANYWHERE, reason)
 
 
 def why_not_on_a_gpu(
-    generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool = False, is_absent: bool = False
+    generation: GenerationConfig,
+    lora: LoraSettings | None,
+    *,
+    whole: bool = False,
+    quantized: bool = False,
+    is_absent: bool = False,
 ) -> str | None:
     """Why `auto` does not choose the engine for GPUs on a GPU; None if it does.
 
@@ -377,5 +380,7 @@ def why_not_on_a_gpu(
         for problem in (no_dora(engine, lora), no_head(engine, lora), too_large_a_rank(engine, lora)):
             if problem is not None:
                 return problem
+    if quantized and (problem := engine.quantization_obstacle()) is not None:
+        return problem
     missing = None if is_absent else engine.missing()
     return None if missing is None else missing.problem

@@ -83,7 +83,8 @@ def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) ->
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand
     generation, lora = plan.config.generation, plan.config.lora
-    if why_not_on_a_gpu(generation, lora, whole=lora is None, is_absent=True) is not None:
+    quantized = plan.config.model.quantization is not None
+    if why_not_on_a_gpu(generation, lora, whole=lora is None, quantized=quantized, is_absent=True) is not None:
         return demand
     engine = generation.named(ON_A_GPU)
     return replace(demand, engine=engine.standalone() if demand.engines_apart else engine, section=ON_A_GPU)

@@ -90,7 +90,7 @@ def test_ranks_load_their_bases_once_an_engine_on_the_same_gpu_has_measured_its_
     slow = [MemberSpec(name=f"engine-{i}", factory="-", arguments=faultless) for i in range(2)]
     monkeypatch.setattr(members, "engine_specs", lambda *_: slow)
     monkeypatch.setattr(members, "opened_launcher", lambda *_: closing(ThreadLauncher(tmp_path)))
-    monkeypatch.setattr(members, "start_ranks", lambda *_: events.append("ranks"))
+    monkeypatch.setattr(members, "rank_specs", lambda *_: events.append("ranks") or [])
     config = run_config("generation=transformers", "cluster.engines=2", "cluster.ranks=2")
     placement = Placement(kind=kind, reason="", gpus=2)
     plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None)

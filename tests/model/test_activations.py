@@ -133,7 +133,7 @@ SIZES = {
 def test_layers_have_the_sizes_that_config_json_gives_each_of_them() -> None:
     # 4 heads of 32 / 4 = 8 queries each, 2 heads of keys
     same = [LayerSizes(queries=32, keys=16, mlp=40)] * 2
-    no_attention = [LayerSizes(queries=64, keys=0, mlp=128)] * 2
+    no_attention = [LayerSizes(queries=64, keys=0, mlp=128, state=32 * 46)] * 2
     wider = [LayerSizes(queries=64, keys=32, mlp=40)] * 2
     for model_type, keys, expected in (
         ("llama", SIZES, same),

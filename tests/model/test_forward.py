@@ -21,7 +21,8 @@ MORE = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "g
 PADDED = ["falcon", "lfm2", "doge"]
 REASONS = {
     "falcon": "FalconForCausalLM has an attention of its own",
-    "lfm2": "Lfm2ForCausalLM has layers of other kinds than attention (conv)",
+    "lfm2": "Lfm2ForCausalLM has layers, other than attention, in which a token sees those before it, and which are "
+    "not those of packed rows",
     "doge": "DogeAttention has a mask of its own",
 }
 
@@ -503,8 +504,8 @@ def test_in_16_bits_packing_is_given_up_for_a_difference_of_all_tokens_and_not_o
 ):
     plain = packed_forward
 
-    def off(*args):
-        outputs = plain(*args)
+    def off(*args, **kwargs):
+        outputs = plain(*args, **kwargs)
         logprobs_BT = outputs.logprobs - every
         logprobs_BT[0, 6] += one + every
         return replace(outputs, logprobs=logprobs_BT)

@@ -22,7 +22,15 @@ from rlft.model.backbone import read_backbone
 from rlft.model.kernels import elementwise
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.model.lora_config import adapted_words, exclusion, left_out, linear_layers, lora_config, named_inside
+from rlft.model.lora_config import (
+    adapted_words,
+    exclusion,
+    left_out,
+    linear_layers,
+    lora_config,
+    named_inside,
+    without_adapter,
+)
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.model.text_model import ModuleNames
 from rlft.plan.adapters import fresh_shapes
@@ -380,7 +388,7 @@ def test_words_name_the_kinds_of_layers_and_whole_parts_without_an_adapter() -> 
     ):
         model = tiny(model_type, keys, "meta")
         assert adapted_words(model)[0] == ""
-        learn = [layer for name, layer in linear_layers(model).items() if name not in left_out(model)]
+        learn = [layer for name, layer in linear_layers(model).items() if name not in without_adapter(model, LORA)]
         number = sum(layer.weight.numel() for layer in learn)
         wrapped = PeftModel(model, lora_config(LORA, model))
         words = adapted_words(wrapped)

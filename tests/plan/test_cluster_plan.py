@@ -54,7 +54,7 @@ def test_an_engine_and_a_rank_share_a_gpu_where_both_fit(engine: str) -> None:
 def test_gpus_are_divided_where_both_do_not_fit() -> None:
     plan = planned(*ON_A_CARD, "cluster.engines=4", "cluster.ranks=4", limit=GIB)
     assert row(plan, "cluster")[1] == (
-        "local: 8 GPUs, divided: an engine and a rank do not fit on one GPU: 1.62 GiB of 1.00 GiB;"
+        "local: 8 GPUs, divided: an engine and a rank do not fit on one GPU: 1.61 GiB of 1.00 GiB;"
         " an engine takes 0.95 GiB of 1.00 GiB"
     )
     assert plan.demand.engine is None

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlft.batch import collate
 from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
-from rlft.commands.sft import open_task
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.generation.memory import When
 from rlft.generation.transformers import TransformersGenerator
+from rlft.loop.demonstration_task import open_task
 from rlft.loop.engines import Engines, load_teacher
 from rlft.loop.parts import open_roles, open_trainer
 from rlft.model.backbone import load_backbone
@@ -45,8 +45,12 @@ SFT = (
     "demonstrations=jsonl demonstrations.held_out_fraction=0.1"
     " examples_per_step=16 prompts.style=raw steps=1 token_budget=4096"
 )
-MOE = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 384}
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 768, "block_auto_adjust_ff_dim": False}
+MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 384}
+CONVOLUTIONS: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_ff_dim": 768,
+    "block_auto_adjust_ff_dim": False,
+}
 
 
 class Case:
@@ -123,7 +127,7 @@ def planned(case: Case, folder: Path) -> Any:
     if "checkpointing" not in case.words:
         words.append("model.gradient_checkpointing=false")
     return resolve(
-        compose([f"prompts.max_tokens={case.prompt + 8 * (case.command == 'sft')}", *words], verb=case.command)
+        compose([f"prompts.max_tokens={case.prompt + 8 * (case.command == 'sft')}", *words], command=case.command)
     ).plan()
 
 

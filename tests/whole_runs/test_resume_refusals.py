@@ -76,7 +76,7 @@ def test_every_changed_key_is_named_with_both_values(rough: Nursery, stopped: Pa
 FREE = {
     "resume", "steps", "name", "token_budget",
     "data.path", "data.allow_unscorable", "pretrain.path", "model.path", "model.device",
-    "scoring.workers", "scoring.timeout", "freshness.threshold", "freshness.every",
+    "scoring.workers", "scoring.timeout", "freshness.threshold", "freshness.every", "freshness.read_back",
     "checkpoint.every", "checkpoint.keep", "checkpoint.on_signal",
     "eval.every", "eval.num_prompts", "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base",
     "generation.transformers.batch_size", "generation.vllm.gpu_memory_utilization", "generation.vllm.max_num_seqs",

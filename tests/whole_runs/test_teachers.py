@@ -22,6 +22,7 @@ from rlft.loop.engines import load_teacher
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import sizes_of
 from rlft.runs.find import with_named_runs
+from rlft.system import device
 
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
@@ -134,7 +135,7 @@ def test_what_a_teacher_takes_is_not_free_for_activations(
 
     monkeypatch.setattr(of_where, "load_teacher", load_and_count)
     monkeypatch.setattr(parts_of_runs, "activation_bytes", lambda *args, **keys: 500)
-    monkeypatch.setattr(parts_of_runs, "free_memory", lambda: 1000 - len(loaded))
+    monkeypatch.setattr(device, "free_memory", lambda: 1000 - len(loaded))
     monkeypatch.setattr(parts_of_runs, "set_checkpointing", lambda model, needed: told.append(needed))
     words = ("snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "prompts.max_tokens=48",
              "model.gradient_checkpointing=auto")  # fmt: skip

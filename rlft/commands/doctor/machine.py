@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 from rlft.commands.doctor.supervise import CheckRow, Status, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import resolve_path
-from rlft.model.backbone import OLDEST_WITH_BFLOAT16
+from rlft.system.device import OLDEST_WITH_BFLOAT16
 from rlft.system.disk import room, size_text
 from rlft.system.hub import hub_answers
 from rlft.system.memory import free_memory

@@ -112,11 +112,11 @@ def _row_attention(
 
 
 # -- what a layer asks for ---------------------------------------------------------------------------------------------
-class PackedMask(Tensor):
-    """Stands for a mask in a pass over a packed row, and is never read.
-
-    A model gets it as a mask of tokens `[1, N]`. Where transformers would make a mask of it for a kind of layers, they
-    get another one, which says what a mask would let a token see.
+@dataclass(frozen=True, slots=True)
+class Sees:
+    """What a mask that a packed row goes with would let a token see. The mask itself, which has it as an attribute,
+    is never read: a model gets one of tokens `[1, N]`, and where transformers would make of it the mask of a kind of
+    layers, these get another one.
 
     Attributes:
         window: the sliding window in tokens; None: everything before the token.
@@ -125,25 +125,27 @@ class PackedMask(Tensor):
 
     window: int | None = None
     rule: Callable[..., Any] | None = None
-    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
 
 
-def packed_mask(num_tokens: int, device: torch.device) -> PackedMask:
+def packed_mask(num_tokens: int, device: torch.device) -> Tensor:
     """The mask with which a packed row of this many tokens goes through a model."""
-    return torch.ones(1, num_tokens, dtype=torch.bool, device=device).as_subclass(PackedMask)
+    return _with(torch.ones(1, num_tokens, dtype=torch.bool, device=device), Sees())
+
+
+def _with(mask: Tensor, sees: Sees) -> Tensor:
+    cast(Any, mask).sees = sees
+    return mask
 
 
 def _mask_of_layers(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    if not isinstance(attention_mask, PackedMask):
+    if attention_mask is None or not hasattr(attention_mask, "sees"):
         return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-    mask = attention_mask[None, None, :1, :1].as_subclass(PackedMask)
-    mask.window, mask.rule = kwargs.get("local_size"), kwargs.get("mask_function")
-    return mask
+    return _with(attention_mask[None, None, :1, :1], Sees(kwargs.get("local_size"), kwargs.get("mask_function")))
 
 
 def window_of(mask: Tensor | None) -> int | None:
     """The sliding window of a layer with this mask in a pass over a packed row."""
-    return mask.window if isinstance(mask, PackedMask) else None
+    return getattr(mask, "sees", Sees()).window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +211,14 @@ def _problem(module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) 
     if mask is None:
         causal = others.get("is_causal")
         return None if (getattr(module, "is_causal", True) if causal is None else causal) else "sees the tokens behind"
-    if not isinstance(mask, PackedMask) or mask.rule is None:
+    sees = getattr(mask, "sees", Sees())
+    if sees.rule is None:
         return "has a mask of its own"
-    reach = mask.window or 4
-    keys = {0: mask.window is None, reach: mask.window is None, reach + 1: True, 2 * reach: True, 2 * reach + 1: False}
+    reach = sees.window or 4
+    keys = {0: sees.window is None, reach: sees.window is None, reach + 1: True, 2 * reach: True, 2 * reach + 1: False}
     try:
         places = [torch.tensor(place) for place in (0, 0, 2 * reach)]
-        seen = [bool(mask.rule(*places, torch.tensor(key))) for key in keys]
+        seen = [bool(sees.rule(*places, torch.tensor(key))) for key in keys]
     except (RuntimeError, TypeError, IndexError):  # it depends on what is in the row
         seen = []
     return None if seen == list(keys.values()) else "sees neither all tokens before one nor those in a sliding window"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 def install(config: LoraConfig) -> None:
     """Makes adapters of this config use `LoraLinear` instead of PEFT's own layer, except where a base computes more."""
-    config._register_custom_module({nn.Linear: _layer_of})
+    config._register_custom_module({nn.Linear: cast(Any, _layer_of)})  # which PEFT only calls
 
 
 def _layer_of(target: nn.Module, *args: Any, **kwargs: Any) -> Linear:
@@ -175,7 +175,9 @@ class LoraLinear(Linear):
             return super().forward(x, *args, **kwargs)
         if not torch.is_grad_enabled():
             return products(x, layers.operands)[0][0]
-        return cast(Tensor, _LoraProduct.apply(x, layers.operands, *layers.learned))
+        # As a matrix: some models overwrite the result, which torch forbids where a function returns a view.
+        y = cast(Tensor, _LoraProduct.apply(x.reshape(-1, x.shape[-1]), layers.operands, *layers.learned))
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def operands(self, x: Tensor) -> tuple[Operands, tuple[Tensor, Tensor]] | None:
         """The operands of `forward` and their parameters, if it is two products and nothing else; otherwise None."""
@@ -260,7 +262,7 @@ def products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tenso
         y = flat @ weight if layer.bias is None else torch.addmm(layer.bias, flat, weight)
         if layer.up is not None and not lent:
             y = _with_product(y, layer_low, layer.up.t(), layer.scale)
-        ys.append(y.view(*x.shape[:-1], y.shape[-1]))
+        ys.append(y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]))
     return ys, flat, low
 
 

