@@ -36,7 +36,7 @@ PAGE = """\
 `rlft models` prints these facts, `rlft models qwen` those of some families. Each was found with a tiny random model
 (float32, CPU): log-probs against transformers' own model, one row at a time, and decoding against
 training, both within 1e-4 nats; whether a gradient reaches every weight of an adapter; the exported model against base
-and adapter. transformers {transformers}, vLLM {vllm}. `scripts/write_families.py` writes it.
+and adapter. transformers {transformers}, vLLM {vllm}. `tests/helpers/write_families.py` writes it.
 
 - **Adapted** are the layers of `lora.target_modules: all-linear`; `rlft plan` says how many weights they have. Left out
   is what no gradient reaches, what is read past its layer, and what shares its weights.

@@ -216,6 +216,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
 def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
     """The groups of a step, sampled with seeds that derive from (seed, step)."""
     config, prompts = plan.config, plan.at(step)
+    # Another purpose would draw other samples.
     seeds = sampling_seeds(config.seed, step, len(prompts), config.n, "sample verb")
     return generator.sample(prompts, config.n, seeds, config.generation.sampling)
 

@@ -21,7 +21,7 @@ from rlft.config.suggest import SEVERAL, unknown_in_section, unknown_key
 from rlft.types import UserError
 
 USUAL = "train"
-"""The command of a config that names none. Its YAML gives every key a value, so others compose groups with it."""
+"""The command of a config that names none. Its YAML gives every key a value: other commands compose groups with it."""
 
 FILES = {
     "demonstrations.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "completion": "2"}; '

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rlft.generation.held import Held
+    from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.shared_base import SharedBase
     from rlft.tokens.ends import TurnEnds
 
@@ -27,9 +27,35 @@ TokenCallback = Callable[[int, int], None]
 """Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
 Accept = Callable[[list[list[float]]], str | None]
 """Returns what is wrong with an engine's log-probs of fixed tokens; None if they are the policy's."""
-AcceptHeld = Callable[["Held | str"], str | None]
+AcceptAdapter = Callable[["LoadedAdapter | str"], str | None]
 """Returns what is wrong with what an engine holds of the adapter; None if it is the policy's. Text says why it cannot
 be read back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshnessCheck:
+    """What an engine has to pass before it samples.
+
+    Attributes:
+        sequences: the token ids that it scores.
+        accept: judges its log-probs of them.
+        accept_adapter: judges what an engine with weights holds; None: that is not read back.
+    """
+
+    sequences: list[list[int]]
+    accept: Accept
+    accept_adapter: AcceptAdapter | None = None
+
+    @property
+    def calls(self) -> list[tuple[Any, ...]]:
+        """The calls whose answers `problem` judges: a method of a generator and its arguments each."""
+        return [("score", self.sequences), *([("loaded_adapter",)] if self.accept_adapter is not None else [])]
+
+    def problem(self, answers: Sequence[Any]) -> str | None:
+        """What is wrong with the engine that has given these answers; None if nothing is."""
+        scores, *adapter = answers
+        problem = self.accept_adapter(*adapter) if self.accept_adapter is not None and any(scores) else None
+        return problem or self.accept(scores)
 
 
 class StaleEngineError(RuntimeError):
@@ -72,34 +98,21 @@ class Generator(Protocol):
         """Log-probs (temperature 1) of every token but the first, by the adapter in use; empty without weights."""
         ...
 
-    def held(self) -> Held | str:
+    def loaded_adapter(self) -> LoadedAdapter | str:
         """What it holds of the adapter in use, read back from where it computes with it; or why that cannot be."""
         return "it has no way to tell"
 
-    def verify(
-        self,
-        sequences: Sequence[Sequence[int]],
-        accept: Accept,
-        *,
-        now: bool,
-        accept_held: AcceptHeld | None = None,
-    ) -> None:
+    def verify(self, check: FreshnessCheck, *, now: bool) -> None:
         """Sets the check of the version in use.
 
         Args:
-            sequences: the fixed tokens.
-            accept: checks an engine's log-probs of them.
-            accept_held: checks what an engine with weights holds; None: that is not read back.
             now: whether engines that have the version are checked at once; those that start later always are.
 
         Raises:
             StaleEngineError: an engine does not pass, and none takes its place.
         """
-        if now:
-            scores = self.score(sequences)
-            problem = accept_held(self.held()) if accept_held is not None and any(scores) else None
-            if (problem := problem or accept(scores)) is not None:
-                raise StaleEngineError(problem)
+        if now and (problem := check.problem([getattr(self, name)(*args) for name, *args in check.calls])) is not None:
+            raise StaleEngineError(problem)
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         """Take the most memory that completions of these prompts need, unless it is taken already."""
@@ -133,18 +146,11 @@ class GeneratorOver(Generator):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.generator.score(sequences)
 
-    def held(self) -> Held | str:
-        return self.generator.held()
+    def loaded_adapter(self) -> LoadedAdapter | str:
+        return self.generator.loaded_adapter()
 
-    def verify(
-        self,
-        sequences: Sequence[Sequence[int]],
-        accept: Accept,
-        *,
-        now: bool,
-        accept_held: AcceptHeld | None = None,
-    ) -> None:
-        self.generator.verify(sequences, accept, now=now, accept_held=accept_held)
+    def verify(self, check: FreshnessCheck, *, now: bool) -> None:
+        self.generator.verify(check, now=now)
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         self.generator.rehearse(prompts, n, max_tokens)

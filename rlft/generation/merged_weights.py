@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlft.generation.held import DOWN, PREFIX, UP, scale_of
+from rlft.generation.loaded_adapter import DOWN, PREFIX, UP, scale_of
 from rlft.generation.shared_base import INTEGERS, SharedBase, SharedBaseError, checksum
 from rlft.types import Adapter, UserError
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlft.generation.engine import Accept, AcceptHeld, Generator, StaleEngineError
+from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
@@ -107,26 +107,6 @@ class Version:
     sha256: str
 
 
-@dataclass(slots=True, kw_only=True)
-class Check:
-    """The freshness check of the version in use."""
-
-    sequences: list[list[int]]
-    accept: Accept
-    accept_held: AcceptHeld | None
-
-    @property
-    def calls(self) -> list[tuple[Any, ...]]:
-        """The calls whose answers `problem` judges: a method and its arguments each."""
-        return [("score", self.sequences), *([("held",)] if self.accept_held is not None else [])]
-
-    def problem(self, answers: Sequence[Any]) -> str | None:
-        """What is wrong with the engine that has given these answers."""
-        scores, *rest = answers
-        found = self.accept_held(*rest) if self.accept_held is not None and any(scores) else None
-        return found or self.accept(scores)
-
-
 class EnginePool(Generator):
     """Engines that are members of the cluster.
 
@@ -164,7 +144,7 @@ class EnginePool(Generator):
         self.num_restarts = 0
         self._restarts_in_a_row = 0
         self._version: Version | None = None
-        self._check: Check | None = None
+        self._check: FreshnessCheck | None = None
         self._clock = RunningTime()
         self._lock = threading.RLock()
         self._is_closed = False
@@ -196,20 +176,13 @@ class EnginePool(Generator):
         if self.here is not None:
             self.here.load(adapter)
 
-    def verify(
-        self,
-        sequences: Sequence[Sequence[int]],
-        accept: Accept,
-        *,
-        now: bool,
-        accept_held: AcceptHeld | None = None,
-    ) -> None:
+    def verify(self, check: FreshnessCheck, *, now: bool) -> None:
         """As of any generator; a stale engine is replaced once."""
         with self._lock:
-            self._check = Check(sequences=[list(ids) for ids in sequences], accept=accept, accept_held=accept_held)
+            self._check = check
             if now:
-                for slot, answers in self._answers_of_each(self._check.calls).items():
-                    if (problem := self._check.problem(answers)) is not None:
+                for slot, answers in self._answers_of_each(check.calls).items():
+                    if (problem := check.problem(answers)) is not None:
                         self._replace(slot, _Failed(problem, stale=True))
                 self._all_join()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from rlft.generation.held import Held
+    from rlft.generation.loaded_adapter import LoadedAdapter
 
 FLOAT32 = 4  # bytes
 
@@ -193,13 +193,13 @@ class TransformersGenerator(Generator):
                 groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling, start * n)
         return groups
 
-    def held(self) -> Held:
-        from rlft.generation.held import held
+    def loaded_adapter(self) -> LoadedAdapter:
+        from rlft.generation.loaded_adapter import LoadedAdapter
 
         if self.version is None:
-            return held({})
+            return LoadedAdapter.of({})
         tensors, outdated = self.slot.sampler_tensors()
-        return held(tensors, [f"{name} computes with another sum or copy of it" for name in outdated])
+        return LoadedAdapter.of(tensors, [f"{name} computes with another sum or copy of it" for name in outdated])
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         """Takes the most memory that a batch of these prompts can take: a prefill, and a step of the longest rows."""

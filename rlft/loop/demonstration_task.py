@@ -30,6 +30,7 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         learner: the adapter in the role of the policy, or the whole model.
         generator: samples for the task accuracy; None if that is not measured.
         scorer: scores those samples; None if the task accuracy is not measured.
+        say: prints a line.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         learner: Roles | WholeModel,
         generator: Generator | None,
         scorer: Scorer | None,
+        say: Say,
     ) -> None:
         super().__init__(plan, learner)
         self.generator, self.scorer = generator, scorer
         self.freshness = None
         if plan.held_out is not None and plan.engine is not None:
             engine = self.config.generation.named(plan.engine)
-            self.freshness = open_freshness(self.config.freshness, plan.held_out, learner.backbone, engine)
+            self.freshness = open_freshness(self.config.freshness, plan.held_out, learner.backbone, engine, say)
 
     def backward(self, step: int) -> dict[str, float]:
         """Adds the gradient of the mean negative log-prob over the tokens of the step's completions."""
@@ -101,7 +103,7 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         return evaluation, {"eval/kl_base": kl_to_base(self.learner, batch)}
 
 
-def open_task(plan: SftPlan, engines: Engines, stack: ExitStack) -> DemonstrationTask:
+def open_task(plan: SftPlan, engines: Engines, stack: ExitStack, say: Say) -> DemonstrationTask:
     """Loads the model and, if the task is evaluated, opens the engine and the rewards' workers."""
     config = plan.config
     if config.lora is None:
@@ -110,11 +112,13 @@ def open_task(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstratio
         adopt = engines.adopting(config, config.lora, plan.engine)
         learner = open_policy(config, config.lora, stack, adopt)
     if plan.engine is None:
-        return DemonstrationTask(plan, learner, None, None)
+        return DemonstrationTask(plan, learner, None, None, say)
     scorer = stack.enter_context(open_scorer(config, learner))
     generator = stack.enter_context(engines.opened_for(plan, learner, config.lora))
-    return DemonstrationTask(plan, learner, generator, scorer)
+    return DemonstrationTask(plan, learner, generator, scorer, say)
 
 
 def run(plan: SftPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
-    return train_supervised(plan, folder, lambda stack: open_task(plan, engines, stack), say)
+    return train_supervised(
+        plan, folder, lambda stack: open_task(plan, engines, stack, lambda text: say(f"note: {text}")), say
+    )

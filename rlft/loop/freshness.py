@@ -1,8 +1,8 @@
 """Checks that the engine samples from the policy just published: by what it holds, and by what it computes.
 
 The proof is what the engine holds: its copy of the adapter is read back, and equals what was published bit for bit,
-rounded as it rounds (`rlft.generation.held`). In 16 bits nothing else can see a step: it moves log-probs by 1e-3, and
-two forwards differ by more. What the engine does with its copy is judged by fixed tokens, which both score.
+rounded as it rounds (`rlft.generation.loaded_adapter`). In 16 bits nothing else can see a step: it moves log-probs by
+1e-3, and two forwards differ by more. What the engine does with its copy is judged by fixed tokens, which both score.
 
 That compares two forwards over whole sequences, so it sees no fault of decoding: a cache that mixes up rows or forgets
 a state, padding that leaks into one, a model that reads tokens behind. Nor does it see what is random in training
@@ -29,8 +29,8 @@ import torch
 from rlft.batch import collate
 from rlft.config.schema import FreshnessConfig
 from rlft.data.prompts import PromptSet
-from rlft.generation.engine import Engine, Generator, StaleEngineError
-from rlft.generation.held import Fingerprint, Held, difference, published
+from rlft.generation.engine import Engine, FreshnessCheck, Generator, StaleEngineError
+from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, difference, published
 from rlft.model.backbone import Backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
@@ -213,16 +213,17 @@ class Freshness:
             gaps.append(gap.largest)
             return None
 
-        accept_held = None
+        accept_adapter = None
         if self._read_back and adapter is not None:
-            accept_held = partial(self._accept_held, adapter)
+            accept_adapter = partial(self._accept_adapter, adapter)
+        check = FreshnessCheck(sequences=self.sequences, accept=accept, accept_adapter=accept_adapter)
         try:
-            generator.verify(self.sequences, accept, now=now, accept_held=accept_held)
+            generator.verify(check, now=now)
         except StaleEngineError as error:
             raise StaleAdapterError(f"{error}; stopped rather than train on stale rollouts. {REMEDY}") from error
         return gaps
 
-    def _accept_held(self, adapter: Adapter, found: Held | str) -> str | None:
+    def _accept_adapter(self, adapter: Adapter, found: LoadedAdapter | str) -> str | None:
         """What is wrong with what an engine holds."""
         why = found if isinstance(found, str) else f"tensors such as {found.unread[0]}" if found.unread else None
         if why is not None and why not in self._noted:
@@ -275,7 +276,7 @@ def open_freshness(
     prompts: PromptSet,
     backbone: Backbone,
     engine: Engine,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None],
 ) -> Freshness:
     """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
     limits = limits_of(backbone.model.dtype, rounds=engine.rounds)

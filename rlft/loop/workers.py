@@ -18,7 +18,7 @@ from rlft.algorithm.objective import Objective
 from rlft.config.schema import RunConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import Engine, EngineArgs
-from rlft.generation.held import Held
+from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.generation.vllm.guest import DEAD_ENGINE
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args, load_teacher, wrap_with_environment
@@ -95,8 +95,12 @@ class EngineWorker:
             _end_if_dead(error)
             raise
 
-    def held(self) -> Held | str:
-        return self._engine.held()
+    def loaded_adapter(self) -> LoadedAdapter | str:
+        try:
+            return self._engine.loaded_adapter()
+        except Exception as error:
+            _end_if_dead(error)
+            raise
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         self._generator.rehearse(prompts, n, max_tokens)

@@ -26,7 +26,7 @@ from transformers import (
 
 from rlft.config.model import ModelConfig, check_local, resolve_path
 from rlft.model.activations import set_checkpointing
-from rlft.model.families import seen
+from rlft.model.families import recorded_family
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.text_model import load_model, own_class
@@ -72,7 +72,7 @@ def read_config(config: ModelConfig) -> Any:
     if (problem := why_not_causal(model)) is not None:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
-    if (problem := seen(model.model_type, model.get_text_config().model_type).wrong) is not None:
+    if (problem := recorded_family(model.model_type, model.get_text_config().model_type).wrong) is not None:
         remedy = "use another model"
         raise UserError("model.path", f"with a {model.model_type}, {problem}", got=config.path, remedy=remedy)
     own_class(model)  # refuses what has no class of causal language models

@@ -57,7 +57,7 @@ class ReturnStatistics:
 
     def seen(self, returns: Tensor, mask: Tensor) -> ReturnStatistics:
         """The statistics with the masked returns `[B, T]` of another step: a plain average at first, later moving."""
-        values = returns[mask].double()
+        values = returns[mask].cpu().double()
         if not len(values):
             return self
         share = max(1 / (self.num_steps + 1), 1 - MEMORY)

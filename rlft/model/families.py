@@ -1,6 +1,6 @@
 """What holds for each family of causal language models (`model_type` in config.json), as tiny random models have shown.
 
-scripts/write_families.py writes families.json with the newest transformers that is tested, and
+tests/helpers/write_families.py writes families.json with the newest transformers that is tested, and
 tests/model/test_families.py tries every family again.
 """
 
@@ -69,8 +69,8 @@ def known() -> Families:
     return Families(by_type, read["transformers"], read["vllm"])
 
 
-def seen(*types: str) -> Family:
-    """What was seen of the first of these types that was tried; nothing if transformers is another minor release."""
+def recorded_family(*types: str) -> Family:
+    """The family of the first of these types that was tried; an empty one if transformers is another minor release."""
     families = known()
     if families.transformers.split(".")[:2] == metadata.version("transformers").split(".")[:2]:
         for kind in types:

@@ -29,7 +29,14 @@ from transformers import PreTrainedModel
 from rlft.batch import select, to_device
 from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer, recurrent
-from rlft.model.kernels.attention import NAME, NotPackableError, asked_of, hidden_states, on_this_device, prepare
+from rlft.model.kernels.attention import (
+    NAME,
+    NotPackableError,
+    attention_of_layers,
+    hidden_states,
+    on_this_device,
+    prepare,
+)
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
@@ -360,7 +367,7 @@ def _masked(batch: Batch, *found: Tensor | None) -> Outputs:
 def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
-    The model's layers say how they attend (`attention.asked_of`). If packed rows have that, the two are compared on a
+    The model's layers say how they attend (`attention_of_layers`). If packed rows have that, the two are compared on a
     small batch, since a new architecture may change the numbers in other ways. The comparison is with the model's own
     modules; kernels that give other log-probs also in padded rows are removed.
 
@@ -419,7 +426,7 @@ def _refusal(model: PreTrainedModel) -> str | None:
         return f"model.attn_implementation is {chosen}"
     if reason is None:
         try:
-            asked_of(model)
+            attention_of_layers(model)
             head_of(model)
         except NotPackableError as error:
             return str(error)
@@ -429,7 +436,7 @@ def _refusal(model: PreTrainedModel) -> str | None:
 def known_refusal(model: PreTrainedModel) -> str | None:
     """Why this kind of model cannot be packed, as far as config and class tell; None if they tell no reason.
 
-    A model without weights is also asked how its layers attend, unless its type is known.
+    A model without weights also tells how its layers attend, unless its type is known.
     """
     name, kinds = type(model).__name__, getattr(model.config.get_text_config(), "layer_types", None) or ()
     if not model._can_set_attn_implementation():
@@ -447,12 +454,12 @@ def _refusal_of_empty(model: PreTrainedModel) -> str | None:
     own = cast(str, model.config.get_text_config()._attn_implementation)
     model.set_attn_implementation(NAME)
     try:
-        asked = asked_of(model)
+        attention = attention_of_layers(model)
     except NotPackableError as error:
         return None if error.__cause__ is not None else str(error)  # such as numbers that it does not have
     finally:
         model.set_attn_implementation(own)
-    return None if asked else f"{type(model).__name__} has an attention of its own"
+    return None if attention else f"{type(model).__name__} has an attention of its own"
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:

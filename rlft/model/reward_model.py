@@ -116,7 +116,7 @@ def numbers_of_rows(
         micros = roles.forward.placed([select(batch, part) for part in parts])
         found = [of_rows(micro.batch, micro.layout) for micro in micros]
         if found:
-            numbers_B[torch.cat(parts)] = torch.cat(found).double().cpu()
+            numbers_B[torch.cat(parts)] = torch.cat(found).cpu().double()
     return numbers_B
 
 
@@ -274,7 +274,7 @@ class ClassifierReward:
             mask_BT[b, : len(row)] = 1
         device = self.model.device
         logits_B1 = self.model(input_ids=token_ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
-        return logits_B1[:, 0].double().cpu()
+        return logits_B1[:, 0].cpu().double()
 
     def _padding_for(self, rows: Sequence[Sequence[int]]) -> int:
         """The token id of padding: the model's own, or else one that ends no row.

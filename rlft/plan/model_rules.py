@@ -16,7 +16,7 @@ from rlft.algorithm.objective import Objective
 from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig, check_local
 from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.generation.engine import Engine
-from rlft.model.families import seen
+from rlft.model.families import recorded_family
 from rlft.model.positions import limit_of
 from rlft.plan.adapters import empty_model, modules_to_adapt
 from rlft.types import UserError, require
@@ -273,7 +273,9 @@ def check_adapted(
         problem = f"{engine.title} on a {device} computes no adapters on a model with experts"
         remedy = "use generation=transformers"
         raise UserError("generation.engine", problem, got=engine.title, remedy=remedy)
-    if engine.on_trainers_base and (problem := seen(model.model_type, model.get_text_config().model_type).decoding):
+    if engine.on_trainers_base and (
+        problem := recorded_family(model.model_type, model.get_text_config().model_type).decoding
+    ):
         remedy = "use generation.engine=vllm if vLLM serves it, or another model"
         raise UserError("model.path", f"with a {model.model_type}, {problem}", got=settings.path, remedy=remedy)
     problem = engine.unserved(lambda: sorted(modules_to_adapt(lora, settings, model)))
@@ -306,7 +308,7 @@ def choose_engine(
         runs_here: False if the run is only planned, which needs no engine.
         whole: whether a whole model is trained.
     """
-    name, reason = generation.engine, "as asked"
+    name, reason = generation.engine, "as configured"
     if name == AUTO:
         name, reason = _automatic(generation, lora, whole=whole, quantized=model.quantization is not None)
     elif runs_here and (missing := generation.named(name).missing()) is not None:

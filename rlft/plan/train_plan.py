@@ -142,7 +142,7 @@ class TrainPlan(Plan):
         if not self.algorithm.corrects_mismatch:
             return []
         keys = self.config.algorithm
-        reason = "as asked"
+        reason = "as configured"
         if keys.get("mismatch") == AUTO:
             reason = "engine and trainer compute log-probs in 16 bits, each with its own roundings"
         return [("mismatch", str(getattr(self.algorithm, "mismatch", "corrected")), reason)]

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves (checkpoint.on_signal); others end within two seconds.
+"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves (checkpoint.on_signal), other commands end in two seconds.
 
 All end with exit code 130 and a line that says what is kept. Outside a run, a signal raises KeyboardInterrupt in the
 main thread; if the process still lives some seconds later, because a library has swallowed the exception or native

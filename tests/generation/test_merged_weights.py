@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from rlft.generation import merged_weights
-from rlft.generation.held import difference, held, published
+from rlft.generation.loaded_adapter import LoadedAdapter, difference, published
 from rlft.generation.merged_weights import MergedWeights, deltas_of
 from rlft.generation.shared_base import SharedBaseError, share
 from rlft.types import Adapter, UserError
@@ -236,5 +236,5 @@ def test_what_is_added_is_read_back_as_what_was_published_and_the_version_before
     earlier = {1: published(old, "float32")}
     for loaded, said in ((new, None), (old, "28 of the 28 tensors of its adapter are others.*still holds version 1")):
         bench.merger.load(loaded)
-        found = difference(2, held(bench.merger.tensors()), published(new, "float32"), earlier)
+        found = difference(2, LoadedAdapter.of(bench.merger.tensors()), published(new, "float32"), earlier)
         assert found is None if said is None else re.search(said, str(found))

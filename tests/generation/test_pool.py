@@ -13,7 +13,7 @@ import torch
 from pool_engines import ThreadLauncher
 
 from rlft.generation import pool as engine_pool
-from rlft.generation.engine import StaleEngineError
+from rlft.generation.engine import FreshnessCheck, StaleEngineError
 from rlft.generation.pool import EngineError, EnginePool, units_of
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.system.process.member import MemberSpec
@@ -118,7 +118,8 @@ def test_an_engine_that_fails_is_replaced_and_no_completion_differs(
 ) -> None:
     pool = open_pool({"delay_s": 0.05}, {"faults": {1: fault}}, timeout_s=0.4)
     pool.load(adapter(3))
-    pool.verify([[5, 6]], lambda scores: None if scores == [[-3.0]] else "stale", now=True)
+    check = FreshnessCheck(sequences=[[5, 6]], accept=lambda scores: None if scores == [[-3.0]] else "stale")
+    pool.verify(check, now=True)
     assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
     assert pool.num_restarts == 1
     assert notes[0].startswith(f"engine-1 is replaced: {said}")

@@ -1,4 +1,4 @@
-"""Tries what rlft does with a tiny random model of a family; scripts/write_families.py writes down what it finds."""
+"""Tries what rlft does with a tiny random model of a family; write_families.py writes the results down."""
 
 from __future__ import annotations
 
@@ -87,17 +87,18 @@ def probe(kind: str, folder: Path) -> Family:
     model = settings(folder)
     try:
         model_folder(kind, folder)
-    except Exception as error:
+    except Exception as error:  # of the model's own code, which may raise anything
         try:
             tiny_config(kind).save_pretrained(folder)
             read_config(model)
         except UserError as refusal:
             return Family(refused=refusal.problem)
-        except Exception:
+        except Exception:  # neither can its config be read: why the model cannot be made says more
             pass
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Family(untried=f"no tiny model of it can be made ({first[:80]})")
-    with patch.object(backbones, "seen", lambda *types: Family()):  # what is refused for what was seen is tried again
+    # What is refused because an earlier probe failed is tried again.
+    with patch.object(backbones, "recorded_family", lambda *types: Family()):
         try:
             config = read_config(model)
             check_targets(LORA, model, config)
@@ -130,15 +131,10 @@ def _of_roles(folder: Path, backbone: Backbone, roles: Roles) -> Family:
         wrong=f"no gradient reaches its {not_reached}" if not_reached else wrong,
         adapted=adapted,
         not_adapted=others,
-        padded=None if forward.packed else _reason(forward.reason),
+        padded=None if forward.packed else forward.reason.removeprefix("padded rows: "),
         decoding=decoding,
         exported=export is not None and _gap(found, export) <= TOLERANCE,
     )
-
-
-def _reason(words: str) -> str:
-    """Why rows are padded, without the list of types that have kernels."""
-    return "no kernels for this type" if "is not among" in words else words.removeprefix("padded rows: ")
 
 
 def _without_gradient(roles: Roles, batch: Batch) -> str | None:
@@ -156,7 +152,7 @@ def _decoding(backbone: Backbone, roles: Roles, adapter: Adapter) -> str | None:
         check_decoding(engine, roles, DATA, RUN, Limits(largest=TOLERANCE))
     except UserError as refusal:
         return DECODES_OTHERWISE if "log-probs" in refusal.problem else NO_CACHE
-    except Exception:
+    except Exception:  # of the model's own code: that it fails is what is written down
         return FAILS_TO_DECODE
     return None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlft.generation.held import Held, held
+from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.system.process.member import MemberError, MemberSpec
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Sampling, Turn
 
@@ -64,9 +64,9 @@ class CountingEngine:
         assert self.version is not None
         return [[-float(self.version) - (self.version in self.stale)] for _ in sequences]
 
-    def held(self) -> Held:
+    def loaded_adapter(self) -> LoadedAdapter:
         assert self.version is not None
-        return held({"a": torch.full((2, 2), float(self.version - (self.version in self.stale)))})
+        return LoadedAdapter.of({"a": torch.full((2, 2), float(self.version - (self.version in self.stale)))})
 
     def sleep(self) -> None:
         pass

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlft.config.schema import RunConfig
 from rlft.generation.engine import EngineArgs, Generator
-from rlft.generation.held import difference, published
+from rlft.generation.loaded_adapter import difference, published
 from rlft.generation.pool import EnginePool
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
@@ -80,7 +80,7 @@ def check_pool_against(
         assert not any("read back" in note for note in notes)
         name = next(iter(adapter.weights))
         moved = replace(adapter, weights={**adapter.weights, name: adapter.weights[name] + 1e-6})
-        for found in pool._of_each("held").values():
+        for found in pool._of_each("loaded_adapter").values():
             assert "1 of the" in str(difference(1, found, published(moved, found.dtype), {}))
         assert sampled(pool, config, prompts) == expected
         for number, disturb in enumerate(disturbances, 1):

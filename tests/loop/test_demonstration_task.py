@@ -52,7 +52,7 @@ def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> Demonst
         fingerprints={},
         notes=(),
     )
-    return DemonstrationTask(plan, learner, None, None)
+    return DemonstrationTask(plan, learner, None, None, print)
 
 
 @pytest.fixture(params=["an adapter", "all weights"])

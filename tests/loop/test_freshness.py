@@ -385,15 +385,15 @@ class _Rounds:
 
 
 def test_float32_is_judged_as_ever_by_the_largest_gap_of_two_prompts(backbone, arithmetic_prompts, settings_of):
-    exact = open_freshness(settings_of("auto"), arithmetic_prompts, backbone, _Rounds(False))
+    exact = open_freshness(settings_of("auto"), arithmetic_prompts, backbone, _Rounds(False), print)
     assert exact.limits == LIMITS_IN_32_BITS
     assert exact.sequences == fixed_sequences(arithmetic_prompts, backbone)
     assert len(exact.sequences) == 2
-    rounded = open_freshness(settings_of("auto"), arithmetic_prompts, backbone, _Rounds(True))
+    rounded = open_freshness(settings_of("auto"), arithmetic_prompts, backbone, _Rounds(True), print)
     assert rounded.limits == LIMITS_IN_16_BITS
     assert rounded.num_tokens >= FIXED_TOKENS
     assert rounded.sequences[:2] == exact.sequences
-    asked = open_freshness(settings_of(2.0), arithmetic_prompts, backbone, _Rounds(True))
+    asked = open_freshness(settings_of(2.0), arithmetic_prompts, backbone, _Rounds(True), print)
     assert (asked.limits.largest, asked.limits.mean) == (2.0, math.inf)
 
 

@@ -480,7 +480,9 @@ def test_a_model_that_does_something_else_behind_its_head_is_found_out(random_mo
     assert choose(model).reason == f"padded rows: {words}"
 
 
-def test_scale_and_cap_behind_a_head_are_those_of_the_config(random_model):
+@pytest.mark.parametrize("widest", [torch.float64, torch.float32])  # Apple's devices have no float64
+def test_scale_and_cap_behind_a_head_are_those_of_the_config(widest, random_model, monkeypatch):
+    monkeypatch.setattr("rlft.model.kernels.lm_head.widest", lambda device: widest)
     heads = {kind: head_of(random_model(kind))[1:] for kind in ("llama", "granite", "gemma2")}
     assert heads == {
         "llama": (1.0, None), "granite": (pytest.approx(1 / 3), None), "gemma2": (pytest.approx(1.0), 2.0),

@@ -151,7 +151,7 @@ def updates(plan: Any, case: Case) -> Iterator[Any]:
     """What makes an update of the longest rows on the card."""
     with ExitStack() as stack:
         if case.command == "sft":
-            task = open_task(plan, stack.enter_context(Engines()), stack)
+            task = open_task(plan, stack.enter_context(Engines()), stack, print)
             optimizer = Optimizer(task.parameters(), plan.config.trainer)
 
             def update() -> None:

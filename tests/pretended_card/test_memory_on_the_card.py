@@ -20,6 +20,7 @@ def test_the_planned_bytes_are_those_that_are_counted(on_card, tmp_path: Path, n
     on_card.run("peaks", "found.json", *names, cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == set(names)
+    assert all(counted > planned["base"] > 0 for planned, counted in found.values())
     wrong = {
         name: (sum(planned.values()) / counted, planned)
         for name, (planned, counted) in found.items()

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlft.generation.loaded_adapter import DOWN, PREFIX, UP
 from rlft.types import Adapter
 
-PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 OUTER, FUSED = "down_proj", "gate_up_proj"
 """The matrix of experts that PEFT's outer layer is on, and the one that holds two matrices of the files."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.engine import EngineArgs, Generator, TokenCallback
-from rlft.generation.held import DOWN, UP, Held, held
+from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm.experts import of_experts, one_by_one
 from rlft.generation.vllm.guest import (
@@ -29,7 +29,7 @@ from rlft.generation.vllm.guest import (
     telling_tokens,
 )
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
-from rlft.generation.vllm.slots import EXPERTS, LAYOUT_ERRORS, num_cached_blocks, read_slots
+from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -178,31 +178,31 @@ class VLLMGenerator(Generator):
         engine.reset_prefix_cache()
         try:
             self._old_blocks = num_cached_blocks(engine)
-        except LAYOUT_ERRORS:
+        except UnknownLayoutError:
             self._old_blocks = None
 
-    def held(self) -> Held | str:
+    def loaded_adapter(self) -> LoadedAdapter | str:
         if self._old_blocks is None:
             return "this vLLM keeps its prefix cache in another way"
         faults = (
             [f"{self._old_blocks} blocks of its prefix cache are of an earlier version"] if self._old_blocks else ()
         )
         if self._merged_weights is not None:
-            return held(self._merged_weights.tensors(), faults)
+            return LoadedAdapter.of(self._merged_weights.tensors(), faults)
         if self._lora is None:
-            return held({})
+            return LoadedAdapter.of({})
         models = self._awake().apply_model(_itself)
         if len(models) > 1:
             return f"vLLM divides its layers among {len(models)} processes"
         try:
             unread = [module + end for module in self._rows if EXPERTS in module for end in (DOWN, UP)]
-            return held(read_slots(models[0], self._lora.lora_int_id, self._rows), faults, unread)
-        except LAYOUT_ERRORS as error:
-            return f"this vLLM keeps adapters in another way ({type(error).__name__}: {error})"
+            return LoadedAdapter.of(read_slots(models[0], self._lora.lora_int_id, self._rows), faults, unread)
+        except UnknownLayoutError as error:
+            return f"this vLLM keeps adapters in another way ({error})"
 
     def _as_it_reads(self, adapter: Adapter) -> Adapter:
         """The adapter, with experts one by one unless this model of vLLM's takes them stacked."""
-        if not any(of_experts(adapter)):
+        if not of_experts(adapter):
             return adapter
         [engine] = self._awake().apply_model(_itself)
         stacked = getattr(engine, "is_3d_moe_weight", False)

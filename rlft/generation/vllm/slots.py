@@ -8,19 +8,32 @@ otherwise, and are not read. This relies on the source of vLLM 0.26 to 0.32: `Lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlft.generation.held import DOWN, PREFIX, UP
+from rlft.generation.loaded_adapter import DOWN, PREFIX, UP
 from rlft.generation.shared_base import name_in
 
 EXPERTS = ".experts"
-LAYOUT_ERRORS = (AttributeError, TypeError, IndexError, KeyError, NotImplementedError)
-"""What reading raises where this vLLM keeps adapters in another way."""
 
 
+class UnknownLayoutError(Exception):
+    """This vLLM keeps adapters, or its prefix cache, in another way; the text says what was missing."""
+
+
+@contextmanager
+def known_layout() -> Iterator[None]:
+    """Inside, what is read of vLLM's private attributes has to be there, and of the form that it has up to 0.32."""
+    try:
+        yield
+    except (AttributeError, TypeError, IndexError, KeyError) as error:
+        raise UnknownLayoutError(f"{type(error).__name__}: {error}") from error
+
+
+@known_layout()
 def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[str, Tensor]:
     """{PEFT's name: A `[rank, in]` or s B `[out, rank]`} of the adapter with this id; empty if it is in no slot.
 
@@ -30,7 +43,7 @@ def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[
         rows: {the adapted module in PEFT's names: number of rows of its B}.
 
     Raises:
-        one of LAYOUT_ERRORS: this vLLM keeps adapters in another way.
+        UnknownLayoutError: this vLLM keeps adapters in another way.
     """
     manager: Any = model.lora_manager
     if lora_id not in manager.lora_index_to_id:
@@ -70,10 +83,11 @@ def _parts(layer: Any, slot: int, sizes: list[int | None]) -> Iterator[tuple[Ten
 def _of_slot(stacked: Tensor, slot: int) -> Tensor:
     """`[rank, in]` or `[out, rank]` of `[slots, 1, ..]`."""
     if stacked.dim() != 4 or stacked.shape[1] != 1:
-        raise NotImplementedError(f"tensors of an adapter with the shape {tuple(stacked.shape)}")
+        raise UnknownLayoutError(f"tensors of an adapter have the shape {tuple(stacked.shape)}")
     return stacked[slot, 0]
 
 
+@known_layout()
 def num_cached_blocks(engine: Any) -> int:
     """Number of blocks in which the engine (vLLM's `LLMEngine`) would find beginnings of prompts again."""
     return len(engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlft.model.kernels import elementwise, flash_attention, split_attention
-from rlft.model.kernels.block_attention import Scoring
+from rlft.model.kernels.block_attention import Scoring, wide
 from rlft.model.kernels.flash_attention import RowLengths
 from rlft.model.kernels.split_attention import Block
 
@@ -42,7 +42,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed: PackedRows | Question | None = None,
+    packed: PackedRows | AttentionProbe | None = None,
     prefix_cache: PrefixCache | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -54,8 +54,8 @@ def packed_attention(
         softcap: scores are `softcap * tanh(score / softcap)`.
         s_aux: `[H]`, the scores of sinks, which take a share of each query's attention and give nothing.
     """
-    if isinstance(packed, Question):
-        return packed.answer(module, query, value, attention_mask, softcap, kwargs), None
+    if isinstance(packed, AttentionProbe):
+        return packed.attend(module, query, value, attention_mask, softcap, kwargs), None
     if packed is None and prefix_cache is None:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
@@ -96,8 +96,8 @@ def _row_attention(
     """
     heads, (width, reach) = query.shape[1], (query.shape[2], key.shape[2])
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query * scale @ key.transpose(-1, -2)).to(wide(query))
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     if mask is None:  # left out by transformers where all is causal
@@ -111,7 +111,7 @@ def _row_attention(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-# -- what a layer asks for ---------------------------------------------------------------------------------------------
+# -- how a layer attends ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Sees:
     """What a mask that a packed row goes with would let a token see. The mask itself, which has it as an attribute,
@@ -149,7 +149,7 @@ def window_of(mask: Tensor | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LayerAttention:
     """How a layer attends.
 
     Attributes:
@@ -171,16 +171,16 @@ KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "
 """Arguments of an attention function that change nothing beside the mask, or nothing at all."""
 
 
-class Question:
-    """Stands for a packed row in a pass in which each layer is asked how it attends, and no token sees another.
+class AttentionProbe:
+    """Stands for a packed row in a pass that notes how each layer attends, and in which no token sees another.
 
-    What else serves packed rows must give 0 as well, if its `packed` is a Question.
+    What else serves packed rows must give 0 as well, if its `packed` is an AttentionProbe.
     """
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.layers: list[LayerAttention] = []
 
-    def answer(
+    def attend(
         self,
         module: nn.Module,
         query: Tensor,
@@ -194,8 +194,8 @@ class Question:
         unknown = [name for name, given in others.items() if name not in KNOWN and not any(given is x for x in unset)]
         problem = f"gives its attention {', '.join(unknown)}" if unknown else _problem(module, mask, others)
         size = max(query.shape[-1], value.shape[-1])
-        self.asked.append(
-            Asked(
+        self.layers.append(
+            LayerAttention(
                 module=type(module).__name__,
                 head_size=size,
                 window=window_of(mask),
@@ -224,10 +224,10 @@ def _problem(module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) 
     return None if seen == list(keys.values()) else "sees neither all tokens before one nor those in a sliding window"
 
 
-_asked: WeakKeyDictionary[nn.Module, tuple[Asked, ...]] = WeakKeyDictionary()
+_attention_of_layers: WeakKeyDictionary[nn.Module, tuple[LayerAttention, ...]] = WeakKeyDictionary()
 
 
-def asked_of(model: PreTrainedModel) -> tuple[Asked, ...]:
+def attention_of_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
     """How the layers of a model with this attention attend, found out by passes over three tokens.
 
     A model without weights tells how its layers attend, but not whether anything else passes numbers on.
@@ -236,9 +236,9 @@ def asked_of(model: PreTrainedModel) -> tuple[Asked, ...]:
         NotPackableError: a layer attends in a way that packed rows do not have, or something else passes numbers from
             token to token.
     """
-    if model not in _asked:
-        _asked[model] = _ask(model)
-    return _asked[model]
+    if model not in _attention_of_layers:
+        _attention_of_layers[model] = _probe_layers(model)
+    return _attention_of_layers[model]
 
 
 class NotPackableError(Exception):
@@ -251,27 +251,27 @@ other tokens round it otherwise."""
 
 
 @torch.no_grad()
-def _ask(model: PreTrainedModel) -> tuple[Asked, ...]:
-    questions, found, name = [], [], type(model).__name__
+def _probe_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
+    probes, last_states, name = [], [], type(model).__name__
     try:
         for others in (1,) if model.device.type == "meta" else (1, 2):
             ids = torch.tensor([[others, others, 1]], device=model.device)
-            questions.append(Question())
-            hidden = hidden_states(model, ids, torch.arange(3, device=ids.device)[None], packed=questions[-1])
-            found.append(hidden[0, 2].float())
+            probes.append(AttentionProbe())
+            hidden = hidden_states(model, ids, torch.arange(3, device=ids.device)[None], packed=probes[-1])
+            last_states.append(hidden[0, 2].float())
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model's code does with arguments that it does not know
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         raise NotPackableError(f"{name} takes no packed row ({type(error).__name__}: {first_line})") from error
-    asked, one, other = questions[0].asked, found[0], found[-1]
-    problem = next((f"{each.module} {each.problem}" for each in asked if each.problem is not None), None)
+    attention, one, other = probes[0].layers, last_states[0], last_states[-1]
+    problem = next((f"{each.module} {each.problem}" for each in attention if each.problem is not None), None)
     if problem is None and not one.is_meta and not (other - one).norm() <= MIXED * one.norm():
-        layers = "layers, other than attention," if asked else "layers"
+        layers = "layers, other than attention," if attention else "layers"
         problem = f"{name} has {layers} in which a token sees those before it, and which are not those of packed rows"
     if problem is not None:
         raise NotPackableError(problem)
-    return tuple(asked)
+    return tuple(attention)
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
@@ -302,9 +302,9 @@ def prepare(packed: PackedRows, model: PreTrainedModel) -> None:
     """Makes what attention on the model's device reads of a packed row, so that it goes there together with the row."""
     if model.device.type == "cpu":
         return
-    for asked in set(asked_of(model)):
+    for layer in set(attention_of_layers(model)):
         x = torch.empty(0, dtype=model.dtype, device=model.device)
-        spans_of(packed, x, asked.head_size, asked.window, 1.0 if asked.cap else None)
+        spans_of(packed, x, layer.head_size, layer.window, 1.0 if layer.cap else None)
 
 
 def attend(
@@ -374,8 +374,8 @@ def on_this_device(model: PreTrainedModel) -> str:
     """How a packed row is computed on the model's device, in words; empty on a CPU, where there is only one way."""
     if model.device.type == "cpu":
         return ""
-    asked = ((asked.head_size, asked.cap) for asked in asked_of(model))
-    problems = (flash_attention.obstacle(model.dtype, size, model.device, caps=cap) for size, cap in asked)
+    heads = ((layer.head_size, layer.cap) for layer in attention_of_layers(model))
+    problems = (flash_attention.obstacle(model.dtype, size, model.device, caps=cap) for size, cap in heads)
     why_not = next(filter(None, problems), None)
     fusion_obstacle = elementwise.obstacle(model.device)
     return ", ".join(

@@ -32,7 +32,7 @@ def flash(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scoring: Scoring, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(attention `[R, H, C, D]` to all keys except those with a bias of -inf, its log-sum-exp `[R, H, C]`); no grad."""
-    if query.device.type == "cpu" and scoring.cap is None:
+    if _has_kernel(query, scoring):
         bias = None if bias is None else bias.to(query.dtype)
         return _FORWARD(query, key, value, 0.0, causal, attn_mask=bias, scale=scoring.scale)
     out = torch.empty_like(query)
@@ -59,7 +59,7 @@ def flash_gradients(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's part of the gradients of query, key and value; `out` and `lse` are of the whole."""
-    if query.device.type == "cpu" and scoring.cap is None:
+    if _has_kernel(query, scoring):
         bias = None if bias is None else bias.to(query.dtype)
         return _BACKWARD(grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scoring.scale)
     query_grad = torch.empty_like(query)
@@ -79,6 +79,11 @@ def flash_gradients(
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
 
 
+def _has_kernel(query: Tensor, scoring: Scoring) -> bool:
+    """Whether torch has the two functions for this device, which cap no scores."""
+    return query.device.type == "cpu" and scoring.cap is None
+
+
 def _parts(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice, int]]:
     """(rows, queries, number of keys) of which scores are held at a time."""
     number, heads, width, _ = query.shape
@@ -93,10 +98,11 @@ def _parts(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, sl
 def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
     """(scores `[R, H, C, K]` of all queries and keys, their derivative with respect to the product)."""
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
-    products = _of_heads(_by_key_head(query, key) @ key.transpose(-1, -2), query).to(wide(query))
+    # Scaled before the product, which in float16 would overflow where keys are large.
+    scores = _of_heads(_by_key_head(query * scale, key) @ key.transpose(-1, -2), query).to(wide(query))
     if scoring.cap is None:
-        return products.mul_(scale), scale
-    capped = products.mul_(scale / scoring.cap).tanh_()
+        return scores, scale
+    capped = scores.div_(scoring.cap).tanh_()
     return capped * scoring.cap, capped.square_().neg_().add_(1).mul_(scale)
 
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from rlft.model.activations import logit_rows
 from rlft.model.kernels.attention import NotPackableError
 from rlft.model.kernels.elementwise import fused
+from rlft.system.device import widest
 
 
 class Head(NamedTuple):
@@ -75,7 +76,7 @@ LARGE, SMALL = 2.0**60, 2.0**-20
 @torch.no_grad()
 def _behind(model: PreTrainedModel, module: nn.Module) -> tuple[float, float | None]:
     """(factor, cap): the model's forward gets numbers that the head has not computed."""
-    numbers = torch.tensor([LARGE, SMALL, -3.0, 0.5, 7.0, 40.0], dtype=torch.float64, device=model.device)
+    numbers = torch.tensor([LARGE, SMALL, -3.0, 0.5, 7.0, 40.0], dtype=widest(model.device), device=model.device)
 
     def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return numbers.expand(*output.shape[:-1], -1)
@@ -83,7 +84,7 @@ def _behind(model: PreTrainedModel, module: nn.Module) -> tuple[float, float | N
     hook = module.register_forward_hook(replaced)
     try:
         ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].to(numbers.dtype)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError):  # it expects as many numbers as there are tokens

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlft.model.kernels import flash_attention, split_attention
-from rlft.model.kernels.attention import asked_of, hidden_states, with_sinks
+from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.block_attention import Scoring, flash
 from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
 from rlft.model.kernels.lm_head import head_of
@@ -143,22 +143,25 @@ class PrefixCache:
         _, heads, size = query.shape
         arranged = query if self._in_order else query.index_select(0, self._arranged)
         arranged = arranged.view(-1, self._siblings, heads, size).transpose(1, 2)
-        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias(reach), scoring)
+        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias_of(reach), scoring)
         prompt, prompt_lse = (x.transpose(1, 2).flatten(0, 1) for x in (prompt, prompt_lse[..., None]))
         if not self._in_order:
             prompt, prompt_lse = (x.index_select(0, self._back) for x in (prompt, prompt_lse))
         lse.copy_(split_attention.merge(out, lse, prompt, prompt_lse)[1])
 
-    def _bias(self, reach: int) -> Tensor | None:
+    def _bias_of(self, reach: int) -> Tensor | None:
         """`[U, 1, 1, P]`, 0 for the last `reach` tokens of each prompt and -inf for others; None if all are among
-        them."""
-        last = torch.arange(self._longest) >= self._lengths[:, None].cpu() - reach
-        seen = self._real & last
-        return None if seen.all() else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
+        them. It is made once a step, for all layers with the same window."""
+        if reach not in self._biases:
+            seen = self._real & (torch.arange(self._longest) >= self._lengths[:, None] - reach)
+            bias = None if seen.all() else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
+            self._biases[reach] = bias
+        return self._biases[reach]
 
     def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         """`[N, hidden]` of these tokens, after the final norm."""
         self._calls = 0
+        self._biases: dict[int, Tensor | None] = {}
         return hidden_states(self.model, token_N[None], position_N[None], prefix_cache=self)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -265,7 +268,7 @@ def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_to
     if not forward.packed or keeps_states(forward.model):
         return None
     model = forward.model
-    sizes = {(asked.head_size, asked.cap) for asked in asked_of(model)}
+    sizes = {(layer.head_size, layer.cap) for layer in attention_of_layers(model)}
     if all(flash_attention.takes(model.dtype, size, model.device, caps=cap) for size, cap in sizes):
         return FlashPrefixCache(model, prompts, max_tokens)
     return PrefixCache(model, prompts, max_tokens) if model.device.type == "cpu" else None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlft.model.kernels.attention import Question
+from rlft.model.kernels.attention import AttentionProbe
 from rlft.model.kernels.elementwise import is_replaced
 from rlft.model.kernels.split_attention import BranchSpans, Span, buckets
 
@@ -201,10 +201,10 @@ def _begins_with_state(module: nn.Module) -> bool:
 def _forward(plain: Any, cache: str, /, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """`[1, N, hidden]` from `[1, N, hidden]` of a packed row; for other inputs what the module itself gives."""
     # The layers of LFM2 hand only `seq_idx` on to their convolutions.
-    packed: PackedRows | Question | None = kwargs.get("packed") or kwargs.get("seq_idx")
+    packed: PackedRows | AttentionProbe | None = kwargs.get("packed") or kwargs.get("seq_idx")
     if packed is None:
         return plain(hidden_states, **kwargs)
-    if isinstance(packed, Question):
+    if isinstance(packed, AttentionProbe):
         return torch.zeros_like(hidden_states)
     rows, begun = packed.state_rows, _States(None)
     outputs = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_one_test import each
+from peft import set_peft_model_state_dict
 
 from rlft.generation.vllm import slots
 from rlft.generation.vllm.generator import VLLMGenerator
@@ -130,6 +131,7 @@ def test_an_engine_that_loads_something_else_is_stopped_at_a_learning_rate_of_1e
 def test_log_probs_alone_do_not_see_the_version_before(bench: Bench) -> None:
     """What the comparison of bits is for; the other faults of an adapter this large show in float32."""
     new = bench.step()
+    set_peft_model_state_dict(bench.trainer.model, dict(new.weights))
     assert bench.freshness.check(new.version, bench.generator, bench) is not None
 
 
@@ -166,10 +168,10 @@ def test_adapters_on_some_layers_are_compared_on_these(bench: Bench) -> None:
         adapter = replace(new, weights=some)
         bench.published = new
         bench.generator.load(adapter)
-        assert bench.freshness._accept_held(adapter, bench.generator.held()) is None
+        assert bench.freshness._accept_adapter(adapter, bench.generator.loaded_adapter()) is None
         bench.generator.load(replace(adapter, config={**adapter.config, "lora_alpha": 13}))
         assert f"{len(names) * 4} of the {len(names) * 8}" in str(
-            bench.freshness._accept_held(adapter, bench.generator.held())
+            bench.freshness._accept_adapter(adapter, bench.generator.loaded_adapter())
         )
 
 

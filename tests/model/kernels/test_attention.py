@@ -23,7 +23,15 @@ from transformers.masking_utils import (
 )
 
 from rlft.model.kernels import block_attention, flash_attention, split_attention
-from rlft.model.kernels.attention import NAME, NotPackableError, asked_of, install, packed_attention, packed_mask
+from rlft.model.kernels.attention import (
+    NAME,
+    NotPackableError,
+    _row_attention,
+    attention_of_layers,
+    install,
+    packed_attention,
+    packed_mask,
+)
 from rlft.model.packing import pack
 
 CPU = torch.device("cpu")
@@ -77,6 +85,29 @@ WINDOWS = (None, 1, 2, 3, 5, 8, 9, 12, 100)
 def test_attention_in_blocks_is_that_of_the_mask_it_never_makes(window, cap, sinks, make_batch):
     for prompts_first, key_heads in ((False, 1), (True, 2)):
         compared(pack(make_batch(ROWS), prompts_first=prompts_first), window, cap, sinks, key_heads)
+
+
+@each(("window", "sinks"), product((None, 3, 9), (False, True)))
+def test_attention_by_plain_products_is_the_same_also_without_a_cap(window, sinks, make_batch, monkeypatch):
+    """As GPUs compute what flash attention does not take, in parts of 40 scores."""
+    monkeypatch.setattr(block_attention, "_has_kernel", lambda *_: False)
+    monkeypatch.setattr(block_attention, "AT_ONCE", 40)
+    compared(pack(make_batch(ROWS)), window, None, sinks, 2)
+
+
+def test_large_keys_overflow_no_score_in_float16(make_batch, monkeypatch):
+    """q k is 128 * 40 * 40 = 204,800, above the largest number of float16, 65,504; scaled, 18,102.
+
+    The equal weights, two sums and the merge of two parts are rounded to eleven bits: four times 2^-11."""
+    monkeypatch.setattr(block_attention, "_has_kernel", lambda *_: False)
+    packed = pack(make_batch(ROWS))
+    large = torch.full((1, 2, packed.num_tokens, 128), 40.0, dtype=torch.float16)
+    value = torch.ones_like(large)
+    for softcap in (None, 50.0):
+        row = packed_attention(nn.Module(), large, large, value, None, packed=packed, softcap=softcap)[0]
+        plain = _row_attention(large, large, value, None, None, softcap, None)
+        torch.testing.assert_close(row, torch.ones_like(row), rtol=2**-9, atol=0)
+        torch.testing.assert_close(plain, torch.ones_like(plain), rtol=2**-9, atol=0)
 
 
 @each(("window", "cap", "tile", "at_once"), product((None, 3, 6), (None, 0.7), (2, 256), (40, 2**23)))
@@ -139,7 +170,8 @@ def test_padded_rows_and_decoding_with_transformers_cache_are_those_of_eager_att
 # -- what a layer says -------------------------------------------------------------------------------------------------
 def test_a_models_layers_say_how_they_attend(random_model):
     asked = {
-        kind: [(a.head_size, a.window, a.cap) for a in asked_of(random_model(kind))] for kind in ("llama", "gemma2")
+        kind: [(a.head_size, a.window, a.cap) for a in attention_of_layers(random_model(kind))]
+        for kind in ("llama", "gemma2")
     }
     assert asked == {"llama": [(8, None, False)] * 3, "gemma2": [(16, 4, True), (16, None, True), (16, 4, True)]}
 
@@ -147,7 +179,7 @@ def test_a_models_layers_say_how_they_attend(random_model):
 def test_the_window_is_the_masks_and_not_what_is_in_the_config(random_model):
     model = random_model("mistral", sliding_window=None)
     model.config.sliding_window = 4  # its mask is made by the config
-    assert {a.window for a in asked_of(model)} == {4}
+    assert {a.window for a in attention_of_layers(model)} == {4}
 
 
 SEEN = "in which a token sees those before it, and which are not those of packed rows"
@@ -165,7 +197,7 @@ SEEN = "in which a token sees those before it, and which are not those of packed
 def test_what_a_packed_row_cannot_do_is_found_before(kind, words, random_model):
     model = random_model(kind)
     with pytest.raises(NotPackableError) as raised:
-        asked_of(model)
+        attention_of_layers(model)
     assert str(raised.value) == words
 
 
@@ -226,10 +258,10 @@ OTHER = "Attention sees neither all tokens before one nor those in a sliding win
 )
 def test_a_layer_that_asks_for_more_is_named(asks, rule, words):
     if words is None:
-        assert len(asked_of(Model(asks, rule))) == 1
+        assert len(attention_of_layers(Model(asks, rule))) == 1
         return
     with pytest.raises(NotPackableError, match=words):
-        asked_of(Model(asks, rule))
+        attention_of_layers(Model(asks, rule))
 
 
 def test_a_model_that_lets_its_attention_be_chosen_gets_this_one(random_model):

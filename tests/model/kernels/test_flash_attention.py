@@ -11,7 +11,7 @@ import torch
 from dense_attention import masked
 
 from rlft.model.kernels import attention, flash_attention
-from rlft.model.kernels.attention import _Attention, asked_of, on_this_device
+from rlft.model.kernels.attention import _Attention, attention_of_layers, on_this_device
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.flash_attention import obstacle, row_lengths
 from rlft.model.packing import PackedRows, pack
@@ -171,8 +171,8 @@ def test_there_is_none_on_a_cpu(backbone):
 def test_a_run_says_which_attention_it_has_on_a_gpu(dtype, words, backbone, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("rlft.model.kernels.elementwise.obstacle", lambda device: None)
-    asked = asked_of(backbone.model)
-    monkeypatch.setattr(attention, "asked_of", lambda model: asked)
+    asked = attention_of_layers(backbone.model)
+    monkeypatch.setattr(attention, "attention_of_layers", lambda model: asked)
     model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     assert on_this_device(model) == words
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from rlft.generation.held import Held, difference, fingerprints, held, published, scale_of
+from rlft.generation.loaded_adapter import LoadedAdapter, difference, fingerprints, published, scale_of
 from rlft.generation.shared_base import checksum
 from rlft.types import Adapter
 
@@ -25,11 +25,11 @@ def test_what_an_engine_rounds_scales_and_fills_up_is_what_was_published(dtype: 
     down, up = torch.zeros(8, 7, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
     down[:3], up[:, :3] = adapter().weights[A], adapter().weights[B]
     up *= 5 / 3  # as vLLM does, after rounding
-    found = held({A: down, B: up})
+    found = LoadedAdapter.of({A: down, B: up})
     assert found.dtype == str(dtype).removeprefix("torch.")
     assert difference(3, found, published(adapter(), found.dtype), {}) is None
     down[7, 0] = 1e-6
-    text = difference(3, held({A: down, B: up}), published(adapter(), found.dtype), {})
+    text = difference(3, LoadedAdapter.of({A: down, B: up}), published(adapter(), found.dtype), {})
     assert text is not None
     assert text.startswith("policy version 3: 1 of the 2 tensors of its adapter are others, such as layers.0.q_proj.")
 
@@ -72,13 +72,16 @@ def test_the_scale_is_pefts_also_by_pattern_and_for_rslora() -> None:
 def test_what_is_missing_left_over_or_wrong_beside_the_tensors_is_named() -> None:
     expected = published(adapter(), "float32")
     for found, said in (
-        (Held(tensors={}), "policy version 3: it holds no adapter"),
+        (LoadedAdapter(tensors={}), "policy version 3: it holds no adapter"),
         (
-            Held(tensors={A: expected[A]}),
+            LoadedAdapter(tensors={A: expected[A]}),
             "1 of the 2 tensors of its adapter are others, such as layers.0.q_proj.lora_B, which is missing",
         ),
-        (Held(tensors={**expected, "x": expected[A]}), "such as x, which was not published"),
-        (Held(tensors=expected, faults=("a", "b")), "of policy version 3: a; b"),
-        (Held(tensors=published(adapter(alpha=10.0), "float32")), "lora_B with a norm of .* instead of .*, 2 times"),
+        (LoadedAdapter(tensors={**expected, "x": expected[A]}), "such as x, which was not published"),
+        (LoadedAdapter(tensors=expected, faults=("a", "b")), "policy version 3: a; b"),
+        (
+            LoadedAdapter(tensors=published(adapter(alpha=10.0), "float32")),
+            "lora_B with a norm of .* instead of .*, 2 times",
+        ),
     ):
         assert re.search(said, difference(3, found, expected, {}) or "nothing is wrong")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlft.generation.shared_base import CHUNK, INTEGERS
+from rlft.system.device import widest
 from rlft.types import Adapter
 
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -32,7 +33,7 @@ class Fingerprint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LoadedAdapter:
     """What an engine holds.
 
     Attributes:
@@ -47,12 +48,12 @@ class Held:
     faults: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
-
-def held(tensors: Mapping[str, Tensor], faults: Iterable[str] = (), unread: Iterable[str] = ()) -> Held:
-    """The fingerprints of what an engine holds: {PEFT's name: A, s B, or another tensor}."""
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} or {"float32"}
-    assert len(dtypes) == 1, f"an adapter is rounded to one dtype, not to {dtypes}"
-    return Held(dtype=dtypes.pop(), tensors=fingerprints(tensors), faults=tuple(faults), unread=tuple(unread))
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], faults: Iterable[str] = (), unread: Iterable[str] = ()) -> LoadedAdapter:
+        """The fingerprints of what an engine holds: {PEFT's name: A, s B, or another tensor}."""
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} or {"float32"}
+        assert len(dtypes) == 1, f"an adapter is rounded to one dtype, not to {dtypes}"
+        return cls(dtype=dtypes.pop(), tensors=fingerprints(tensors), faults=tuple(faults), unread=tuple(unread))
 
 
 def published(adapter: Adapter, dtype: str) -> dict[str, Fingerprint]:
@@ -114,12 +115,15 @@ def _sums(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     rows = torch.stack(list(tensors)).reshape(len(tensors), -1)
     bits = rows.view(INTEGERS[rows.element_size()]).to(torch.int64)
     weights = 2 * torch.arange(rows.shape[1], device=rows.device) + 1
-    return (bits * weights).sum(1), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return (bits * weights).sum(1), torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device))
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
 def difference(
-    version: int, found: Held, expected: Mapping[str, Fingerprint], earlier: Mapping[int, Mapping[str, Fingerprint]]
+    version: int,
+    found: LoadedAdapter,
+    expected: Mapping[str, Fingerprint],
+    earlier: Mapping[int, Mapping[str, Fingerprint]],
 ) -> str | None:
     """How what an engine holds differs from what was published, in words; None if it is the same.
 
@@ -131,7 +135,7 @@ def difference(
     expected = {name: fingerprint for name, fingerprint in expected.items() if name not in found.unread}
     wrong = [name for name in {**expected, **found.tensors} if not _equal(found.tensors, expected, name)]
     if not wrong:
-        return None if not found.faults else f"of policy version {version}: {'; '.join(found.faults)}"
+        return None if not found.faults else f"policy version {version}: {'; '.join(found.faults)}"
     if not found.tensors:
         return f"policy version {version}: it holds no adapter"
     worst = max(wrong, key=lambda name: _gap(found.tensors, expected, name))

