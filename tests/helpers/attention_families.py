@@ -1,0 +1,106 @@
+"""Tiny random models of the families with softmax attention, whose windows are shorter than the prompts of tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LATENT = EXPERTS | {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+WINDOW = {"sliding_window": 4}
+CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+
+QUICK: dict[str, dict[str, Any]] = {
+    "cohere2": WINDOW,  # no positions in full layers, scaled logits, parallel branches
+    "deepseek_v3": LATENT,  # narrower heads of values
+    "diffllama": {},  # two attentions in a layer
+    "exaone4": WINDOW,
+    "gemma2": CAPPED | WINDOW,
+    "glm4": {},  # partial rotary positions
+    "gpt_oss": {"head_dim": 16} | EXPERTS | WINDOW,  # sinks
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4},
+    "olmo3": WINDOW,  # norms of whole queries and keys
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": {"head_dim": 8} | WINDOW,
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "cwm": WINDOW,
+    "deepseek_v2": LATENT,
+    "ernie4_5": {},
+    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4},
+    "gemma3_text": {"head_dim": 16} | WINDOW,
+    "gemma4_text": {},
+    "glm": {},
+    "glm4_moe": EXPERTS | {"n_group": 1, "topk_group": 1, "head_dim": 8},
+    "glm4_moe_lite": LATENT,
+    "gpt_neox": {},
+    "granitemoe": EXPERTS | {"logits_scaling": 3.0},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": EXPERTS | {"head_dim": 8},
+    "minimax_m2": EXPERTS | {"head_dim": 8},
+    "ministral3": {},
+    "mistral": WINDOW,
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1} | WINDOW,
+    "nanochat": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {"sliding_window": 5},
+    "phimoe": {"num_local_experts": 2} | WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "seed_oss": {"head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "starcoder2": {"sliding_window": 5},
+    "vaultgemma": {"head_dim": 16, "attn_logit_softcapping": 0.5} | WINDOW,
+    "youtu": LATENT,
+}
+"""{model type: fields of its config}. Windows are shorter than prompts and than completions."""
+
+
+def random_model(kind: str, fields: dict[str, Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **SIZES | fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms, biases and sinks
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.requires_grad_(False).eval()
