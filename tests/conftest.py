@@ -145,7 +145,7 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
         generator = torch.Generator().manual_seed(1)
         for _, parameter in roles.named_parameters():
             added = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.data += noise * added
+            parameter.data += noise * added.to(parameter.device)
         return roles
 
     yield make
