@@ -5,6 +5,7 @@ The sizes of each decoder layer come from a model's config alone, whichever of i
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,19 +74,34 @@ OF_A_STATE = {"conv": 7, "linear_attention": 59, "mamba": 46}
 sizes (hidden 512; states of 64; chunks of 64)."""
 
 
-LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**26}
-"""Number of logits alive at a time: 8 MiB in float32 fit into a CPU's cache, 256 MiB keep a GPU busy."""
+LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**24}
+"""Number of logits alive at a time: 8 MiB in float32 fit into a CPU's cache; a GPU's are 32 MiB in 16 bits."""
+BUSY_ROWS, MOST_LOGITS = 512, 2**26
+"""A GPU takes so many tokens at a time if their logits are not more than that: with fewer, reading the head's weights
+takes longer than the product (an H100 computes 240 operations in bfloat16 while it reads a byte)."""
 TILE = 128
 
 
-def logit_rows(vocabulary: int, device: str) -> int:
-    """Number of tokens whose logits are alive at a time, on a GPU a multiple of a product's tiles if there are so many.
+def logit_rows(vocabulary: int, device: str, tokens: int) -> int:
+    """How many of so many tokens have their logits alive at a time.
 
-    >>> logit_rows(151936, "cuda"), logit_rows(151936, "cpu"), logit_rows(2**20, "cuda")
-    (384, 13, 64)
+    On a GPU the passes over the head are about equal and multiples of a product's tiles, if there are so many tokens.
+
+    >>> [logit_rows(151936, "cuda", tokens) for tokens in (100, 384, 500, 900)]
+    [100, 384, 256, 384]
+    >>> logit_rows(49152, "cuda", 2048), logit_rows(4096, "cuda", 2048), logit_rows(2**20, "cuda", 500)
+    (512, 2048, 64)
+    >>> logit_rows(151936, "cpu", 500)
+    13
     """
-    rows = max(1, LOGIT_CHUNK["cpu" if device == "cpu" else "cuda"] // vocabulary)
-    return rows // TILE * TILE if device != "cpu" and rows > TILE else rows
+    tokens, most = max(1, tokens), max(1, LOGIT_CHUNK["cpu" if device == "cpu" else "cuda"] // vocabulary)
+    if device == "cpu":
+        return min(most, tokens)
+    most = max(most, min(BUSY_ROWS, MOST_LOGITS // vocabulary))
+    if most >= TILE:
+        passes = math.ceil(tokens / (most // TILE * TILE))
+        most = math.ceil(tokens / passes / TILE) * TILE
+    return min(most, tokens)
 
 
 ADAPTER_ITEM = 4

@@ -242,7 +242,7 @@ def teachers_pass(demand: Demand) -> list[MemoryPart]:
     model = teacher.model
     tokens, predicted = largest_micro_batch(replace(demand, prompt_tokens=teacher.prompt_tokens), packed=model.packed)
     if model.packed:  # logits in float32 and their log-softmax, a chunk at a time
-        head = min(logit_rows(model.vocabulary, demand.device), predicted) * model.vocabulary * 2 * FLOAT32
+        head = logit_rows(model.vocabulary, demand.device, predicted) * model.vocabulary * 2 * FLOAT32
     else:
         head = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     pass_bytes = tokens * model.layer_width * model.itemsize + head
@@ -312,7 +312,7 @@ def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -
         of_a_logit = max(of_a_logit, PADDED_LOGITS * FLOAT32)
     if demand.top_k:  # this pass and the other one, one after the other
         of_a_logit = max(of_a_logit, FLOAT32 * (TOP_K_LOGITS + (model.itemsize == 2)))
-    head = min(logit_rows(model.vocabulary, demand.device), predicted) * model.vocabulary * of_a_logit
+    head = logit_rows(model.vocabulary, demand.device, predicted) * model.vocabulary * of_a_logit
     if demand.top_k:
         width = demand.prompt_tokens + demand.completion_tokens
         head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS

@@ -155,7 +155,7 @@ def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_
     ids, logprobs = torch.zeros(shape, dtype=torch.int64, device="meta"), torch.zeros(shape, device="meta")
     assert more["batch"] - less["batch"] == ids.nbytes + logprobs.nbytes
     _, predicted = largest_micro_batch(demand, packed=True)
-    logits = min(logit_rows(sizes.vocabulary, "cpu"), predicted) * sizes.vocabulary * 4
+    logits = logit_rows(sizes.vocabulary, "cpu", predicted) * sizes.vocabulary * 4
     view = predicted // demand.completion_tokens * shape[1] * 16 * 4
     assert more["LM head"] - less["LM head"] == 3 * logits + TOP_K_FIELDS * view
     assert {name for name in more if more[name] != less[name]} == {"batch", "LM head"}

@@ -45,6 +45,7 @@ def main() -> None:
         "updates": card_updates.main,
         "peaks": card_peaks.main,
         "launches": card_peaks.launches,
+        "trl": of_trl,
     }
 
     def reported() -> None:
@@ -65,6 +66,13 @@ def main() -> None:
     cli.main = reported
     sys.argv = [str(HELPERS / "launcher.py"), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def of_trl(*names: str) -> Any:
+    """Imports TRL only where it is asked for."""
+    import card_trl
+
+    return card_trl.main(*names)
 
 
 def checked_here(checks: Any, subject: Any, tell: Any) -> Iterator[Any]:

@@ -38,3 +38,16 @@ def test_a_layer_takes_few_launches(on_card, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert 0 < found["update"] <= MOST_OF_A_MICRO_BATCH, found["lines"]
     assert 0 < found["decoding"] <= MOST_OF_A_TOKEN
+
+
+MOST_OF_TRL = 0.5
+
+
+@pytest.mark.slow
+def test_an_update_takes_at_most_half_of_the_bytes_of_trls(on_card, tmp_path: Path) -> None:
+    on_card.run("trl", "found.json", "bfloat16", "49k tokens", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    shares = {name: ours / theirs for name, (ours, theirs) in found.items()}
+    print({name: (*both, f"{shares[name]:.2f}") for name, both in found.items()})
+    assert len(shares) == 2
+    assert max(shares.values()) <= MOST_OF_TRL

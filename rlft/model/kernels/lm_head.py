@@ -134,8 +134,8 @@ class _FrozenHead(torch.autograd.Function):
             slopes.append(torch.empty_like(hidden_MH))
         logprobs_M = hidden_MH.new_empty(len(target_M), dtype=wide)
         entropy_M = hidden_MH.new_empty(len(target_M) if entropy else 0, dtype=wide)
-        size = chunk_rows(weight_VH)
-        buffer_CV = hidden_MH.new_empty(min(size, len(target_M)), len(weight_VH))
+        size = chunk_rows(weight_VH, len(target_M))
+        buffer_CV = hidden_MH.new_empty(size, len(weight_VH))
         for start in range(0, len(target_M), size):
             chunk = slice(start, start + size)
             target_C = target_M[chunk]
@@ -226,9 +226,9 @@ def _entropy(p_CV: Tensor, logp_CV: Tensor, total_C: Tensor, slope: bool) -> tup
     return entropy_C, p_CV.mul_(logp_CV.add_(entropy_C[:, None])) if slope else None
 
 
-def chunk_rows(weight_VH: Tensor) -> int:
-    """Number of tokens whose logits are alive at a time."""
-    return logit_rows(len(weight_VH), weight_VH.device.type)
+def chunk_rows(weight_VH: Tensor, tokens: int) -> int:
+    """How many of so many tokens have their logits alive at a time."""
+    return logit_rows(len(weight_VH), weight_VH.device.type, tokens)
 
 
 def _in_chunks(
@@ -238,7 +238,7 @@ def _in_chunks(
 
     Logits are computed a chunk at a time, and again in the backward.
     """
-    rows = chunk_rows(cast(Tensor, head.module.weight))
+    rows = chunk_rows(cast(Tensor, head.module.weight), len(tensors[0]))
     parts = [
         checkpoint(compute, head, *chunks, *settings, use_reentrant=False, preserve_rng_state=False)
         for chunks in zip(*(tensor.split(rows) for tensor in tensors), strict=True)
