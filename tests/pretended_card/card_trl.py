@@ -1,7 +1,8 @@
-"""The memory of an update of TRL's GRPOTrainer on the pretended card, with the models and rows of card_peaks.py."""
+"""Memory and launches of an update of TRL's GRPOTrainer on the pretended card: models and rows are card_peaks.py's."""
 
 from __future__ import annotations
 
+import gc
 import random
 import string
 import tempfile
@@ -9,23 +10,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card_peaks import CASES, GROUP, PROMPTS, Case, hollow, model_folder, planned_and_counted
+from card_peaks import CASES, GROUP, PROMPTS, Case, hollow, model_folder, planned, updates
 from pretended_card import COUNTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from rlft.model.backbone import load_backbone
 
-def main(*names: str) -> dict[str, list[int]]:
-    """{case: [bytes of an update of rlft, bytes of one of TRL]}"""
+
+def main(*names: str) -> dict[str, Any]:
+    """{case: (bytes, launches) of an update of rlft and of one of TRL}"""
     found = {}
     for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            _, ours = planned_and_counted(CASES[name], Path(folder))
-        with tempfile.TemporaryDirectory() as folder:
-            found[name] = [ours, peak_of_trl(CASES[name], Path(folder))]
+        counted = []
+        for update in (of_rlft, of_trl):
+            load_backbone.cache_clear()
+            gc.collect()
+            with tempfile.TemporaryDirectory() as folder:
+                counted.append(update(CASES[name], Path(folder)))
+        found[name] = counted
     return found
 
 
-def peak_of_trl(case: Case, folder: Path) -> int:
+def of_rlft(case: Case, folder: Path) -> tuple[int, int]:
+    """The second update's, which finds the optimizer's moments."""
+    before = COUNTS.live
+    with updates(planned(case, folder), case) as update:
+        for _ in range(2):
+            begin()
+            update()
+    return COUNTS.peak - before, COUNTS.launches.total()
+
+
+def of_trl(case: Case, folder: Path) -> tuple[int, int]:
     """The second update's, whose completions are random tokens of full length: nothing is sampled.
 
     A Triton kernel, which the card cannot run, counts as one launch.
@@ -67,12 +83,17 @@ def peak_of_trl(case: Case, folder: Path) -> int:
             setattr(kernels, name, Launch(name))
     with hollow():
         trainer.train()
-    return COUNTS.peak - before
+    return COUNTS.peak - before, COUNTS.launches.total()
 
 
 class FromTheStep(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        COUNTS.peak = COUNTS.live
+        begin()
+
+
+def begin() -> None:
+    COUNTS.clear()
+    COUNTS.peak = COUNTS.live
 
 
 class Launch:
