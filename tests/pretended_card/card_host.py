@@ -1,7 +1,7 @@
 """`rlft` in a process with the pretended card: `card_host.py <library> <a file> <launcher.py's arguments>`.
 
 The file gets a line of JSON from each run at its end: its arguments, and what it did on the card. Besides the commands
-of rlft there are `checks`, `updates` and `peaks` (card_checks.py, ..), which write what they found to a file.
+of rlft there are others (card_checks.py, card_updates.py, ..), which write what they found to a file.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import card_checks
     import card_peaks
+    import card_shared
     import card_updates
     import composed_once
     import pretended_card
@@ -45,6 +46,7 @@ def main() -> None:
         "updates": card_updates.main,
         "peaks": card_peaks.main,
         "launches": card_peaks.launches,
+        "shared": card_shared.main,
         "trl": of_trl,
     }
 

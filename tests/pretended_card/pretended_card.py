@@ -140,6 +140,15 @@ class CardTensor(Tensor):
         memo[id(self)] = copy
         return copy
 
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, other: Tensor) -> None:  # torch's own changes the wrapper alone
+        Tensor.data.__set__(self, other)
+        self.inner = other.inner if isinstance(other, CardTensor) else other
+
     def untyped_storage(self) -> torch.UntypedStorage:  # a wrapper's own has no memory
         return self.inner.untyped_storage()
 

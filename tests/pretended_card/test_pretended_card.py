@@ -11,3 +11,10 @@ def test_the_card_does_what_a_card_does(on_card, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 12
     assert not any(found.values()), "\n".join(filter(None, found.values()))
+
+
+def test_a_base_is_one_copy_and_holds_the_policy_only_while_it_samples(on_card, tmp_path: Path) -> None:
+    on_card.run("shared", "found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.pop("freed") == found.pop("model")
+    assert all(found.values()), found
