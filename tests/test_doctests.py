@@ -26,4 +26,4 @@ def test_the_examples_of_a_module_hold(module: str) -> None:
 
 
 def test_modules_with_examples_are_found() -> None:
-    assert {"rlft.__init__", "rlft.data.records", "rlft.reward.answer", "rlft.trainer.update"} <= set(MODULES)
+    assert {"rlft.__init__", "rlft.data.records", "rlft.reward.answer", "rlft.trainer.optimizer"} <= set(MODULES)

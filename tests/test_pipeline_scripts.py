@@ -26,7 +26,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import build, resolve
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.loop.preference_task import open_task
-from rlft.trainer.update import Optimizer, learning_rate
+from rlft.trainer.optimizer import Optimizer, learning_rate
 
 pytestmark = pytest.mark.slow
 

@@ -543,6 +543,8 @@ TABLE = [
     ("train model.device=gpu", "model.device", "is not a device, got gpu"),
     ("train model.device=cuda", "model.device", "there is no CUDA device here, got cuda"),
     ("train model.quantization=4bit", "model.quantization", "4-bit weights need a CUDA device"),
+    ("train trainer.optimizer=adamw8bit", "trainer.optimizer",
+     "8-bit AdamW needs a CUDA device, got adamw8bit; use adamw or muon"),
     ("train model.kernels=plain generation.transformers.weights=merged_bfloat16",
      "generation.transformers.weights", "needs rlft's LoRA layers, which model.kernels=plain does without"),
     ("train model.attn_implementation=flash", "model.attn_implementation", "is not known to transformers"),

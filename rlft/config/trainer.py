@@ -19,8 +19,15 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class OptimizerKind(StrEnum):
+    adamw = "adamw"
+    adamw8bit = "adamw8bit"
+    muon = "muon"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
+    optimizer: Annotated[OptimizerKind, Key(in_state=True)] = OptimizerKind.adamw
     lr: PositiveFloat
     schedule: Schedule
     warmup: NonNegativeInt

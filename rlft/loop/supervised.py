@@ -31,7 +31,8 @@ from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.device import peak_memory_bytes
 from rlft.system.terminal import Say, resuming
-from rlft.trainer.update import Optimizer, begin_step, optimizer_step, text_passes, total_of
+from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
+from rlft.trainer.update import text_passes, total_of
 from rlft.types import Batch, Evaluation
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)

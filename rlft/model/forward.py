@@ -10,7 +10,7 @@ float16 has fewer digits, and below 6e-8 none. Where gradients enter the network
 therefore multiplied by a power of two, and where they reach an adapter's float32 weights they are divided by it, which
 rounds nothing. bfloat16 has the range of float32 and needs no scale. With this scale neither end is near: a token of
 100,000 has a gradient of 0.01, and a weight's overflows at 64, which the optimizer refuses
-(`trainer.update.NonFiniteGradientError`).
+(`trainer.optimizer.NonFiniteGradientError`).
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ peak is what it always holds plus the larger of what sampling and an update add.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rlft.batch import select
+from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm import memory as vllm_memory
@@ -68,8 +69,12 @@ class TeacherDemand:
 
 
 FLOAT32, TOKEN_ID = 4, 8
-LEARNED_COPIES = 3
-"""Tensors as large as a trained parameter that are kept for it: its gradient and AdamW's two averages."""
+AVERAGES: Mapping[OptimizerKind, float] = {
+    OptimizerKind.adamw: 2 * FLOAT32,
+    OptimizerKind.adamw8bit: 2 * (1 + FLOAT32 / 256),  # with a scale for each block of 256
+    OptimizerKind.muon: FLOAT32,
+}
+"""Bytes that an optimizer keeps for a trained parameter: AdamW's two averages, Muon's one."""
 MARGIN = 0.07
 """Share of a GPU's memory that a plan leaves to what torch does not count."""
 OF_THE_PROCESS, OF_THE_MARGIN = "process and libraries", "graphs, workspaces, fragments"
@@ -101,6 +106,7 @@ class Demand:
         adapters: number of adapters of the run's rank on the base, without the engine's own copy.
         frozen: number of parameters of adapters that keep the rank of their folder.
         trainable: number of trained parameters.
+        optimizer: what trains them.
         prompt_tokens: prompt length of the longest row, in tokens.
         completion_tokens: completion length of the longest row, in tokens.
         group: number of rows per prompt.
@@ -137,6 +143,7 @@ class Demand:
     token_budget: int
     recompute: bool
     device: str
+    optimizer: OptimizerKind = OptimizerKind.adamw
     whole_model: bool = False
     through_head: bool = True
     entropy: bool = False
@@ -179,13 +186,15 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     adapters = demand.adapters + has_copy
     copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
     learned_by = "model.dtype" if demand.whole_model else "lora.rank"
-    step = demand.trainable * FLOAT32 * (demand.device != "cpu")  # on a GPU all roots of second moments at once
+    learned = int(demand.trainable * (FLOAT32 + AVERAGES[demand.optimizer]))  # with a gradient
+    roots_at_once = demand.device != "cpu" and demand.optimizer is OptimizerKind.adamw  # of all second moments
+    step = demand.trainable * FLOAT32 * roots_at_once
     counted = [
         always(OF_THE_PROCESS, process + FIRST_USE * (demand.device == "cpu")),
         always(OF_THE_MARGIN, int(MARGIN * demand.device_memory) if demand.device != "cpu" else 0),
         always("base", base_bytes(model, demand), "model.dtype"),
         always("adapters", (adapters * model.lora + demand.frozen) * (FLOAT32 + copy), "lora.rank"),
-        always("optimizer and gradients", LEARNED_COPIES * demand.trainable * FLOAT32, learned_by),
+        always("optimizer and gradients", learned, learned_by),
         MemoryPart(name="optimizer's step", bytes=step, when=When.stepping, key=learned_by),
     ]
     if norm := model.adapter.bytes_of_a_norm(model.itemsize):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rlft.algorithm.objective import Objective
 from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig, check_local
 from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
+from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.model.families import recorded_family
 from rlft.model.positions import limit_of
@@ -82,6 +83,19 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
     check_quantized_on(quantization, device.type)
     is_loaded = quantization is None or has_bitsandbytes()
     require(is_loaded, "model.quantization", "bitsandbytes is not installed", got=quantization, remedy=remedy)
+
+
+def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_here: bool = True) -> None:
+    """Checks that the optimizer runs on the model's device; `runs_here` is as in `check_machine`."""
+    from rlft.system.device import resolve_device
+
+    if optimizer is not OptimizerKind.adamw8bit:
+        return
+    key, got = "trainer.optimizer", optimizer.value
+    is_there = resolve_device(settings.device).type == "cuda"
+    require(is_there, key, "8-bit AdamW needs a CUDA device", got=got, remedy="use adamw or muon")
+    is_loaded, remedy = not runs_here or has_bitsandbytes(), "pip install 'rlft[quantization]', or use adamw"
+    require(is_loaded, key, "bitsandbytes is not installed", got=got, remedy=remedy)
 
 
 FLASH_ATTENTION = {

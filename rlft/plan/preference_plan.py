@@ -17,7 +17,7 @@ from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_confi
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.memory_parts import Demand
-from rlft.plan.model_rules import check_machine, check_row, check_targets
+from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
@@ -133,6 +133,7 @@ class PreferencePlan(Plan):
         return Demand(
             adapters=2 if self.trains_reward else 1,
             trainable=model.lora + (model.hidden if self.trains_reward else 0),
+            optimizer=run.trainer.optimizer,
             frozen=self._reference_parameters,
             prompt_tokens=run.prompts.max_tokens,
             completion_tokens=run.max_completion_tokens,
@@ -163,7 +164,7 @@ class PreferencePlan(Plan):
         if self.reference != "none":  # all its log-probs in float64, and one position per ranking in int64
             beside = 2 * sum(1 + len(ranking.completions) for ranking in self.train.rankings)
         trainable = self.demand(model or sizes_of(config.model, config.lora), False).trainable
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, beside)
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, config.trainer.optimizer, beside)
         return {"checkpoints": saved, **self.metrics_bytes()}
 
 
@@ -173,6 +174,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     loss, loggers = resolved.parts
     used = uses_of_preferences(config, loss)
     check_machine(config.model, runs_here=runs_here)
+    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limit = config.max_completion_tokens
     check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)

@@ -15,7 +15,7 @@ from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_confi
 from rlft.plan.adapters import check_adapters, fingerprints_of, uses_of_rewards
 from rlft.plan.config_checks import check_trainable, uses_of_sft
 from rlft.plan.memory_parts import Demand
-from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_targets, choose_engine
+from rlft.plan.model_rules import check_adapted, check_machine, check_optimizer, check_row, check_targets, choose_engine
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers
@@ -69,6 +69,7 @@ class SftPlan(Plan):
         return Demand(
             adapters=0 if whole else 1,
             trainable=model.parameters if whole else model.lora,
+            optimizer=run.trainer.optimizer,
             whole_model=whole,
             prompt_tokens=longest.num_given,
             completion_tokens=len(longest.ids) - longest.num_given,
@@ -93,7 +94,7 @@ class SftPlan(Plan):
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
         trainable = self.demand(model or sizes_of(config.model, config.lora), False).trainable
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable)
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, config.trainer.optimizer)
         examples = config.eval.num_examples * completion_bytes(config)
         return {"checkpoints": saved, **self.metrics_bytes(examples)}
 
@@ -102,6 +103,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: SftConfig = resolved.config
     check_machine(config.model, runs_here=runs_here)
+    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     whole = config.lora is None
     if whole:
         dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))

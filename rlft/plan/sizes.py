@@ -12,7 +12,7 @@ from torch import nn
 
 from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
 from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
-from rlft.config.trainer import CheckpointConfig
+from rlft.config.trainer import CheckpointConfig, OptimizerKind
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
@@ -22,7 +22,7 @@ from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.model.lora_config import adapted_words
 from rlft.plan.adapters import empty_model, fresh_shapes
-from rlft.plan.memory_parts import FLOAT32, Demand
+from rlft.plan.memory_parts import AVERAGES, FLOAT32, Demand
 from rlft.plan.model_rules import why_not_on_a_gpu
 from rlft.plan.run_plan import LINE, Plan
 from rlft.system.device import resolve_device, resolve_dtype
@@ -141,8 +141,6 @@ def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_t
         generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens)
 
 
-MOMENTS = 2
-"""AdamW's averages, each as large as the trained parameters."""
 CHECKPOINT = 64 * 2**10
 """Bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST."""
 TEXT = 4
@@ -160,16 +158,19 @@ LOWERED_BY = {
 """{part: how to make it smaller}, for the parts whose size depends on a key."""
 
 
-def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, trainable: int, beside: int = 0) -> int:
+def checkpoint_bytes(
+    settings: CheckpointConfig, num_steps: int, trainable: int, optimizer: OptimizerKind, beside: int = 0
+) -> int:
     """The most bytes that the checkpoints of a run take at a time.
 
     Args:
         settings: how often a checkpoint is saved, and how many are kept.
         num_steps: number of steps of the whole run.
-        trainable: number of trained parameters, which are saved with AdamW's averages.
+        trainable: number of trained parameters, which are saved with their averages.
+        optimizer: whose averages these are.
         beside: number of parameters of adapters that change without being trained, such as a moving reference.
     """
-    bytes_of_one = FLOAT32 * (trainable * (1 + MOMENTS) + beside) + CHECKPOINT
+    bytes_of_one = int(trainable * (FLOAT32 + AVERAGES[optimizer])) + FLOAT32 * beside + CHECKPOINT
     number = 1 + (num_steps - 1) // settings.every if settings.every else 1
     return bytes_of_one * min(settings.keep + 1, number)  # the next one is complete before the oldest is deleted
 

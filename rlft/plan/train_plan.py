@@ -30,6 +30,7 @@ from rlft.plan.model_rules import (
     check_apart,
     check_context,
     check_machine,
+    check_optimizer,
     check_targets,
     choose_engine,
     resolve_mismatch,
@@ -193,6 +194,7 @@ class TrainPlan(Plan):
             adapters=adapters,
             frozen=sum(frozen_parameters(run.snapshot).values()),
             trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
+            optimizer=run.trainer.optimizer,
             prompt_tokens=self.train_prompts.lengths.longest,
             completion_tokens=run.generation.max_tokens,
             group=run.group_size,
@@ -254,7 +256,8 @@ class TrainPlan(Plan):
         model = model or sizes_of(config.model, config.lora)
         moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
         trainable = self.demand(model, False).trainable  # policy, critic and a reward model that learns
-        result = {"checkpoints": checkpoint_bytes(config.checkpoint, self.num_steps, trainable, moving * model.lora)}
+        saved = (self.num_steps, trainable, config.trainer.optimizer, moving * model.lora)
+        result = {"checkpoints": checkpoint_bytes(config.checkpoint, *saved)}
         line_bytes = completion_bytes(config)
         rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
         result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * rollout_bytes
@@ -269,6 +272,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     config: RunConfig = resolved.config
     algorithm, loggers = resolved.parts
     check_machine(config.model, runs_here=runs_here)
+    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     if trains:
         check_teachers_machine(config, runs_here=runs_here)
         device = resolve_device(config.model.device)

@@ -29,19 +29,17 @@ from rlft.model.roles import POLICY, Roles
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.lanes import Division, divide
+from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.ranks import LaneGradients, LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import (
-    Optimizer,
     PassMetrics,
     UpdateRecord,
     UpdateText,
     backward,
-    begin_step,
     loss_scale,
     minibatches,
-    optimizer_step,
     records_of,
     step_metrics,
     text_passes,

@@ -21,7 +21,8 @@ from rlft.config.trainer import TrainerConfig
 from rlft.model.reward_model import last_scores, parts_within, rows_of, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.system.seeds import derive
-from rlft.trainer.update import Optimizer, total_of
+from rlft.trainer.optimizer import Optimizer
+from rlft.trainer.update import total_of
 from rlft.types import Group, Scores
 
 SECTION = "reward_model"

@@ -137,7 +137,7 @@ def test_it_is_planned(rlft_of: Rlft) -> None:
 def test_killed_and_resumed_it_is_the_same_run(rlft_of: Rlft, undisturbed: Path, place: Path) -> None:
     assert learned(undisturbed)
     killed = [
-        {"at": "rlft.trainer.update:Optimizer.update", "call": 2, "do": "kill", "when": "after"},
+        {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "kill", "when": "after"},
         {"at": "rlft.runs.checkpoint:save", "call": 1, "do": "kill", "when": "after"},
     ]
     assert rlft_of(*TINY, "hydra.run.dir=run", "checkpoint.every=2", events=killed[:1]).code == -9

@@ -364,7 +364,7 @@ def test_a_commands_keys_are_its_bases_and_its_own_and_what_it_changes_means_wha
     assert names["dpo"] == ["run", "training", "rankings", "dpo"]
     assert names["sample"] == ["run", "sampling", "sample"]
     train, sft = catalog.root_entries("train")["trainer.lr"], catalog.root_entries("sft")["trainer.lr"]
-    assert (train.comment, sft.comment) == ("AdamW's learning rate",) * 2
+    assert (train.comment, sft.comment) == ("learning rate",) * 2
     assert (train.default, sft.default) == ("1.0e-5", "1.0e-4")
 
 

@@ -18,7 +18,7 @@ KEYS = (
     "reward=[exact_match]", "environment=game", "environment.factory=conversation_tools.Guessing",
     "environment.workers=1", "environment.turn_tokens=16", "checkpoint.every=1", "checkpoint.keep=99",
 )  # fmt: skip
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 
 
 @pytest.mark.slow

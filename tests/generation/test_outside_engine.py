@@ -269,7 +269,7 @@ INTERRUPT = {"at": "rlft.loop.session:Session.score", "call": 2, "do": "interrup
         slow((), [INTERRUPT], 130, "stopped after step 2, saved"),
         (
             (),
-            [INTERRUPT, {"at": "rlft.trainer.update:Optimizer.update", "call": 2, "do": "interrupt"}],
+            [INTERRUPT, {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "interrupt"}],
             130,
             "stopped at once",
         ),

@@ -23,7 +23,7 @@ from rlft.loop.engines import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.roles import OLD, POLICY, REFERENCE, SAMPLER, Roles
 from rlft.train import train
-from rlft.trainer.update import Optimizer
+from rlft.trainer.optimizer import Optimizer
 
 SAMPLE, UPDATE = f"{SAMPLER} <- {POLICY}", f"update {POLICY}"
 SETTINGS = [

@@ -95,6 +95,7 @@ def test_the_peak_is_what_is_always_there_and_the_larger_of_two_times():
     ("override", "part", "factor"),
     [
         ("lora.rank=32 lora.alpha=32", "optimizer and gradients", 2),
+        ("trainer.optimizer=muon", "optimizer and gradients", 2 / 3),  # one average and a gradient
         slow("token_budget=900", "activations", None),
         ("critic.kind=adapter algorithm=ppo", "optimizer and gradients", None),
         ("snapshot.reference=copy algorithm.kl_coef=0.1", "adapters", 1.5),  # policy and the engine's, now three
@@ -222,7 +223,7 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     2 + 2 x 4 bytes each.
     """
     demand = Demand(
-        adapters=1, trainable=0, prompt_tokens=100, completion_tokens=200, group=4, rows=16, update_rows=16,
+            adapters=1, trainable=0, prompt_tokens=100, completion_tokens=200, group=4, rows=16, update_rows=16,
         token_budget=1100, recompute=False, device="cuda", teacher=replace(IN_VLLM, share=None),
     )  # fmt: skip
     [part] = teachers_pass(demand)

@@ -32,7 +32,7 @@ from rlft.loop.parts import open_roles, open_trainer
 from rlft.model.backbone import load_backbone
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
-from rlft.trainer.update import Optimizer
+from rlft.trainer.optimizer import Optimizer
 from rlft.types import Completion, FinishReason, Group, Rollout, Sampling, Scores
 
 HIDDEN, LAYERS, PROMPTS, GROUP = 256, 4, 8, 4

@@ -12,8 +12,8 @@ from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.model.forward import Forward
 from rlft.model.reward_model import last_scores, open_learned, parts_within, rows_of, scoring_batch
 from rlft.runs import checkpoint
+from rlft.trainer.optimizer import NonFiniteGradientError
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
-from rlft.trainer.update import NonFiniteGradientError
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
 
 ROLE = "reward_taste"

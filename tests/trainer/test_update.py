@@ -21,8 +21,9 @@ from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.train import train
 from rlft.trainer.local import LocalTrainer
+from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 from rlft.trainer.ranks import LaneGradients, LaneShare
-from rlft.trainer.update import NonFiniteGradientError, Optimizer, backward, loss_scale, minibatches
+from rlft.trainer.update import backward, loss_scale, minibatches
 from rlft.types import LossScale
 
 BUDGETS = [10**6, 40, 20, 12, 1]

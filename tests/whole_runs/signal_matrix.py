@@ -60,7 +60,7 @@ def at(place: str, call: int = 1, **more: Any) -> Event:
 
 # While a worker scores: a moment after it has got its task.
 SCORING = at("rlft.reward.workers.pool:packed_task", when="after", later=0.04)
-UPDATE = at("rlft.trainer.update:Optimizer.update", when="after")
+UPDATE = at("rlft.trainer.optimizer:Optimizer.update", when="after")
 CHECKPOINT = at("rlft.runs.checkpoint:_write_manifest")
 
 

@@ -1,4 +1,4 @@
-"""Runs whose adapters are DoRA with rsLoRA's scale, in this process: resumed, exported, and begun from each other."""
+"""Runs of DoRA adapters with rsLoRA's scale, by Muon and in this process: resumed, exported, begun from each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from rlft.runs import checkpoint, run_folder
 BOTH = ("lora.use_dora=true", "lora.use_rslora=true", "lora.rank=4", "lora.alpha=8", "model.device=cpu")
 WORDS = (
     "train", "+recipe=ppo_arithmetic", *BOTH, "critic.kind=adapter", "snapshot.reference=ema",
-    "snapshot.ema_decay=0.9", "algorithm.kl_coef=0.02", "trainer.lr=0.02", "critic.lr=0.01", "prompts_per_step=2",
+    "snapshot.ema_decay=0.9", "trainer.optimizer=muon",
+    "algorithm.kl_coef=0.02", "trainer.lr=0.02", "critic.lr=0.01", "prompts_per_step=2",
     "group_size=4", "generation=transformers", "generation.max_tokens=12", "eval.every=2", "eval.num_prompts=2",
     "eval.num_samples=2", "scoring.workers=0", "logger=[jsonl]",
     "generation.stop=['=']", "checkpoint.every=1", "checkpoint.keep=99",

@@ -14,7 +14,7 @@ from run_processes import Nursery, Started, happens, marked
 pytestmark = pytest.mark.slow
 
 END_S = 60.0
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 CONVERSATIONS = (
     "environment=game", "environment.factory=conversation_tools.Letters", "environment.workers=1",
     "environment.turn_tokens=8",

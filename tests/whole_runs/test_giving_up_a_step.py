@@ -35,7 +35,7 @@ def check_stopped(folder: Path, heard: str, done: Any, step: int) -> None:
 TRAIN = [
     (events("rlft.loop.session:Session.sample", 1), 0),
     (events("rlft.loop.session:Session.score", 2), 1),
-    (events("rlft.trainer.update:Optimizer.update", 2, "after"), 2),
+    (events("rlft.trainer.optimizer:Optimizer.update", 2, "after"), 2),
     (events("rlft.loop.session:Session.record", 2, "after"), 3),
     (events("rlft.loop.metrics:summarise", 1), 3),
     (events("rlft.runs.checkpoint:save", 1), 5),
@@ -82,7 +82,7 @@ def test_a_supervised_step_that_is_given_up_leaves_the_step_before_it(
     assert quiet.run(*RM, *every, cwd=tmp_path).code == 0
     folder, words = tmp_path / "run", [*RM, "checkpoint.every=0", "checkpoint.on_signal=now", "hydra.run.dir=run"]
     updating, evaluating = (
-        "rlft.trainer.update:Optimizer.update",
+        "rlft.trainer.optimizer:Optimizer.update",
         "rlft.loop.supervised:SupervisedRun.evaluate_if_due",
     )
     for place, call, step in ((updating, 2, 1), (evaluating, 3, 3)):

@@ -40,7 +40,7 @@ def test_interrupted_in_every_stage_and_resumed_it_is_the_same_run(
         (interrupted_at("rlft.loop.parts:load_for_training", 1), 0),  # in a slow start: no step is begun
         (interrupted_at("rlft.loop.metrics:summarise", 1), 1),  # before the first step: that one is still made
         (interrupted_at("rlft.loop.session:Session.sample", 1, "terminate"), 2),  # as kill and schedulers do
-        (interrupted_at("rlft.trainer.update:Optimizer.update", 1, when="after"), 3),
+        (interrupted_at("rlft.trainer.optimizer:Optimizer.update", 1, when="after"), 3),
         (interrupted_at("rlft.loop.session:Session.record", 1), 4),
     ]
     for event, step in stages:
@@ -58,7 +58,7 @@ def test_a_second_ctrl_c_stops_at_once_and_resumed_it_is_the_same_run(
 ) -> None:
     twice = [
         interrupted_at("rlft.loop.session:Session.sample", 3),
-        interrupted_at("rlft.trainer.update:Optimizer.update", 3),
+        interrupted_at("rlft.trainer.optimizer:Optimizer.update", 3),
     ]
     done = rough.run("train", *tiny, "checkpoint.every=1", "hydra.run.dir=run", cwd=tmp_path, events=twice)
     assert (done.code, done.err.splitlines()) == (130, [HEARD, AT_ONCE])

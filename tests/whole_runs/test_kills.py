@@ -37,8 +37,8 @@ STAGES = [
     killed_at("rlft.generation.transformers:_decode", 2, "after"),  # sample, after the evaluation's
     killed_at("rlft.reward.workers.scorer:Scorer.__call__", 3),  # score: the evaluation, step 1, step 2
     killed_at("rlft.algorithm.grpo:GRPO.credit", 2, "after"),
-    killed_at("rlft.trainer.update:Optimizer.update", 2),  # update, gradients are there
-    killed_at("rlft.trainer.update:Optimizer.update", 2, "after"),  # update, weights have moved
+    killed_at("rlft.trainer.optimizer:Optimizer.update", 2),  # update, gradients are there
+    killed_at("rlft.trainer.optimizer:Optimizer.update", 2, "after"),  # update, weights have moved
     killed_at("rlft.model.roles:Roles.load_sampler", 3, "after"),  # publish: at the start, after steps 1 and 2
     killed_at("rlft.loop.session:Session.record", 2),
     killed_at("rlft.loop.session:Session.record", 2, "after"),

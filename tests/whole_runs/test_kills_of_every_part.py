@@ -72,7 +72,7 @@ def follows_a_schedule(folder: Path) -> bool:
     return rates == pytest.approx([0.0, 1e-3, 1e-3, 0.75e-3, 0.25e-3], rel=1e-12)
 
 
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 TRAINED = "rlft.trainer.reward_training:RewardRefresh.train_if_due"
 SAVED = "rlft.runs.checkpoint:save"
 CASES = {

@@ -14,7 +14,7 @@ from run_folders import KILLED, check_resumed, check_so_far, checkpoints, killed
 from run_processes import Nursery
 from slow_cases import slow
 
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 SAVED = "rlft.runs.checkpoint:save"
 SFT = (
     "sft", "+recipe=sft_arithmetic", "steps=5", "examples_per_step=4", "generation=transformers",

@@ -11,7 +11,7 @@ from run_processes import Nursery, happens, is_alive, marked
 from slow_cases import slow_but
 
 END_S = 60.0
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 ENDS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "by itself": ([], 0),
     "an exception": ([{"at": UPDATE, "call": 1, "do": "fail"}], 1),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 KEYS = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "steps=4", "eval.every=0")
 WAIT = "rlft.loop.sampling:AheadSampler.wait"
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 ENGINE = "cluster.engines=1"
 
 

@@ -12,7 +12,7 @@ KEYS = (
     "steps=3", "cluster.lanes=4", "checkpoint.every=1", "checkpoint.keep=99", "checkpoint.on_signal=now",
     "dynamic_sampling.max_rounds=1", "minibatches=3", "eval.every=0",
 )  # fmt: skip
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 
 
 @pytest.fixture(scope="module")

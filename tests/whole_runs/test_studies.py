@@ -46,7 +46,7 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
     kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}  # in trial 0, with its first step saved
     assert rough.run(*words, cwd=killed, events=[kill]).code == -9
     assert steps_done(killed / "sweep") == [1, 0, 0]
-    ctrl_c = {"at": "rlft.trainer.update:Optimizer.update", "call": 4, "do": "interrupt"}  # in trial 1's first step
+    ctrl_c = {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 4, "do": "interrupt"}  # in trial 1's first step
     done = rough.run("resume", "sweep", cwd=killed, events=[ctrl_c])
     assert done.code == 130, done.err
     assert "sweep of 3 trials, 0 done" in done.err

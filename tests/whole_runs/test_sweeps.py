@@ -13,7 +13,7 @@ from run_processes import Ended, Nursery
 RATES, SEEDS = ("0.001", "0.003"), ("0", "1")
 JOBS = [(rate, seed) for rate in RATES for seed in SEEDS]  # in Hydra's order
 SWEEP = (f"trainer.lr={','.join(RATES)}", f"seed={','.join(SEEDS)}", "hydra.sweep.dir=sweep")
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 BASE = "transformers:AutoModelForCausalLM.from_pretrained"
 
 

@@ -161,7 +161,7 @@ def facts(config: Config) -> list[tuple[str, str]]:
         lora_keys = {key: lora[key] for key in ("rank", "alpha", "dropout", "target_modules")}
         rows.append(("Adapter", keys_text({**lora_keys, **lora_kinds})))
     if trainer := config.get("trainer"):
-        rows.append(("AdamW", keys_text(trainer)))
+        rows.append(("Optimizer", keys_text(trainer)))
     if generation := config.get("generation"):
         keys = ("temperature", "top_p", "top_k", "max_tokens")
         stops = {"stop": generation["stop"]} if generation.get("stop") else {}

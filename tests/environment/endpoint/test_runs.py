@@ -17,7 +17,7 @@ KEYS = (
     "reward=[exact_match]", "environment=endpoint", "environment.agent=endpoint_agents.by_the_clock",
     "environment.workers=2", "checkpoint.every=2", "checkpoint.keep=99",
 )  # fmt: skip
-UPDATE = "rlft.trainer.update:Optimizer.update"
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 
 
 @pytest.mark.slow

@@ -1,0 +1,174 @@
+"""One role's optimizer by the name of `trainer.optimizer`, whose state is saved under the parameters' names.
+
+The learning rate is a function of the update, so that nothing about it needs saving.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig
+from rlft.system.seeds import derive
+
+OF_TOKENS = re.compile(r"(^|[._])(embed\w*|lm_head|wte|wpe)([._]|$)")
+"""Names of embeddings and output heads, whose rows are vectors of single tokens: no matrix to orthogonalise."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """The gradient holds NaN or infinity; it was not applied."""
+
+
+class Optimizer:
+    """The optimizer of one role.
+
+    Gradients start at zero, not at None: an update without any gradient still counts as one. Muon ("Muon is Scalable
+    for LLM Training", arXiv 2502.16982) moves matrices along their orthogonalised momentum, with AdamW's root mean
+    square so that it takes AdamW's learning rate; AdamW has what is no matrix.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig, role: str = "policy"
+    ) -> None:
+        self.role, self.config = role, config
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.max_grad_norm = config.max_grad_norm
+        matrices = [p for name, p in parameters if config.optimizer is OptimizerKind.muon and is_matrix(name, p)]
+        known = set(matrices)
+        others = [p for p in self.parameters if p not in known]
+        self.parts = [make(of) for make, of in ((self._muon, matrices), (self._adamw, others)) if of]
+
+    def _adamw(self, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
+        config = self.config
+        kind: Any = torch.optim.AdamW
+        if config.optimizer is OptimizerKind.adamw8bit:
+            from bitsandbytes.optim import AdamW8bit as kind  # pyright: ignore[reportMissingImports]
+        betas = (config.beta1, config.beta2)
+        return kind(parameters, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+
+    def _muon(self, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(
+            parameters,
+            lr=self.config.lr,
+            weight_decay=self.config.weight_decay,
+            momentum=self.config.beta1,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    def update(self, lr: float) -> float:
+        """One step at this rate with the gradients so far; returns their norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: the norm is NaN or infinite; no parameter has been changed.
+        """
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
+        if not math.isfinite(norm):
+            section = self.role if self.role in ("critic", "reward_model") else "trainer"
+            raise NonFiniteGradientError(
+                f"{self.role}/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is "
+                f"good. Lower {section}.lr or use model.dtype=float32"
+            )
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        """Drops the gradients so far."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def reset(self) -> None:
+        """Drops all moments: the next update is like the first one of a new optimizer."""
+        for part in self.parts:
+            part.state.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        """{"<moment>/<parameter name>": tensor}; empty before the first update."""
+        moments = {p: state for part in self.parts for p, state in part.state.items()}
+        return {
+            f"{moment}/{name}": torch.as_tensor(value).detach().clone()
+            for name, p in zip(self.names, self.parameters, strict=True)
+            for moment, value in sorted(moments.get(p, {}).items())
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        named: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            moment, _, name = key.partition("/")
+            named.setdefault(name, {})[moment] = value
+        places = dict(zip(self.parameters, self.names, strict=True))
+        for part in self.parts:
+            for p in (p for group in part.param_groups for p in group["params"] if places[p] in named):
+                part.state[p] = {moment: self._own(p, moment, v) for moment, v in named[places[p]].items()}
+
+    def _own(self, parameter: Parameter, moment: str, value: Tensor) -> Tensor | int:
+        """The number of updates is a tensor in main memory to torch, and a number to bitsandbytes."""
+        if moment == "step":
+            return int(value) if self.config.optimizer is OptimizerKind.adamw8bit else value.clone()
+        return value.clone().to(parameter.device)
+
+
+def is_matrix(name: str, parameter: Parameter) -> bool:
+    """Whether a parameter maps vectors to vectors."""
+    return parameter.dim() == 2 and min(parameter.shape) > 1 and OF_TOKENS.search(name) is None
+
+
+def begin_step(optimizers: Iterable[Optimizer], seed: int, step: int) -> None:
+    """Prepares the first update after `step` steps: seeds dropout, and resets the moments that are due."""
+    torch.manual_seed(derive(seed, step, "dropout"))
+    for optimizer in optimizers:
+        if optimizer.config.reset_every and step % optimizer.config.reset_every == 0:
+            optimizer.reset()
+
+
+def optimizer_step(
+    optimizers: Iterable[Optimizer], update: int, num_updates: int, resting: Collection[str] = ()
+) -> dict[str, float]:
+    """One step of every optimizer with the gradients so far; returns `<role>/lr` and `<role>/grad_norm`.
+
+    update: number of this update in the run, from 0. resting: roles that do not learn now, whose gradients are dropped.
+    """
+    metrics: dict[str, float] = {}
+    for optimizer in optimizers:
+        rate = norm = 0.0
+        if optimizer.role in resting:
+            optimizer.discard()
+        else:
+            rate = learning_rate(optimizer.config, update, num_updates)
+            norm = optimizer.update(rate)
+        metrics |= {f"{optimizer.role}/lr": rate, f"{optimizer.role}/grad_norm": norm}
+    return metrics
+
+
+def learning_rate(config: TrainerConfig, update: int, num_updates: int) -> float:
+    """The rate of this update (from 0): linear warm-up over `warmup` updates, then the schedule down to 0 at the end.
+
+    >>> from rlft.config.trainer import Schedule
+    >>> c = TrainerConfig(
+    ...     lr=1.0, schedule=Schedule.linear, warmup=2,
+    ...     beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1, reset_every=0,
+    ... )
+    >>> [learning_rate(c, u, 6) for u in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if update < config.warmup:
+        return config.lr * (update + 1) / config.warmup
+    if config.schedule is Schedule.constant:
+        return config.lr
+    done = (update - config.warmup) / max(1, num_updates - config.warmup)
+    if config.schedule is Schedule.linear:
+        return config.lr * (1 - done)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * done))
