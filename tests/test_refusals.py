@@ -135,7 +135,7 @@ TABLE = [
     ("train reward.format.wieght=1", "reward.format.wieght", "did you mean reward.format.weight?"),
     ("train foo=1", "foo", "`rlft train --cfg job` shows every key"),
     ("train +foo=1", "foo", "there is no such key, got 1; known here: command, name, seed"),
-    ("train +trainer.foo=1", "trainer.foo", "known here: lr, schedule"),
+    ("train +trainer.foo=1", "trainer.foo", "known here: optimizer, lr"),
     ("train ~seed", "seed", "is missing"),
     ("train ~algorithm", "algorithm", "is missing; choose algorithm=a2c or cispo or dapo or dr_grpo or "),
     # A key of a choice that wasn't made
@@ -216,7 +216,7 @@ TABLE = [
     ("train trainer.lr=nan", "trainer.lr", "got nan"),
     ("train trainer.lr=inf", "trainer.lr", "must be finite, got inf"),
     ("train trainer.schedule=exponential", "trainer.schedule", "choose one of constant, linear, cosine"),
-    ("train trainer=3", "trainer", "must be a section of keys, got 3; set one of trainer.lr, "),
+    ("train trainer=3", "trainer", "must be a section of keys, got 3; set one of trainer.optimizer, "),
     ("train model=Qwen/Qwen3-0.6B", "model", "section of keys, got 'Qwen/Qwen3-0.6B'; write model.path=Qwen"),
     ("train eval.temperature=-1", "eval.temperature", "must not be negative"),
     (f"{RM} checkpoint.on_signal=soon", "checkpoint.on_signal", "use step or now or a number"),
@@ -1084,7 +1084,7 @@ READ_BY_LIBRARIES = (
     "lora.target_modules=[lm_head]", "lora.target_modules='.*", "lora.target_modules=.*", "torn_layers",
     "data.path=good.jsonl reward=choice",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
-    "is not known to transformers", "encoder-decoder", "causal language model", "another num_labels",
+    "is not known to transformers", "8-bit AdamW needs", "encoder-decoder", "causal language model", "another num_labels",
     "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
     "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
