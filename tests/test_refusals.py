@@ -1084,8 +1084,8 @@ READ_BY_LIBRARIES = (
     "lora.target_modules=[lm_head]", "lora.target_modules='.*", "lora.target_modules=.*", "torn_layers",
     "data.path=good.jsonl reward=choice",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
-    "is not known to transformers", "8-bit AdamW needs", "encoder-decoder", "causal language model", "another num_labels",
-    "the reward model cannot be read",
+    "is not known to transformers", "encoder-decoder", "causal language model", "another num_labels",
+    "the reward model cannot be read", "8-bit AdamW needs",
     # a teacher's config.json and tokenizer, and prompts with its hint
     "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
     "has token ids up to", "with it the longest row has", "algorithm.top_k=16,9999",
