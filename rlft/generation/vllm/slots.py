@@ -2,7 +2,7 @@
 
 vLLM rounds A and B to one dtype, multiplies B by the adapter's scale, fills both up with zeros to `max_lora_rank`, and
 keeps layers that read the same input (q, k and v; gate and up) as slices of one layer. Matrices of experts lie
-otherwise, and are not read. This relies on the source of vLLM 0.26 to 0.32: `LoRAModelManager` and its layers.
+otherwise, and are not read. This relies on the source of vLLM 0.26 to 0.33: `LoRAModelManager` and its layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UnknownLayoutError(Exception):
 
 @contextmanager
 def known_layout() -> Iterator[None]:
-    """Inside, what is read of vLLM's private attributes has to be there, and of the form that it has up to 0.32."""
+    """Inside, what is read of vLLM's private attributes has to be there, and of the form that it has up to 0.33."""
     try:
         yield
     except (AttributeError, TypeError, IndexError, KeyError) as error:

@@ -2,7 +2,7 @@
 
 They are vLLM's `prompt_logprobs`: of the model's own logits, at temperature 1 whatever a request's temperature is, and
 computed afresh, since vLLM reads no prefix cache for such requests. The order and the composition of what is computed
-together follow from the rows of a call alone. Read in vLLM 0.32.
+together follow from the rows of a call alone. Read in vLLM 0.33.
 """
 
 from __future__ import annotations

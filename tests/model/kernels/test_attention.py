@@ -190,7 +190,7 @@ SEEN = "in which a token sees those before it, and which are not those of packed
     [
         ("falcon", f"FalconForCausalLM has layers {SEEN}"),
         ("mamba2", f"Mamba2ForCausalLM has layers {SEEN}"),
-        ("lfm2", f"Lfm2ForCausalLM has layers, other than attention, {SEEN}"),
+        ("lfm2", f"Lfm2ForCausalLM has layers {SEEN}"),
         ("doge", "DogeAttention has a mask of its own"),
     ],
 )
