@@ -7,9 +7,8 @@ stream of random numbers, so it depends on its seed alone.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from rlft.config.bounds import PositiveInt
 from rlft.generation.engine import Engine, EngineArgs, Generator, TokenCallback
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.device import widest
 from rlft.system.lazy import torch
@@ -40,6 +40,10 @@ AT_ONCE = 2**17
 
 COMPACT_AT = 0.25
 """Finished rows are dropped from the cache once they are this share of it: dropping copies the others."""
+
+READ_EVERY = 8
+"""Number of tokens after which the host reads what a GPU has sampled, for which it has to wait; each one if somebody
+else is told of it at once. Rows that end in between are computed until then."""
 
 
 class Weights(StrEnum):
@@ -134,7 +138,9 @@ class Decoder(Protocol):
 
     def step(self, token_R: Tensor) -> Tensor: ...
 
-    def keep(self, rows: Tensor) -> None: ...
+    def keep(self, rows: Tensor) -> None:
+        """Drops every other row from the batch. The rows to keep, int64 in ascending order, are on the host."""
+        ...
 
     def fill(self) -> None: ...
 
@@ -263,56 +269,6 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]
     return frozenset(turn_ends(tokenizer, "raw", model.generation_config.eos_token_id).ids)
 
 
-def forward_arguments(model: Any) -> Collection[str]:
-    """The names of the forward's arguments, under PEFT or not."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inspect.signature(base.forward).parameters
-
-
-def cache_argument(model: Any) -> str:
-    """The name of the forward's argument for a cache, under PEFT or not: transformers 5.24 gave all models `cache`.
-
-    An older release, and a model with code of its own, has one of the old names.
-    """
-    arguments = forward_arguments(model)
-    return next((name for name in ("cache", "cache_params") if name in arguments), "past_key_values")
-
-
-def take_rows(cache: Any, rows: Tensor) -> None:
-    """Makes these rows (int64 `[N]`, in this order, perhaps repeated) the batch of a cache of transformers.
-
-    Whatever the cache keeps of a row goes with it: keys and values, states of convolutions, recurrent states.
-    """
-    # transformers' own methods are missing in some layers, and forget what others keep besides keys and values.
-    taken: dict[int, tuple[Tensor, Tensor]] = {}  # two names may be one tensor
-    for holder in (cache, *cache.layers):
-        for name, value in vars(holder).items():
-            if name != "layers":
-                # Positions in text, height and width are [3, B, T] (Qwen4), all else begins with the rows.
-                axis = 1 if name == "position_ids" and value.dim() == 3 else 0
-                setattr(holder, name, _with_rows(value, axis, rows, taken))
-
-
-def _with_rows(value: Any, axis: int, rows: Tensor, taken: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """The value with these rows of every tensor in it; numbers stay."""
-    if isinstance(value, dict):
-        return {key: _with_rows(inner, axis, rows, taken) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_rows(inner, axis, rows, taken) for inner in value)
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) == 0:
-        return value
-    if id(value) not in taken:
-        taken[id(value)] = value, value.index_select(axis, rows.to(value.device))
-    return taken[id(value)][1]
-
-
-def attends(cache: Any) -> bool:
-    """Whether a layer of this cache keeps keys, so that a padded row's mask matters after its prompt."""
-    from transformers.cache_utils import CacheLayerMixin
-
-    return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-
-
 def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
     """float64 `[P * n, max_tokens]` in [0, 1): row r is drawn from its own seed, whatever else is in the batch."""
     rows = [
@@ -321,82 +277,6 @@ def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
         for i in range(n)
     ]
     return torch.stack(rows)
-
-
-class RepeatedCache:
-    """A decoder for any model: transformers' own cache, with what it keeps of a prompt repeated for its completions."""
-
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device) -> None:
-        self.model, self.max_tokens, self.device = model, max_tokens, device
-        width = max(map(len, prompts))
-        ids = [[0] * (width - len(p)) + list(p) for p in prompts]  # left-padded: every row's next token is the last
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-        self.ids = torch.tensor(ids, device=device)
-        self.mask = torch.tensor(mask, device=device)
-        self.cache: Any = None  # the prefill makes it: the model knows what its layers keep
-        self.cache_argument = cache_argument(model)
-        self.has_positions = "position_ids" in forward_arguments(model)
-
-    def prefill(self, n: int) -> Tensor:
-        """Logits `[P * n, V]` of the first completion token; each prompt has gone through the network once."""
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(self.ids, positions)
-        rows = torch.arange(len(self.ids), device=self.device).repeat_interleave(n)
-        take_rows(self.cache, rows)
-        self.mask = self.mask[rows]
-        return logits[rows]
-
-    def step(self, token_R: Tensor) -> Tensor:
-        """Logits `[R, V]` after one more token in each row."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(token_R), 1)], dim=1)
-        return self._forward(token_R[:, None], self.mask.sum(1, keepdim=True) - 1)
-
-    def keep(self, rows: Tensor) -> None:
-        """Drops every other row from the batch."""
-        take_rows(self.cache, rows)
-        self.mask = self.mask[rows]
-
-    def fill(self) -> None:
-        """Does what `PrefixCache.fill` does; sliding windows and recurrent states never hold more than they do now."""
-        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-        for layer in self.cache.layers:
-            grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
-            if grows and layer.keys is not None and layer.values is not None:
-                layer.keys, layer.values = (
-                    torch.cat([x, x.new_zeros(*x.shape[:2], self.max_tokens - 1, x.shape[-1])], dim=2)
-                    for x in (layer.keys, layer.values)
-                )
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        arguments: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions}
-        if not self.has_positions:
-            del arguments["position_ids"]
-        if self.cache is not None:
-            arguments[self.cache_argument] = self.cache
-            # A state has no padding in it, and Mamba would read this mask as that of the new token.
-            if not attends(self.cache):
-                del arguments["attention_mask"]
-        output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **arguments)
-        if self.cache is None:
-            self.cache = self._made_by(output)
-        return output.logits[:, -1]
-
-    def _made_by(self, output: Any) -> Any:
-        """The cache of a prefill. UserError if it is none of transformers', whose rows can be taken."""
-        from transformers import Cache, EncoderDecoderCache
-
-        cache = getattr(output, self.cache_argument, None)
-        if isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache):
-            return cache
-        config = self.model.config
-        raise UserError(
-            "model.path",
-            f"a {config.model_type} keeps what it has read in {'no cache' if cache is None else type(cache).__name__}, "
-            "whose rows cannot be repeated for the completions of a prompt",
-            got=config.name_or_path or config.model_type,
-            remedy="use generation.engine=vllm if vLLM serves this model, or another model",
-        )
 
 
 def _decode(
@@ -413,40 +293,51 @@ def _decode(
 
     A row ends with one of the tokens in `ends`, where `watch` says so, or with its own limit.
     """
-    logits = decoder.prefill(n)
-    device = logits.device
     tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
     logprobs_RT = torch.zeros(uniforms_RT.shape)
-    end_ids = torch.tensor(sorted(ends), device=device)
-    uniforms_RT, limits_R = uniforms_RT.to(device, widest(device)), limits_R.to(device)
-    rows = torch.arange(len(uniforms_RT), device=device)  # the completions that are still in the batch
-    unfinished = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not ended
-    for t in range(sampling.max_tokens):
-        token, logprob = draw(logits, uniforms_RT[rows, t], sampling)
-        live = rows[unfinished].cpu()
-        tokens_RT[live, t], logprobs_RT[live, t] = token[unfinished].cpu(), logprob[unfinished].cpu()
-        if callback is not None:
-            for row in live.tolist():
-                callback(row, int(tokens_RT[row, t]))
-        unfinished = unfinished & ~torch.isin(token, end_ids)
-        if watch is not None:
-            unfinished = unfinished & ~_complete_a_stop(watch, rows, token, unfinished)
-        unfinished = unfinished & (limits_R[rows] > t + 1)
-        if not unfinished.any():
-            break
-        if (~unfinished).float().mean() >= COMPACT_AT:
-            kept = unfinished.nonzero()[:, 0]
-            decoder.keep(kept)
-            rows, token, unfinished = rows[kept], token[kept], unfinished[kept]
+    rows, last = torch.arange(len(uniforms_RT)), int(limits_R.max())  # the completions that are still in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not ended, as far as is known
+    logits = decoder.prefill(n)
+    device, end_ids = logits.device, torch.tensor(sorted(ends), dtype=torch.int64)
+    every = 1 if device.type == "cpu" or callback is not None else READ_EVERY
+    uniforms_RT = uniforms_RT.to(device, widest(device))
+    unread: list[tuple[Tensor, Tensor]] = []
+    for t in range(last):
+        token, logprob = draw(logits, uniforms_RT[:, t], sampling)
+        unread.append((token, logprob))
+        if len(unread) == every or t + 1 == last:
+            for i, (token_R, logprob_R) in enumerate(_on_host(unread), t + 1 - len(unread)):
+                tokens_RT[rows[live], i], logprobs_RT[rows[live], i] = token_R[live], logprob_R[live]
+                if callback is not None:
+                    for row in rows[live].tolist():
+                        callback(row, int(tokens_RT[row, i]))
+                live = live & ~torch.isin(token_R, end_ids)
+                if watch is not None:
+                    live = live & ~_complete_a_stop(watch, rows, token_R, live)
+                live = live & (limits_R[rows] > i + 1)
+            unread = []
+            if not live.any():
+                break
+            if (~live).float().mean() >= COMPACT_AT:
+                kept = live.nonzero()[:, 0]
+                decoder.keep(kept)
+                rows, live, there = rows[kept], live[kept], kept.to(device)
+                uniforms_RT, token = uniforms_RT.index_select(0, there), token.index_select(0, there)
         logits = decoder.step(token)
     return tokens_RT, logprobs_RT
+
+
+def _on_host(sampled: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(token ids int64 `[R]`, their log-probs float32 `[R]`), one pair after the other; the host waits once for all."""
+    tokens, logprobs = map(torch.stack, zip(*sampled, strict=True))
+    both = torch.stack([tokens.int(), logprobs.view(torch.int32)], 1).cpu()
+    return ((token_R.long(), logprob_R.view(torch.float32)) for token_R, logprob_R in both)
 
 
 def _complete_a_stop(watch: StopStrings, rows_R: Tensor, token_R: Tensor, unfinished_R: Tensor) -> Tensor:
     """bool `[R]`: which of the unfinished rows complete a stop string with this token."""
     steps = zip(rows_R.tolist(), token_R.tolist(), unfinished_R.tolist(), strict=True)
-    completed = [unfinished and watch.completes(row, token) for row, token, unfinished in steps]
-    return torch.tensor(completed, device=unfinished_R.device)
+    return torch.tensor([unfinished and watch.completes(row, token) for row, token, unfinished in steps])
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -472,11 +363,11 @@ def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
 
     Its block of 64 weights is found first, by the blocks' sums, then the index inside: so no running sum goes over the
     whole vocabulary. The sums are in float64 where the device has it (the dtype of `uniform`), because float32 loses
-    the tail of a vocabulary of 150,000, and of a few rows at a time, because torch makes a float64 copy for them, which
-    has to stay in the processor's cache.
+    the tail of a vocabulary of 150,000. On a CPU they are of a few rows at a time, because torch makes a float64 copy
+    for them there, which has to stay in the processor's cache.
     """
     blocks_RKB = torch.nn.functional.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    rows = max(1, AT_ONCE // weights_RV.shape[-1])
+    rows = max(1, AT_ONCE // weights_RV.shape[-1]) if weights_RV.device.type == "cpu" else len(weights_RV)
     sums_RK = torch.cat([part.sum(-1, dtype=uniform_R1.dtype) for part in blocks_RKB.split(rows)])
     until_RK = sums_RK.cumsum(-1)
     total_R1 = until_RK[:, -1:]

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlft import cli
 from rlft.config.model import KernelChoice
 from rlft.data.prompts import LengthSummary, PromptSet
-from rlft.generation import transformers as engine
+from rlft.generation import repeated_cache
 from rlft.generation.engine import Generator
+from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.generation.transformers import RepeatedCache, TransformersGenerator, Weights
+from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.loop import session
 from rlft.loop.freshness import LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Limits, _probes, check_decoding
 from rlft.model.activations import set_checkpointing
@@ -123,7 +124,7 @@ def test_a_cache_with_wrong_rows_is_stopped(wrong, kind, opened, monkeypatch) ->
     generator, roles = opened(hybrid_models.random_model(kind))
     assert check(generator, roles) is not None
     if wrong == "prefill":
-        monkeypatch.setattr(engine, "take_rows", reversed_rows)
+        monkeypatch.setattr(repeated_cache, "take_rows", reversed_rows)
     else:
         monkeypatch.setattr(RepeatedCache, "keep", forgotten(RepeatedCache.keep))
     with pytest.raises(UserError, match=r"^model\.path: decoding does not give the log-probs of the trainer's forward"):
@@ -141,7 +142,7 @@ def test_a_state_that_padding_leaks_into_is_stopped(opened, monkeypatch) -> None
         return plain(*args, attention_mask=None if left_padded else attention_mask, **keys)
 
     monkeypatch.setattr(model, "forward", forward)
-    monkeypatch.setattr(engine, "forward_arguments", lambda model: ("position_ids", "past_key_values"))
+    monkeypatch.setattr(repeated_cache, "forward_arguments", lambda model: ("position_ids", "past_key_values"))
     with pytest.raises(UserError, match=r"^model\.path: decoding does not give"):
         check(generator, roles)
 

@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         calls[name] += 1
         return branch(*args)
 
-    for name in ("attention", "mlp"):
+    for name in ("attention", "mlp", "decoded_attention", "decoded_mlp"):
         monkeypatch.setattr(layer_branches, name, partial(counted, name, getattr(layer_branches, name)))
     yield calls
     library._destroy()

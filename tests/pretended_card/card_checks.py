@@ -147,6 +147,14 @@ def check_safetensors_go_to_the_card_and_come_back() -> None:
     assert part.tolist() == card(3, 2)[1:].tolist()
 
 
+def check_a_parameter_becomes_part_of_another_tensor() -> None:
+    whole, parameter = card(4, 2), nn.Parameter(card(2, 2).clone(), requires_grad=False)
+    parameter.data = whole[2:]
+    whole += 1
+    assert parameter.tolist() == [[5, 6], [7, 8]]
+    assert parameter.data_ptr() == whole.data_ptr() + 4 * 4
+
+
 def check_modules_move_and_learn() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from rlft.model.kernels import elementwise, layer_branches
 from rlft.model.kernels.attention import spans_of, window_of
 from rlft.model.kernels.lora_linear import layers_of
+from rlft.model.kernels.prefix_cache import FlashPrefixCache
 from rlft.model.packing import PackedRows
 
 TESTED = ("5.17", "5.24")
@@ -131,10 +132,12 @@ def narrows(model: PreTrainedModel) -> bool:
 
 
 def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """`[1, N, hidden]`, or `[1, M, hidden]` in the last layer, from `[1, N, hidden]` of a packed row; for other inputs
-    what the layer itself gives."""
-    packed = kwargs.get("packed")
-    if not isinstance(packed, PackedRows):
+    """`[1, N, hidden]`, or `[1, M, hidden]` in the last layer, from `[1, N, hidden]` of a packed row, or of the next
+    tokens in decoding on a GPU; for other inputs what the layer itself gives."""
+    packed, cache = kwargs.get("packed"), kwargs.get("prefix_cache")
+    if isinstance(cache, FlashPrefixCache) and cache.is_decoding:
+        packed = cache
+    elif not isinstance(packed, PackedRows):
         return plain(hidden_states, **kwargs)
     if not kwargs.pop("is_checkpointed", not _needs_checkpoint(layer)):
         # The whole module, as older releases do it: its hooks bring the weights of a divided base in the backward, too.
@@ -146,6 +149,8 @@ def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwa
         attended = _fused_attention(layer, hidden_states, packed, window, *kwargs["position_embeddings"])
     if attended is None:
         attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+    if isinstance(packed, FlashPrefixCache):
+        return _mlp(layer, attended, decodes=True)
     return _mlp(layer, packed.predicting(attended) if is_last else attended)
 
 
@@ -161,7 +166,7 @@ def _needs_checkpoint(layer: Any) -> bool:
 
 
 def _fused_attention(
-    layer: Any, x: Tensor, packed: PackedRows, window: int | None, cos: Tensor, sin: Tensor
+    layer: Any, x: Tensor, packed: PackedRows | FlashPrefixCache, window: int | None, cos: Tensor, sin: Tensor
 ) -> Tensor | None:
     """The attention branch as one function; None if its parts do not allow that."""
     attention = layer.self_attn
@@ -171,7 +176,6 @@ def _fused_attention(
     layers = layers_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
     if layers is None:
         return None
-    spans = spans_of(packed, x, attention.head_dim, window)
     query_norm, key_norm = head_norms or (None, None)
     heads = layer_branches.Heads(
         norm=norm,
@@ -181,17 +185,20 @@ def _fused_attention(
         cos=cos,
         sin=sin,
     )
+    if isinstance(packed, FlashPrefixCache):
+        return layer_branches.decoded_attention(x, heads, packed, window, attention.scaling, layers.operands)
+    spans = spans_of(packed, x, attention.head_dim, window)
     return layer_branches.attention(x, heads, spans, attention.scaling, layers)
 
 
-def _mlp(layer: Any, x: Tensor) -> Tensor:
+def _mlp(layer: Any, x: Tensor, *, decodes: bool = False) -> Tensor:
     mlp, norm = layer.mlp, elementwise.norm_of(layer.post_attention_layernorm)
     layers = None
     if norm is not None and elementwise.serves(x) and elementwise.is_gated(mlp):
         layers = layers_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     if norm is None or layers is None:
         return x + mlp(layer.post_attention_layernorm(x))
-    return layer_branches.mlp(x, norm, layers)
+    return layer_branches.decoded_mlp(x, norm, layers.operands) if decodes else layer_branches.mlp(x, norm, layers)
 
 
 def _head_norms(attention: Any) -> list[nn.Module]:

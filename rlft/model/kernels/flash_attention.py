@@ -178,7 +178,7 @@ def attend(
     own = lengths.own
     out, lse, random, unused, _ = _FORWARD(query, key, value, *_starts(own, own), 0.0, True, False, scale=scale)
     if len(query) > first:
-        prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale)
+        prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale=scale)
         merge_into(out[first:], lse[:, first:], *prompt)
     return out, lse, random, unused
 
@@ -204,8 +204,9 @@ def one_call(
     value: Tensor,
     queries: Runs,
     keys: Runs,
-    scale: float | None,
     used: Tensor | None = None,
+    *,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[H, N]`) of every run of queries over its whole run of keys.
 

@@ -12,7 +12,7 @@ and v share the low-rank products of their input. The arithmetic is that of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from rlft.model.kernels.attention import Spans, attend, attention_gradients
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.elementwise import (
     Norm,
+    Turn,
     as_written,
     fused,
     norm_gradient,
@@ -30,7 +31,10 @@ from rlft.model.kernels.elementwise import (
     turned,
     turned_back,
 )
-from rlft.model.kernels.lora_linear import Layers, Operands, gradients, products
+from rlft.model.kernels.lora_linear import Layers, Operands, add_product, gradients, products, products_of_few
+
+if TYPE_CHECKING:
+    from rlft.model.kernels.prefix_cache import FlashPrefixCache
 
 
 class Heads(NamedTuple):
@@ -73,6 +77,27 @@ def mlp(x: Tensor, norm: Norm, layers: Layers) -> Tensor:
     if not torch.is_grad_enabled():
         return _mlp(x.detach(), norm, layers.operands)[0]
     return cast(Tensor, _Mlp.apply(x, norm, layers.operands, *layers.learned))
+
+
+# -- in decoding -------------------------------------------------------------------------------------------------------
+def decoded_attention(
+    x: Tensor, heads: Heads, cache: FlashPrefixCache, window: int | None, scale: float, layers: Sequence[Operands]
+) -> Tensor:
+    """`attention` for the next token of each completion, x `[1, R, hidden]`, which is overwritten; no gradient.
+
+    There are so few numbers that the number of launches decides: products are added up in their results.
+    """
+    inner, _ = normed(x, *heads.norm)
+    q_RHD, k_RKD, v_RKD = (part.view(len(part), -1, heads.size) for part in products_of_few(inner, layers[:3]))
+    turn = Turn(heads.query_norm, heads.key_norm, *heads.angles)
+    return add_product(x, cache.attend(q_RHD, k_RKD, v_RKD, Scoring(scale), window, turn=turn).flatten(1), layers[3])
+
+
+def decoded_mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:
+    """`mlp` for the next token of each completion, x `[1, R, hidden]`, which is overwritten; no gradient."""
+    inner, _ = normed(x, *norm)
+    gate, up = products_of_few(inner, layers[:2])
+    return add_product(x, silu_product(gate, up), layers[2])
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ forward, also for DoRA with gradient: only sums include its magnitudes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -264,6 +265,55 @@ def products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tenso
             y = _with_product(y, layer_low, layer.up.t(), layer.scale)
         ys.append(y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]))
     return ys, flat, low
+
+
+def products_of_few(x: Tensor, layers: Sequence[Operands]) -> list[Tensor]:
+    """y `[N, out]` of each layer for x `[.., in]` of a few tokens: as few launches as can be, and no gradient.
+
+    All layers share the product with A; those side by side whose B have one shape and scale share the one with B.
+    """
+    flat, ys, start = x.reshape(-1, x.shape[-1]), [], 0
+    downs = [layer.down for layer in layers if layer.down is not None]
+    low = flat @ _stacked(downs).t() if downs else flat[:, :0]
+    for _, group in groupby(layers, lambda layer: (layer.up is None, layer.weight.shape, layer.rank, layer.scale)):
+        alike = list(group)
+        joint = flat.new_empty(len(alike), len(flat), len(alike[0].weight))
+        for y, layer in zip(joint, alike, strict=True):
+            if layer.bias is None:
+                torch.mm(flat, layer.weight.t(), out=y)
+            else:
+                torch.addmm(layer.bias, flat, layer.weight.t(), out=y)
+        if ups := [layer.up for layer in alike if layer.up is not None]:
+            end, shape = start + len(alike) * alike[0].rank, (len(alike), -1)
+            of_group = low[:, start:end].unflatten(1, shape).transpose(0, 1)
+            joint.baddbmm_(of_group, _stacked(ups).unflatten(0, shape).transpose(1, 2), alpha=alike[0].scale)
+            start = end
+        ys += joint.unbind()
+    return ys
+
+
+def add_product(total: Tensor, x: Tensor, layer: Operands) -> Tensor:
+    """total `[.., out]`, to which the layer's product with x `[.., in]` is added in place; no gradient."""
+    flat, sums = x.reshape(-1, x.shape[-1]), total.view(-1, total.shape[-1])
+    sums.addmm_(flat, layer.weight.t())
+    if layer.bias is not None:
+        sums.add_(layer.bias)
+    if layer.down is not None and layer.up is not None:
+        sums.addmm_(flat @ layer.down.t(), layer.up.t(), alpha=layer.scale)
+    return total
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """These matrices `[rows, n]`, one below the other. They become parts of it, so that nothing is kept twice."""
+    first, size = parts[0], (sum(map(len, parts)), parts[0].shape[1])
+    if all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in pairwise(parts)) and all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts
+    ):
+        return first.as_strided(size, first.stride())
+    stack = torch.cat(list(parts))
+    for part, own in zip(parts, stack.split([len(part) for part in parts]), strict=True):
+        part.data = own
+    return stack
 
 
 def gradients(

@@ -9,9 +9,9 @@ attends to the tokens inside it, of the prompt and of the completion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor
 from rlft.model.kernels import flash_attention, split_attention
 from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.block_attention import Scoring, flash
+from rlft.model.kernels.elementwise import Turn, as_written, fused, normed, turned
 from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
 from rlft.model.kernels.lm_head import head_of
 from rlft.model.kernels.recurrent import keeps_states
@@ -27,6 +28,9 @@ from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_
 
 if TYPE_CHECKING:
     from rlft.model.forward import Forward
+
+
+R = TypeVar("R")
 
 
 class PrefixCache:
@@ -42,17 +46,17 @@ class PrefixCache:
         self.model, self.max_tokens = model, max_tokens
         device = model.device
         lengths = [len(p) for p in prompts]
-        ends = torch.tensor(lengths).cumsum(0)
+        self._lengths = torch.tensor(lengths)
+        ends = self._lengths.cumsum(0)
         spans = [(int(end) - length, length) for end, length in zip(ends, lengths, strict=True)]
         self._token_ids = torch.tensor([t for p in prompts for t in p], device=device)
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._last = (ends - 1).to(device)
-        self._lengths = torch.tensor(lengths, device=device)
         # By number of the call of attention in a pass: a layer may call it twice.
         self._prompt: list[tuple[Tensor, Tensor]] = []
         self._own: list[tuple[Tensor, Tensor]] = []
         self._calls = 0
-        self._owner = torch.empty(0, dtype=torch.int64, device=device)
+        self._owner = torch.empty(0, dtype=torch.int64)  # the prompt of each row; on the host, as _lengths
         self._decoded = 0
         self._prepare(spans)
 
@@ -66,12 +70,12 @@ class PrefixCache:
     def prefill(self, n: int) -> Tensor:
         """Logits `[U * n, V]` of the first completion token; each prompt goes through the network once."""
         hidden_UH = self._forward(self._token_ids, self._positions).index_select(0, self._last)
-        self._arrange(torch.arange(len(self._lengths), device=hidden_UH.device).repeat_interleave(n))
+        self._arrange(torch.arange(len(self._lengths)).repeat_interleave(n))
         return self._logits(hidden_UH).repeat_interleave(n, 0)
 
     def step(self, token_R: Tensor) -> Tensor:
         """Logits `[R, V]` after one more token in each row."""
-        positions_R = self._lengths[self._owner] + self._decoded
+        positions_R = self._after_prompt + self._decoded
         self._decoded += 1
         return self._logits(self._forward(token_R, positions_R))
 
@@ -82,8 +86,9 @@ class PrefixCache:
                 buffer.zero_()
 
     def keep(self, rows: Tensor) -> None:
-        """Drops every other row from the batch."""
-        self._own = [(self._kept(k, rows), self._kept(v, rows)) for k, v in self._own]
+        """Drops every other row from the batch. The rows to keep, int64 in ascending order, are on the host."""
+        there = rows.to(self._token_ids.device)
+        self._own = [(self._kept(k, there), self._kept(v, there)) for k, v in self._own]
         self._arrange(self._owner[rows])
 
     def attend(
@@ -103,7 +108,8 @@ class PrefixCache:
             out, lse = self._attend_to_prompts(query, key, value, scoring, window)
         else:
             layer, self._calls = self._calls, self._calls + 1
-            self._put(layer, key, value)
+            for slot, new in zip(self._slots(layer, key, value), (key, value), strict=True):
+                slot.copy_(new)
             first = 0 if window is None else max(0, self._decoded - window)
             # How many of a prompt's last tokens the window reaches.
             reach = self._longest if window is None else window - self._decoded
@@ -143,7 +149,8 @@ class PrefixCache:
         _, heads, size = query.shape
         arranged = query if self._in_order else query.index_select(0, self._arranged)
         arranged = arranged.view(-1, self._siblings, heads, size).transpose(1, 2)
-        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias_of(reach), scoring)
+        bias = self._once_a_step(reach, lambda: self._bias_of(reach))
+        prompt, prompt_lse = flash(arranged, *self._prompt[layer], bias, scoring)
         prompt, prompt_lse = (x.transpose(1, 2).flatten(0, 1) for x in (prompt, prompt_lse[..., None]))
         if not self._in_order:
             prompt, prompt_lse = (x.index_select(0, self._back) for x in (prompt, prompt_lse))
@@ -151,17 +158,20 @@ class PrefixCache:
 
     def _bias_of(self, reach: int) -> Tensor | None:
         """`[U, 1, 1, P]`, 0 for the last `reach` tokens of each prompt and -inf for others; None if all are among
-        them. It is made once a step, for all layers with the same window."""
-        if reach not in self._biases:
-            seen = self._real & (torch.arange(self._longest) >= self._lengths[:, None] - reach)
-            bias = None if seen.all() else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
-            self._biases[reach] = bias
-        return self._biases[reach]
+        them."""
+        seen = self._real & (torch.arange(self._longest) >= self._lengths[:, None] - reach)
+        return None if seen.all() else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
+
+    def _once_a_step(self, key: Any, make: Callable[[], R]) -> R:
+        """What is the same for all layers with this key."""
+        if key not in self._of_step:
+            self._of_step[key] = make()
+        return self._of_step[key]
 
     def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         """`[N, hidden]` of these tokens, after the final norm."""
         self._calls = 0
-        self._biases: dict[int, Tensor | None] = {}
+        self._of_step: dict[Any, Any] = {}
         return hidden_states(self.model, token_N[None], position_N[None], prefix_cache=self)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -172,12 +182,11 @@ class PrefixCache:
         rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
         return rows.transpose(1, 2).contiguous()
 
-    def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> None:
-        """Adds these keys and values to the completions' own."""
+    def _slots(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> list[Tensor]:
+        """Where these keys and values are to be written, among the completions' own."""
         if layer == len(self._own):
             self._own.append((self._buffer(key_RKD), self._buffer(value_RKD)))
-        for buffer, new in zip(self._own[layer], (key_RKD, value_RKD), strict=True):
-            buffer.select(self.token_axis, self._decoded - 1).copy_(new)
+        return [buffer.select(self.token_axis, self._decoded - 1) for buffer in self._own[layer]]
 
     def _buffer(self, x_RKD: Tensor) -> Tensor:
         """A buffer for all tokens that may come; its pages take no memory until something is written to them."""
@@ -193,9 +202,13 @@ class PrefixCache:
         self._filled(buffer).copy_(self._filled(old).index_select(0, rows))
         return buffer
 
+    def _set_owner(self, owner_R: Tensor) -> None:
+        self._owner = owner_R
+        self._after_prompt = self._lengths[owner_R].to(self._token_ids.device)
+
     def _arrange(self, owner_R: Tensor) -> None:
         """Computes where each row goes when siblings are put side by side, padded to the most siblings of a prompt."""
-        self._owner = owner_R
+        self._set_owner(owner_R)
         counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
         self._siblings = int(counts_U.max())
         start_U = counts_U.cumsum(0) - counts_U
@@ -210,6 +223,41 @@ class FlashPrefixCache(PrefixCache):
 
     token_axis = 1
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the tokens that come in are the next ones of completions."""
+        return self._decoded > 0
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: Scoring,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        turn: Turn | None = None,
+    ) -> Tensor:
+        """In decoding; queries and keys become what `turn` makes of them first.
+
+        A token sees all of its row's own, so the query heads that share a key head can be passed as a run of queries.
+        """
+        if not self.is_decoding:
+            return super().attend(query, key, value, scoring, window, sinks)
+        layer, self._calls = self._calls, self._calls + 1
+        rows, shared = len(query), query.shape[1] // key.shape[1]
+        query, folded = _arrive(query, key, value, *self._slots(layer, key, value), turn)
+        number = self._decoded if window is None else min(self._decoded, window)
+        reach = self._longest if window is None else min(window - self._decoded, self._longest)
+        keys, values = (x.flatten(0, 1)[self._decoded - number :] for x in self._own[layer])
+        runs = self._once_a_step((shared, number), lambda: self._own_runs(shared, number))
+        own, lse = one_call(folded.flatten(0, 1), keys, values, *runs, scale=scoring.scale)
+        prompt = prompt_lse = None
+        if reach > 0:
+            runs = self._once_a_step(reach, lambda: self._runs_of_prompts(reach))
+            prompt, prompt_lse = one_call(query, *self._prompt[layer], *runs, scale=scoring.scale)
+        return _merged(own.view_as(folded), lse.view(-1, rows, shared), prompt, prompt_lse, sinks)
+
     def _attend_to_prompts(
         self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, window: int | None
     ) -> tuple[Tensor, Tensor]:
@@ -218,33 +266,19 @@ class FlashPrefixCache(PrefixCache):
         out, lse, *_ = flash_attention.attend(query, key, value, row, scoring.scale)
         return out, lse.t()[..., None]
 
-    def _attend_to_own(self, layer: int, query: Tensor, scoring: Scoring, first: int) -> tuple[Tensor, Tensor]:
-        rows, heads, size = query.shape
-        keys, values = (x.flatten(0, 1)[first:] for x in self._own[layer])
-        key_heads = keys.shape[1]
-        shared = heads // key_heads
-        queries = query.view(rows, key_heads, shared, size).transpose(1, 2).reshape(rows * shared, key_heads, size)
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-        number = self._decoded - first
-        out, lse = one_call(
-            queries,
-            keys,
-            values,
-            Runs(starts=starts * shared, longest=shared),
-            Runs(starts=starts * self.max_tokens, longest=number),
-            scoring.scale,
-            used=starts.new_full((rows,), number),
-        )
-        out = out.view(rows, shared, key_heads, size).transpose(1, 2).reshape(rows, heads, size)
-        return out, lse.view(key_heads, rows, shared).permute(1, 0, 2).reshape(rows, heads, 1)
+    def _own_runs(self, shared: int, number: int) -> tuple[Runs, Runs, Tensor]:
+        """(queries, keys, how many keys are used) of each row's last `number` own tokens."""
+        starts = torch.arange(len(self._owner) + 1, dtype=torch.int32, device=self._token_ids.device)
+        keys = Runs(starts=starts * self.max_tokens, longest=number)
+        return Runs(starts=starts * shared, longest=shared), keys, torch.full_like(starts[1:], number)
 
-    def _merge_prompts(self, layer: int, query: Tensor, scoring: Scoring, reach: int, out: Tensor, lse: Tensor) -> None:
+    def _runs_of_prompts(self, reach: int) -> tuple[Runs, Runs, Tensor | None]:
+        """(queries, keys, how many keys are used) of the last `reach` tokens of each prompt."""
         keys, used = self._row.prompts, None
         if reach < self._longest:
             used = keys.starts.diff().clamp(max=reach)
             keys = Runs(starts=F.pad(keys.starts[1:] - used, (0, 1)), longest=reach)
-        prompt = one_call(query, *self._prompt[layer], self._siblings_of, keys, scoring.scale, used)
-        flash_attention.merge_into(out, lse[..., 0].t(), *prompt)
+        return self._siblings_of, keys, used
 
     def _prepare(self, spans: Sequence[Span]) -> None:
         row = row_lengths(spans, (), (), self.model.device)
@@ -257,9 +291,38 @@ class FlashPrefixCache(PrefixCache):
 
     def _arrange(self, owner_R: Tensor) -> None:
         """Notes which rows belong to which prompt; they stay in the order of prompts, so that siblings are a run."""
-        self._owner = owner_R
+        self._set_owner(owner_R)
         counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
-        self._siblings_of = runs_of(counts_U.tolist(), owner_R.device)
+        self._siblings_of = runs_of(counts_U.tolist(), self._token_ids.device)
+
+
+@fused
+def _arrive(
+    query: Tensor, key: Tensor, value: Tensor, key_slot: Tensor, value_slot: Tensor, turn: Turn | None
+) -> tuple[Tensor, Tensor]:
+    """(queries `[R, H, D]`, those as `[R, H / K, K, D]`); keys and values `[R, K, D]` are written to their slots."""
+    if turn is not None:
+        query, key = (
+            as_written(turned)(x if norm is None else as_written(normed)(x, *norm)[0], turn.cos, turn.sin)
+            for x, norm in ((query, turn.query_norm), (key, turn.key_norm))
+        )
+    key_slot.copy_(key)
+    value_slot.copy_(value)
+    return query, query.unflatten(1, (key.shape[1], -1)).transpose(1, 2).contiguous()
+
+
+@fused
+def _merged(
+    own: Tensor, own_lse: Tensor, prompt: Tensor | None, prompt_lse: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention `[R, H, D]` over own tokens, `[R, H / K, K, D]`, its log-sum-exp `[K, R, H / K]`, and over prompts, if
+    they are seen, `[R, H, D]` and `[H, R]`; sinks `[H]` take their share."""
+    out, lse = own.transpose(1, 2).flatten(1, 2), own_lse.transpose(0, 1).flatten(1)
+    if prompt is not None and prompt_lse is not None:
+        as_written(flash_attention.merge_into)(out, lse.t(), prompt, prompt_lse)
+    if sinks is not None:
+        with_sinks(out, lse[..., None], sinks)
+    return out
 
 
 def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:

@@ -207,6 +207,37 @@ def test_where_one_is_not_plain_there_are_no_joint_operands():
     assert lora_linear.layers_of(x.float(), (frozen,)) is None
 
 
+@each("targets", [("wide", "narrow"), ("narrow",)])
+@each("settings", [{}, {"rank_pattern": {"narrow": 2}}, {"alpha_pattern": {"narrow": 5}}], ids=str)
+@torch.no_grad()
+def test_a_few_tokens_have_the_same_products_and_no_matrix_is_kept_twice(targets, settings):
+    layers, x = siblings(targets, **settings), torch.randn(1, 3, 6, dtype=torch.float32)
+    layers.float().requires_grad_(False)
+    modules, roles = (layers.wide, layers.narrow), ("default", "sampler")
+    adapted = {module for module in modules if isinstance(module, LoraLinear)}
+    for module in adapted:  # in float32 a copy would be the matrix itself
+        for role in roles:
+            for matrix in module._matrices(role):
+                matrix.data = matrix.data.double()
+    for role, change in ((roles[0], 0.0), (roles[1], 0.0), (roles[1], 1.0), (roles[0], 0.0)):
+        for module in adapted:
+            module.set_adapter(role)
+            for matrix in module._matrices(role):
+                matrix.add_(change)
+        operands = lora_linear.layers_of(x, modules).operands
+        expected = lora_linear.products(x, operands)[0]
+        found = lora_linear.products_of_few(x, operands)
+        again = lora_linear.products_of_few(x, lora_linear.layers_of(x, modules).operands)
+        torch.testing.assert_close(found, [y[0] for y in expected], rtol=1e-5, atol=1e-5)
+        assert all(map(torch.equal, found, again))
+        total = torch.zeros(1, 3, len(operands[0].weight))
+        torch.testing.assert_close(lora_linear.add_product(total, x, operands[0])[0], found[0], rtol=1e-5, atol=1e-5)
+        assert all(module.is_current(role) for module in adapted)
+        downs = [operand.down for operand in operands if operand.down is not None]
+        assert len({down.untyped_storage().data_ptr() for down in downs}) == min(1, len(downs))
+        assert all(down.untyped_storage().nbytes() == sum(d.nbytes for d in downs) for down in downs)
+
+
 # -- sums that are lent ------------------------------------------------------------------------------------------------
 def lent(layers):
     """The policy's matrices become the sampler's, whose sums it borrows."""

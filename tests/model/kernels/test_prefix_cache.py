@@ -5,10 +5,13 @@ from __future__ import annotations
 import flash_stand_in
 import pytest
 import torch
+from in_one_test import each
+from peft import LoraConfig, get_peft_model
 
-from rlft.generation.transformers import RepeatedCache
+from rlft.config.model import KernelChoice
+from rlft.generation.repeated_cache import RepeatedCache
 from rlft.model.forward import choose
-from rlft.model.kernels import flash_attention
+from rlft.model.kernels import flash_attention, selection
 from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache, open_prefix_cache
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
@@ -50,6 +53,44 @@ def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_lef
             flash_stand_in.CALLS.clear()
             logits = cache.step(tokens)
             assert bool(flash_stand_in.CALLS) == (kind_of_cache is FlashPrefixCache)
+
+
+ADAPTERS = {
+    "none": None,
+    "all": {"target_modules": "all-linear"},
+    "some": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+    "unlike": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"k_proj": 3, "gate_proj": 1},
+        "alpha_pattern": {"v_proj": 5, "up_proj": 3},
+    },
+}
+
+
+@each("kind", ["qwen2", "llama_one_kv_head", "qwen3", "mistral_window", "qwen2_window", "smollm3"])
+@each("adapter", ADAPTERS)
+def test_layers_that_are_known_are_decoded_as_a_whole_whatever_adapter_they_have(kind, adapter, random_model, gpu):
+    model = random_model(kind).double()
+    kernels = selection.install(model, KernelChoice.auto, own_attention=True)
+    if ADAPTERS[adapter] is not None:
+        config = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **ADAPTERS[adapter])
+        kernels.choose_layers(config, model)
+        get_peft_model(model, config).eval()
+    rows = [[*prompt, row] for row, prompt in enumerate(PROMPTS) for _ in range(2)]
+    with torch.no_grad():
+        cache = open_prefix_cache(choose(model, kernels), PROMPTS, 6)
+        cache.prefill(2)
+        gpu.clear()
+        for step in range(6):
+            logits = cache.step(torch.tensor([row[-1] for row in rows]))
+            expected = torch.stack([whole_logits(model, row) for row in rows])
+            torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+            if step == 2:
+                cache.keep(torch.tensor([1, 4, 5]))
+                rows = [rows[i] for i in (1, 4, 5)]
+            rows = [[*row, 5 * step + i] for i, row in enumerate(rows)]
+    number = 6 * model.config.num_hidden_layers
+    assert gpu == {"decoded_mlp": number} | ({} if kind == "smollm3" else {"decoded_attention": number})
 
 
 def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, kind_of_cache):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import CriticKind, KernelChoice
-from rlft.generation.transformers import RepeatedCache, TransformersGenerator
+from rlft.generation.repeated_cache import RepeatedCache
+from rlft.generation.transformers import TransformersGenerator
 from rlft.model import forward
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.critic import CRITIC
