@@ -28,6 +28,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     import card_checks
+    import card_decoding
     import card_peaks
     import card_shared
     import card_updates
@@ -48,6 +49,7 @@ def main() -> None:
         "launches": card_peaks.launches,
         "shared": card_shared.main,
         "trl": of_trl,
+        "decoding": card_decoding.main,
     }
 
     def reported() -> None:

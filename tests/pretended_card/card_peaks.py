@@ -25,7 +25,6 @@ from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.generation.memory import When
-from rlft.generation.transformers import TransformersGenerator
 from rlft.loop.demonstration_task import open_task
 from rlft.loop.engines import Engines, load_teacher
 from rlft.loop.parts import open_roles, open_trainer
@@ -33,7 +32,7 @@ from rlft.model.backbone import load_backbone
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.trainer.optimizer import Optimizer
-from rlft.types import Completion, FinishReason, Group, Rollout, Sampling, Scores
+from rlft.types import Completion, FinishReason, Group, Rollout, Scores
 
 HIDDEN, LAYERS, PROMPTS, GROUP = 256, 4, 8, 4
 """Sizes of the models, which are Qwen2-shaped unless a case says otherwise, and of a step."""
@@ -199,25 +198,20 @@ def rollouts(plan: Any, length: int) -> tuple[list[Group], Scores]:
 
 
 def launches() -> dict[str, Any]:
-    """Launches of a layer: of a micro-batch forward and backward, with their lines, and of a token in decoding."""
+    """Launches of a layer in the forward and backward of a micro-batch, and their lines."""
     with tempfile.TemporaryDirectory() as folder:
         few, many = (of_layers(number, Path(folder)) for number in (2, 4))
-    update = [(many[0][name] - few[0][name]) / 2 for name in many[0]]
-    lines = {name: (many[0][name] - few[0][name]) / 2 for name in many[0] if many[0][name] > few[0][name]}
-    decoding = (many[2] - many[1] - few[2] + few[1]) / (2 * MORE_TOKENS)
-    return {"update": sum(update), "decoding": decoding, "lines": lines}
+    update = [(many[name] - few[name]) / 2 for name in many]
+    lines = {name: (many[name] - few[name]) / 2 for name in many if many[name] > few[name]}
+    return {"update": sum(update), "lines": lines}
 
 
-MORE_TOKENS = 4
-
-
-def of_layers(number: int, folder: Path) -> tuple[Counter[str], int, int]:
-    """(launches of the passes of one more micro-batch, those of decoding a few tokens, and MORE_TOKENS more)."""
+def of_layers(number: int, folder: Path) -> Counter[str]:
+    """Launches of the passes of one more micro-batch."""
     load_backbone.cache_clear()
     case = Case(layers=number, completion=8, prompt=16)
     plan = planned(case, folder)
     with open_roles(plan.config, None) as roles:
-        few, more = (decoding(roles, plan, tokens) for tokens in (4, 4 + MORE_TOKENS))
         trainer = open_trainer(plan, roles)
         groups, scores = rollouts(plan, case.completion)
         batch = collate(groups, scores, roles.backbone.decode)
@@ -232,16 +226,4 @@ def of_layers(number: int, folder: Path) -> tuple[Counter[str], int, int]:
                 trainer.update(plan.algorithm, batch, nobody, 0)
             COUNTS.by_line = False
             counted.append(COUNTS.launches)
-    return Counter({name: (counted[2][name] - counted[1][name]) / 2 for name in counted[2]}), few, more
-
-
-def decoding(roles: Any, plan: Any, tokens: int) -> int:
-    """Launches of sampling so many tokens of two groups."""
-    engine = plan.config.generation.named("transformers")
-    generator = TransformersGenerator(
-        roles, roles.backbone.tokenizer, roles.backbone.device, 64, weights=engine.weights, ends=()
-    )
-    generator.load(roles.publish(0))
-    COUNTS.clear()
-    generator.sample(plan.train_prompts.prompts[:2], GROUP, [0, 1], Sampling(max_tokens=tokens, temperature=1.0))
-    return COUNTS.launches.total()
+    return Counter({name: (counted[2][name] - counted[1][name]) / 2 for name in counted[2]})

@@ -1,0 +1,103 @@
+"""Launches and waits of decoding on the pretended card, for a token and for a layer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from card_peaks import CONVOLUTIONS, MOE, Case, planned
+from pretended_card import COUNTS
+
+from rlft.generation.transformers import READ_EVERY, TransformersGenerator
+from rlft.loop.parts import open_roles
+from rlft.model.backbone import load_backbone
+from rlft.types import NextTurn, Prompt, Sampling
+
+TOKENS = READ_EVERY
+"""How many tokens are counted, after as many as the host reads at once."""
+
+FEW, MANY = 1, 5
+"""Siblings of each of the two prompts."""
+
+VOCABULARY = 2**14
+"""A CPU sums up the probabilities of eight rows of so many at a time."""
+
+OWN_SIZES: dict[str, Any] = {"intermediate_size": 768, "head_dim": 64}
+LAYERED: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "no biases": {"kind": "llama", "intermediate_size": 768},
+    "norms over heads": {"kind": "qwen3", **OWN_SIZES},
+    "a window": {"kind": "mistral", "sliding_window": 6, **OWN_SIZES},
+    "few adapters": {"words": "lora.target_modules=[q_proj,v_proj,gate_proj]"},
+}
+"""Whose layers are known: {name: fields of a Case}."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "plain kernels": {"words": "model.kernels=plain"},
+    "experts": {"kind": "olmoe", **MOE},
+    "short convolutions": {"kind": "lfm2", **CONVOLUTIONS},
+}
+
+
+def main(*names: str) -> dict[str, Any]:
+    """{case: what `counted` found}"""
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: counted(name, Path(folder) / name) for name in names}
+
+
+def counted(name: str, folder: Path) -> dict[str, Any]:
+    """Launches of a layer and token (only of layers that are known), launches of TOKENS tokens for few and many rows,
+    and waits for them in several ways of sampling; all by line."""
+    fields = (LAYERED | OTHERS)[name]
+    found = of_tokens({"layers": 4 if "layer_types" in fields else 2, **fields}, folder / "few layers")
+    if name in LAYERED:
+        deep = of_tokens({"layers": 4, **fields}, folder / "many layers", ways=False)["launches"][0]
+        shallow = found["launches"][0]
+        layer = {line: (deep[line] - shallow[line]) / 2 / TOKENS for line in deep if deep[line] > shallow[line]}
+        found["layer"] = layer
+    return found
+
+
+def of_tokens(fields: dict[str, Any], folder: Path, *, ways: bool = True) -> dict[str, Any]:
+    load_backbone.cache_clear()
+    folder.mkdir(parents=True)
+    fields = {"completion": 8, "prompt": 16, "vocabulary": VOCABULARY, **fields}
+    plan = planned(Case(**fields), folder)
+    with open_roles(plan.config, None) as roles:
+        backbone, weights = roles.backbone, plan.config.generation.named("transformers").weights
+        engine = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=weights, ends=())
+        engine.load(roles.publish(0))
+        prompts, plain = plan.train_prompts.prompts[:2], Sampling(max_tokens=1, temperature=1.0)
+        engine.sample(prompts, FEW, [0, 1], replace(plain, max_tokens=READ_EVERY))  # the first one warms up
+        few, waits = more_tokens(engine, prompts, FEW, plain)
+        if not ways:
+            return {"launches": [few]}
+        many, waits_of_many = more_tokens(engine, prompts, MANY, plain)
+        others = replace(plain, stop=("no such text",), top_k=50, top_p=0.9, min_p=1e-9)
+        one_ends = [replace(prompts[0], next_turn=NextTurn(turn=1, seed=0, max_tokens=3)), prompts[1]]
+        found = {
+            "few rows": waits,
+            "many rows": waits_of_many,
+            "rows that leave, stop strings": more_tokens(engine, one_ends, FEW, others)[1],
+        }
+        engine.token_callback = lambda row, token: None
+        found["a callback"] = more_tokens(engine, prompts, FEW, plain)[1]
+    return {"launches": [few, many], "waits": found}
+
+
+def more_tokens(
+    engine: TransformersGenerator, prompts: Sequence[Prompt], n: int, sampling: Sampling
+) -> tuple[Counter[str], Counter[str]]:
+    """(launches, waits) of TOKENS tokens after the first READ_EVERY, by line."""
+    counts = []
+    for tokens in (READ_EVERY, READ_EVERY + TOKENS):
+        COUNTS.clear()
+        COUNTS.by_line = True
+        engine.sample(prompts, n, [0, 1], replace(sampling, max_tokens=tokens))
+        COUNTS.by_line = False
+        counts.append((COUNTS.launches, COUNTS.waits))
+    return counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]

@@ -1,0 +1,50 @@
+"""Decoding on the pretended card: a layer takes few launches, and the host hardly ever waits for the card."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import card_decoding
+import pytest
+
+MOST_LAUNCHES = 25
+"""Of a layer and token, with an adapter in 16 bits."""
+
+READS = 1
+"""Of the tokens that are counted: one in eight, whatever the number of rows; with a callback each of them is read."""
+
+
+@pytest.fixture(scope="session", params=["quick", pytest.param("all others", marks=pytest.mark.slow)])
+def decoded(request: pytest.FixtureRequest, on_card, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """{case: what `card_decoding` found}."""
+    names = ["qwen2"]
+    if request.param != "quick":
+        names = [name for name in (*card_decoding.LAYERED, *card_decoding.OTHERS) if name not in names]
+    folder = tmp_path_factory.mktemp("decoded")
+    on_card.run("decoding", "found.json", *names, cwd=folder)
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_a_layer_takes_few_launches_for_a_token(decoded: dict[str, Any]) -> None:
+    of_layers = {name: found["layer"] for name, found in decoded.items() if name in card_decoding.LAYERED}
+    assert of_layers
+    wrong = {name: lines for name, lines in of_layers.items() if not 0 < sum(lines.values()) <= MOST_LAUNCHES}
+    assert not wrong
+
+
+def test_launches_are_as_many_for_any_number_of_rows(decoded: dict[str, Any]) -> None:
+    for name, found in decoded.items():
+        few, many = found["launches"]
+        assert few == many, name
+
+
+def test_the_host_waits_once_for_several_tokens_of_all_rows(decoded: dict[str, Any]) -> None:
+    wrong = []
+    for name, found in decoded.items():
+        assert len(found["waits"]) == 4
+        for way, lines in found["waits"].items():
+            allowed = card_decoding.TOKENS if way == "a callback" else READS
+            if not 0 < sum(lines.values()) <= allowed:
+                wrong.append("\n    ".join([f"{name}, {way}:", *(f"{n} x {line}" for line, n in lines.items())]))
+    assert not wrong, "\n".join(wrong)
