@@ -132,21 +132,6 @@ def turned_back(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return back
 
 
-class Turn(NamedTuple):
-    """What becomes of queries and keys `[N, H, D]` of a layer before they attend: norms over each head, then angles.
-
-    Attributes:
-        query_norm, key_norm: None if there is none.
-        cos: `[N, 1, D]`, cosines of the rotary positions.
-        sin: `[N, 1, D]`, their sines.
-    """
-
-    query_norm: Norm | None
-    key_norm: Norm | None
-    cos: Tensor
-    sin: Tensor
-
-
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from rlft.model.kernels.attention import Spans, attend, attention_gradients
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.elementwise import (
     Norm,
-    Turn,
     as_written,
     fused,
     norm_gradient,
@@ -89,8 +88,8 @@ def decoded_attention(
     """
     inner, _ = normed(x, *heads.norm)
     q_RHD, k_RKD, v_RKD = (part.view(len(part), -1, heads.size) for part in products_of_few(inner, layers[:3]))
-    turn = Turn(heads.query_norm, heads.key_norm, *heads.angles)
-    return add_product(x, cache.attend(q_RHD, k_RKD, v_RKD, Scoring(scale), window, turn=turn).flatten(1), layers[3])
+    out_RHD = cache.attend(q_RHD, k_RKD, v_RKD, Scoring(scale), window, heads=heads)
+    return add_product(x, out_RHD.flatten(1), layers[3])
 
 
 def decoded_mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:

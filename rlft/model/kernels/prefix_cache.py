@@ -20,8 +20,9 @@ from torch import Tensor
 from rlft.model.kernels import flash_attention, split_attention
 from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.block_attention import Scoring, flash
-from rlft.model.kernels.elementwise import Turn, as_written, fused, normed, turned
+from rlft.model.kernels.elementwise import as_written, fused, normed, turned
 from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
+from rlft.model.kernels.layer_branches import Heads
 from rlft.model.kernels.lm_head import head_of
 from rlft.model.kernels.recurrent import keeps_states
 from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_places
@@ -182,11 +183,12 @@ class PrefixCache:
         rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
         return rows.transpose(1, 2).contiguous()
 
-    def _slots(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> list[Tensor]:
+    def _slots(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
         """Where these keys and values are to be written, among the completions' own."""
         if layer == len(self._own):
             self._own.append((self._buffer(key_RKD), self._buffer(value_RKD)))
-        return [buffer.select(self.token_axis, self._decoded - 1) for buffer in self._own[layer]]
+        keys, values = (buffer.select(self.token_axis, self._decoded - 1) for buffer in self._own[layer])
+        return keys, values
 
     def _buffer(self, x_RKD: Tensor) -> Tensor:
         """A buffer for all tokens that may come; its pages take no memory until something is written to them."""
@@ -236,9 +238,9 @@ class FlashPrefixCache(PrefixCache):
         scoring: Scoring,
         window: int | None = None,
         sinks: Tensor | None = None,
-        turn: Turn | None = None,
+        heads: Heads | None = None,
     ) -> Tensor:
-        """In decoding; queries and keys become what `turn` makes of them first.
+        """As in `PrefixCache`; with `heads`, queries and keys are still without their norms and positions.
 
         A token sees all of its row's own, so the query heads that share a key head can be passed as a run of queries.
         """
@@ -246,7 +248,7 @@ class FlashPrefixCache(PrefixCache):
             return super().attend(query, key, value, scoring, window, sinks)
         layer, self._calls = self._calls, self._calls + 1
         rows, shared = len(query), query.shape[1] // key.shape[1]
-        query, folded = _arrive(query, key, value, *self._slots(layer, key, value), turn)
+        query, folded = _arrive(query, key, value, *self._slots(layer, key, value), heads)
         number = self._decoded if window is None else min(self._decoded, window)
         reach = self._longest if window is None else min(window - self._decoded, self._longest)
         keys, values = (x.flatten(0, 1)[self._decoded - number :] for x in self._own[layer])
@@ -298,13 +300,13 @@ class FlashPrefixCache(PrefixCache):
 
 @fused
 def _arrive(
-    query: Tensor, key: Tensor, value: Tensor, key_slot: Tensor, value_slot: Tensor, turn: Turn | None
+    query: Tensor, key: Tensor, value: Tensor, key_slot: Tensor, value_slot: Tensor, heads: Heads | None
 ) -> tuple[Tensor, Tensor]:
     """(queries `[R, H, D]`, those as `[R, H / K, K, D]`); keys and values `[R, K, D]` are written to their slots."""
-    if turn is not None:
+    if heads is not None:
         query, key = (
-            as_written(turned)(x if norm is None else as_written(normed)(x, *norm)[0], turn.cos, turn.sin)
-            for x, norm in ((query, turn.query_norm), (key, turn.key_norm))
+            as_written(turned)(x if norm is None else as_written(normed)(x, *norm)[0], *heads.angles)
+            for x, norm in ((query, heads.query_norm), (key, heads.key_norm))
         )
     key_slot.copy_(key)
     value_slot.copy_(value)

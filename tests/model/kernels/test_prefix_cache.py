@@ -106,7 +106,8 @@ def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, kin
 
 def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random_model, gpu):
     model = random_model("llama", dtype=torch.bfloat16)
-    forward, exact = choose(model), random_model("llama", dtype=torch.bfloat16).double()
+    kernels = selection.install(model, KernelChoice.auto, own_attention=True)
+    forward, exact = choose(model, kernels), random_model("llama", dtype=torch.bfloat16).double()
     dice = torch.Generator().manual_seed(0)
     rows = [list(p) for p in PROMPTS for _ in range(2)]
     caches = open_prefix_cache(forward, PROMPTS, 12), RepeatedCache(model, PROMPTS, 12, model.device)
