@@ -83,6 +83,12 @@ TOOLS = {
         "what a run needs, and whether it fits, before any weight is loaded",
         interrupted="nothing was begun",
     ),
+    "reward": Tool(
+        "rlft.commands.reward",
+        "try [+recipe=<name>] [...]",
+        "what do the rewards pay for? tried on the run's data, before weights are loaded",
+        interrupted="nothing was changed",
+    ),
     "doctor": Tool(
         "rlft.commands.doctor.command",
         "[+recipe=<name>] [...]",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console as Terminal
@@ -20,6 +20,7 @@ from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer
+from rlft.plan.attack import brief_summary
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
@@ -32,6 +33,11 @@ from rlft.system.device import free_bytes, resolve_device, resolve_dtype, total_
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
 from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.tokens.ends import TurnEnds
 
 TRIED_PROMPTS = 2
 MAX_BINS = 32
@@ -53,6 +59,7 @@ class Planned:
     Attributes:
         parameters: {role: number of parameters}.
         process: bytes that the process takes besides models and batches.
+        attack: what texts that a policy may find get from the rewards, in two lines.
         named_limit: whether device_memory= named that limit.
         disk: {part of the run's folder: the most bytes that it may take}.
     """
@@ -67,6 +74,7 @@ class Planned:
     named_limit: bool
     lengths: Sequence[DataLengths]
     trials: Sequence[RewardTrial]
+    attack: Sequence[str]
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
     disk: Mapping[str, int]
@@ -159,6 +167,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         named_limit=limit is not None,
         lengths=plan.lengths(),
         trials=trials_of(plan),
+        attack=attack_on(plan),
         conversation=conversation_of(plan),
         notes=[*notes_of(plan), *facts.notes, *_notes_of_demand(plan, demand, on_gpus)],
         disk=plan.disk_bytes(model),
@@ -216,11 +225,24 @@ def trials_of(plan: Plan) -> list[RewardTrial]:
     prompts = plan.scored_prompts
     if prompts is None:
         return []
-    config = plan.config
-    tried, tokenizer = prompts.prompts[:TRIED_PROMPTS], load_tokenizer(config.model, config.prompts.template_variables)
-    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    config, (tokenizer, ends) = plan.config, _texts_of(plan)
     sampling, timeout_s = config.generation.sampling, config.scoring.timeout
-    return try_rewards(specs(config.reward), tried, tokenizer, sampling, ends, timeout_s)
+    return try_rewards(specs(config.reward), prompts.prompts[:TRIED_PROMPTS], tokenizer, sampling, ends, timeout_s)
+
+
+def attack_on(plan: Plan) -> list[str]:
+    """What the rewards pay for texts that a policy may find, in two lines; none if that takes long to try."""
+    prompts = plan.scored_prompts
+    if prompts is None:
+        return []
+    tried = prompts.prompts[:TRIED_PROMPTS]
+    return brief_summary(plan.config, specs(plan.config.reward), tried, *_texts_of(plan))
+
+
+def _texts_of(plan: Plan) -> tuple[PreTrainedTokenizerBase, TurnEnds]:
+    config = plan.config
+    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
+    return tokenizer, ends_of(config.model, config.prompts.style, tokenizer)
 
 
 def conversation_of(plan: Plan) -> EnvironmentTrial | None:
@@ -306,6 +328,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             for lengths in planned.lengths
         ],
         "rewards": [_cut_texts(asdict(trial)) for trial in planned.trials],
+        "attack": [cut(line) for line in planned.attack],
         "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
         "disk": [
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
@@ -326,6 +349,8 @@ def print_plan(planned: Planned) -> None:
         print_lengths(terminal, lengths)
     if planned.trials:
         print_trials(terminal, planned.trials)
+    for line in planned.attack:
+        print_line(terminal, visible(line))
     if planned.conversation is not None:
         print_conversation(terminal, planned.conversation)
     notes = [*planned.notes, *doubts(planned.trials)]

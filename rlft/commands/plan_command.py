@@ -22,7 +22,8 @@ USAGE = """\
 usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [--json]
 
 Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
-which key to change where it does not, how long the data are, and what every reward says of right and wrong answers.
+which key to change where it does not, how long the data are, what every reward says of right and wrong answers, and in
+two lines what rlft reward try finds.
 Whatever the run itself would refuse is refused here.
 
   <command>       of the run: by default the recipe's, else train

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.supervise import OUTPUT, Check, CheckRow, Settings, Status, Subject, run_checks
+from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Status, Subject, run_checks
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
@@ -129,8 +129,11 @@ def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Setti
     return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)
 
 
-def print_rows(rows: Sequence[CheckRow]) -> None:
-    """Prints every row with its remedy below it, and then the number of rows with each status."""
+def print_rows(rows: Sequence[Any], styles: Mapping[Any, str] = STYLES) -> None:
+    """Prints every row (name, status, value, remedy) with its remedy below it, and how many rows have each status.
+
+    styles: the colour of each status, of which one is `wrong`.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -145,9 +148,9 @@ def print_rows(rows: Sequence[CheckRow]) -> None:
         text = Text(visible(row.value))
         if row.remedy:
             text.append(f"\n-> {visible(row.remedy)}", style="bold")
-        table.add_row(Text(row.name), Text(str(row.status), style=STYLES[row.status]), text)
+        table.add_row(Text(row.name), Text(str(row.status), style=styles[row.status]), text)
     terminal.print(table)
-    counts = {status: sum(row.status is status for row in rows) for status in Status}
+    counts = {status: sum(row.status == status for row in rows) for status in styles}
     counts_text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     terminal.print()
-    terminal.print(Text(counts_text, style=STYLES[Status.wrong if counts[Status.wrong] else Status.ok]))
+    terminal.print(Text(counts_text, style=styles["wrong" if counts["wrong"] else "ok"]))
