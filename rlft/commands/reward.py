@@ -108,6 +108,7 @@ def attack(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: int) 
     from rlft.model.backbone import ends_of, load_tokenizer
     from rlft.plan.attack import Range
     from rlft.plan.scoring_rules import check_metadata, prompt_additions
+    from rlft.plan.trials import check_servers
     from rlft.reward.workers.reward_spec import check_with_rewards
     from rlft.types import Split
 
@@ -119,6 +120,7 @@ def attack(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: int) 
     shown = prompt_additions(None, tokenizer, chosen)
     prompts = scan(chosen, tokenizer, settings.max_tokens, settings.over_limit, Split.train, style, shown).prompts
     check_metadata(rewards, prompts[0])
+    check_servers(rewards, prompts[0])
     for note in check_with_rewards(rewards, prompts):
         say(f"note: {note}")
     return prompts, Range.of(config, rewards, tokenizer, ends, LIMIT_S).try_all(prompts)

@@ -73,7 +73,8 @@ class Range:
 
     Attributes:
         on_error: the run's, for rewards without one of their own.
-        limit_s: seconds that each reward may take for all texts; those that are left over have no scores by it.
+        limit_s: seconds that each reward may take for all texts; those that are left over have no scores by it. A
+            reward that sends several requests at once may take so many times as long: here it sends one.
         is_isolated: whether rewards run in a process of their own.
     """
 
@@ -108,7 +109,10 @@ class Range:
 
     def try_all(self, prompts: Sequence[Prompt]) -> Tried:
         """Scores of all texts for these prompts by all rewards."""
-        self._left_s, self._hangs = dict.fromkeys(self.rewards, self.limit_s), dict.fromkeys(self.rewards, 0)
+        built = {name: spec.build() for name, spec in self.rewards.items()}
+        at_once = {name: each.concurrency for name, each in built.items() if isinstance(each, ServerKeys)}
+        self._left_s = {name: self.limit_s * at_once.get(name, 1) for name in self.rewards}
+        self._hangs = dict.fromkeys(self.rewards, 0)
         weights = {name: spec.weight for name, spec in self.rewards.items()}
         known = forms(own_forms(self.rewards))
         specs, timeout_s = tuple(self.rewards.values()), self.timeout_s
@@ -131,6 +135,7 @@ class Range:
             form=total.name,
             forms={name: form.name for name, form in best.items()},
             differing=differing,
+            at_once=at_once,
             cheapest=cheapest,
         )
 

@@ -222,6 +222,8 @@ CONTRARY = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 
 def another_answer(golds: Sequence[str], rows: Sequence[str]) -> str:
     """Another row's answer, or one that is made up; if possible it has nothing in common with the first of these."""
+    if wrong := wrong_program(golds[0]):
+        return wrong
     gold = golds[0].casefold()
     letters = [text for text in MADE_UP if len(gold) == 1 and gold.isalpha() and text.isalpha()]
     numbers = [text for text in MADE_UP if not text.isalpha()]
@@ -230,9 +232,17 @@ def another_answer(golds: Sequence[str], rows: Sequence[str]) -> str:
     return next(iter((*apart, *known)), "something else")
 
 
+def wrong_program(gold: str) -> str:
+    """The program with another result; "" for a text that is none."""
+    if "\n" not in gold or gold.startswith(("return", "print")):
+        return ""
+    wrong = gold.replace("return ", "return None and ").replace("print(", "print('no', ")
+    return "" if wrong == gold else wrong
+
+
 def guesses(gold: str, wrong: str) -> list[str]:
     """Answers of which one, in the middle, is the gold."""
-    around = [str(int(gold) + k) for k in range(-3, 4)] if whole(gold) else [wrong, gold, "4711"]
+    around = [str(int(gold) + k) for k in range(-3, 4)] if whole(gold) else ["4711", gold, wrong]
     return [*dict.fromkeys(around)]
 
 
@@ -258,8 +268,10 @@ TWO: Mapping[str, Text] = {
     "a wrong one or gold": lambda a: a.form(f"{a.wrong} or {a.gold}"),
     "gold and a wrong one": lambda a: a.form(f"{a.gold}, {a.wrong}"),
     "many guesses in one": lambda a: a.form(" ".join(guesses(a.gold, a.wrong))),
-    "many guesses, each in its form": lambda a: "\n".join(map(a.bare, (*guesses(a.gold, a.wrong), "4712"))),
+    "many guesses, each in its form": lambda a: "\n".join(map(a.bare, (*guesses(a.gold, a.wrong), a.wrong))),
 }
+OF_ONE_LINE = {"gold or a wrong one", "a wrong one or gold", "gold and a wrong one", "many guesses in one"}
+"""These are not two programs: the last one counts."""
 REASONING: Mapping[str, Text] = {
     "and no answer": lambda a: a.thought(f"The answer is {a.gold}. {a.bare(a.gold)}"),
     "and a wrong answer": lambda a: a.thought(f"The answer is {a.gold}. {a.bare(a.gold)}") + a.bare(a.wrong),
@@ -373,6 +385,9 @@ def attacks(aim: Aim) -> list[Attack]:
     """All texts for this row; without a reference answer only those that need none."""
     golds = (aim.gold, *aim.others)
     same = {text: kind for kind, text in reversed([*gold_answers(aim.gold)])}
+    tables = TABLE
+    if "\n" in aim.gold:
+        tables = {**TABLE, Family.two: {kind: text for kind, text in TWO.items() if kind not in OF_ONE_LINE}}
     found = [Attack(family=Family.gold, kind=kind, text=aim.form(text)) for text, kind in reversed(same.items())]
     found += [Attack(family=Family.gold, kind="another reference", text=aim.form(text)) for text in aim.others]
     found += [
@@ -380,7 +395,7 @@ def attacks(aim: Aim) -> list[Attack]:
         for kind, text in wrong_answers(aim.gold)
         if is_another(text, golds)
     ]
-    for family, texts in TABLE.items():
+    for family, texts in tables.items():
         found += [Attack(family=family, kind=kind, text=text(aim)) for kind, text in texts.items()]
     return [attack for attack in found if aim.gold or attack.family not in ABOUT_THE_GOLD if not _gives(attack, golds)]
 

@@ -89,6 +89,7 @@ class Tried:
         form: the name of the form in which the total of a reference answer is highest.
         forms: {reward: the same for this reward alone}.
         differing: {reward: whether other scores came "the second time" or "among siblings"}.
+        at_once: {reward: completions that it scores at the same time}, where these are more than one.
         cheapest: the text with the fewest tokens whose total is that of a reference answer; None: not known.
     """
 
@@ -97,6 +98,7 @@ class Tried:
     form: str
     forms: Mapping[str, str]
     differing: Mapping[str, str] = field(default_factory=dict)
+    at_once: Mapping[str, int] = field(default_factory=dict)
     cheapest: Shot | None = None
 
     def rows(self, completions_per_step: int, workers: int) -> list[Row]:
@@ -104,7 +106,7 @@ class Tried:
         rows: list[Row] = []
         for number, name in enumerate(self.weights):
             rows += _of_reward(Scored.by(self, name), is_main=number == 0)
-            rows += _of_time(self, name, completions_per_step / max(1, workers))
+            rows += _of_time(self, name, completions_per_step / max(1, workers) / self.at_once.get(name, 1))
         return [*rows, *_of_total(Scored.by(self, None), self.cheapest)]
 
     def summary(self) -> list[str]:
