@@ -27,7 +27,7 @@ from rlft.reward.workers.reward_spec import OnError, RewardSpec
 from rlft.reward.workers.scorer import with_tail
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
 from rlft.tokens.ends import special_tokens
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, StepScores
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, StepScores, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,8 @@ MAX_TIME_LIMITS = 2
 """After so many completions on which a reward exceeds its time limit it is tried no further."""
 NUM_TWICE = 12
 """About so many texts, and the gold answer in each form, are scored again, and as siblings."""
+NUM_WORDS = 50
+"""Words of which the tokens are counted."""
 MAX_CHARS = 12
 """Of a token, about: no more of an endless text is tokenised than a completion may hold."""
 MAX_REDUCED = 200
@@ -88,6 +90,7 @@ class Range:
     is_isolated: bool = True
     _left_s: dict[str, float] = field(default_factory=dict)
     _hangs: dict[str, int] = field(default_factory=dict)
+    _per_word: float = 1.0
 
     @classmethod
     def of(
@@ -113,6 +116,7 @@ class Range:
         at_once = {name: each.concurrency for name, each in built.items() if isinstance(each, ServerKeys)}
         self._left_s = {name: self.limit_s * at_once.get(name, 1) for name in self.rewards}
         self._hangs = dict.fromkeys(self.rewards, 0)
+        self._per_word = max(1.0, len(self.tokenizer(filler(NUM_WORDS))["input_ids"]) / NUM_WORDS)
         weights = {name: spec.weight for name, spec in self.rewards.items()}
         known = forms(own_forms(self.rewards))
         specs, timeout_s = tuple(self.rewards.values()), self.timeout_s
@@ -123,7 +127,7 @@ class Range:
             total = best_form(shots, known, weights)
             for form in {form.name: form for form in (total, *best.values())}.values():
                 for prompt in prompts:
-                    shots += self._score(pool, prompt, form.name, attacks(self._aim(prompt, prompts, form)))
+                    shots += self._score(pool, prompt, form.name, self._attacks(prompt, prompts, form))
             differing = self._differing(pool, prompts[0], [shot for shot in shots if shot.prompt == prompts[0].id])
             cheapest = cheapest_of(shots, weights, total.name)
             if cheapest is not None:
@@ -159,10 +163,22 @@ class Range:
         ]
         return [replace(shot, form=shot.kind) for shot in self._score(pool, prompt, "", tries)]
 
+    def _attacks(self, prompt: Prompt, prompts: Sequence[Prompt], form: Form) -> list[Attack]:
+        """All texts in this form, without spelled special tokens that the tokenizer takes for the tokens themselves."""
+
+        def can_be_said(text: str) -> bool:
+            try:
+                self._completions(prompt, [text])
+            except UserError:
+                return False
+            return True
+
+        found = attacks(self._aim(prompt, prompts, form))
+        return [attack for attack in found if attack.family is not Family.special or can_be_said(attack.text)]
+
     def _aim(self, prompt: Prompt, prompts: Sequence[Prompt], form: Form) -> Aim:
         golds = (prompt.answer.strip(), *prompt.other_answers)
-        per_word = max(1.0, len(self.tokenizer(filler(50))["input_ids"]) / 50)
-        few, many = (filler(max(2, int(self.sampling.max_tokens * part / per_word))) for part in (0.1, 0.4))
+        few, many = (filler(max(2, int(self.sampling.max_tokens * part / self._per_word))) for part in (0.1, 0.4))
         return Aim(
             question=str(prompt.messages[-1]["content"]),
             gold=golds[0],

@@ -17,7 +17,8 @@ from rlft.reward.attacks import Family
 from rlft.reward.verdicts import Row, Shot, Tried, Verdict
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.tokens.ends import turn_ends
-from rlft.types import Prompt, Sampling
+from rlft.tokens.plain import PlainText
+from rlft.types import Prompt, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 TOKENIZER = family_tokenizer("qwen2.5")
@@ -158,6 +159,36 @@ def test_a_prompt_that_has_begun_to_reason_is_answered_behind_its_reasoning() ->
     found = tried(configured("reward=[exact_match]"), prompts)
     assert found.form == "in a tag after reasoning"
     assert faults(found.rows(1, 2)) == []
+
+
+def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(mine(monkeypatch, lambda group: [group.prompt.metadata["none"]]), NUMBERS)
+    assert found.cheapest is None
+    [row] = faults(found.rows(1, 2))
+    assert (row.name, "KeyError" in row.value) == ("mine: failures", True)
+    assert found.summary()[1].startswith("cheapest text: none has the full reward")
+
+
+def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing, _, _ = FAULTY["crashes on empty"]
+    prompts = [prompt(p.id, "Say something.", "") for p in NUMBERS]
+    rows = {row.name: row for row in tried(mine(monkeypatch, crashing), prompts).rows(1, 2)}
+    assert "nothing said: empty" in rows["mine: failures"].value
+    assert "mine: two answers" not in rows
+
+
+def test_special_tokens_that_a_tokenizer_cannot_read_as_text_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = PlainText.ids_said
+
+    def refusing(text: PlainText, texts: list[str]) -> list[list[int]]:
+        if any("<|" in each for each in texts):
+            raise UserError("model.path", "its tokenizer makes a special token of a text", remedy="use another model")
+        return said(text, texts)
+
+    monkeypatch.setattr(PlainText, "ids_said", refusing)
+    kinds = {shot.kind for shot in tried(mine(monkeypatch, faulty_rewards.RIGHT), NUMBERS[:1]).shots}
+    assert "of others" not in kinds
+    assert "characters that are not seen" in kinds
 
 
 def shot(family: Family, kind: str, score: float, *, prompt: str = "a", seconds: float = 0.001) -> Shot:
