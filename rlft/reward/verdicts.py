@@ -393,7 +393,7 @@ def _of_time(tried: Tried, name: str, per_worker: float) -> Iterator[Row]:
         return
     p50, p99 = (seconds[(len(seconds) - 1) * percent // 100] for percent in (50, 99))
     step_s = fmean(seconds) * per_worker
-    value = f"p50 {p50:.2g} s, p99 {p99:.2g} s for a completion, about {step_s:.2g} s for a step"
+    value = f"p50 {p50:.2g} s, p99 {p99:.2g} s for a completion, about {step_s:.3g} s for a step"
     if left := sum(name not in shot.scores for shot in tried.shots):
         value += f"; out of time, {left} of {len(tried.shots)} texts were not tried"
     is_slow = step_s > SLOW_STEP_S or left
@@ -413,7 +413,7 @@ def _of_total(scored: Scored, cheapest: Shot | None) -> Iterator[Row]:
         return
     if best := scored.as_good_as_right():
         remedy = "a policy may learn these instead: mend the rewards that pay for them, or their weights"
-        value = f"as good as the right answer: {listed(best, len(best))}"
+        value = f"as good as the right answer: {listed(best, MAX_KINDS)}"
         yield Row(name="all rewards", status=Verdict.wrong, value=value, remedy=remedy)
     value, remedy, status = scored.worth(), "", Verdict.ok
     if scored.form_gain >= scored.gain - EPS:
