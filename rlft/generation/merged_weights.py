@@ -1,5 +1,8 @@
 """Adds an adapter to a base that trainer and engine share while the engine samples, and takes it back exactly.
 
+It stays there for all that the engine computes with it (the freshness check, an evaluation, the turns of
+conversations) until the trainer computes, so that a published version is usually added and taken back once.
+
 For every adapted matrix W the engine multiplies with M = round(W + s B A). Taking it back gives round(M - s B A), which
 equals W except in a few elements, whose bits are kept. Nothing is taken on trust: a checksum tells whether a matrix is
 W or M, so that after an interruption at any point taking back again repairs it, and no change goes unnoticed.
@@ -71,7 +74,7 @@ class MergedWeights:
         self._deltas: Mapping[str, Delta] = {}
         self._base_checksums: dict[str, str] = {}
         self._added: list[Added] = []
-        self._is_sampling = False
+        self._is_merged = self._is_sampling = False
         shared.before_check = self.take_back
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]  # every forward begins there
         self._guard = embeddings.register_forward_pre_hook(self._refuse_or_take_back)
@@ -100,16 +103,24 @@ class MergedWeights:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Inside, the shared weights include the adapter; afterwards they are the base's again, bit for bit."""
-        self.take_back()
+        """Inside, the shared weights include the adapter, and keep it until `take_back`, which an error calls at once.
+
+        The trainer's forwards, another adapter and the checks of a checkpoint call it as well.
+        """
+        if not self._is_merged:
+            self.take_back()
         self._is_sampling = True
         try:
-            for name, delta in self._deltas.items():
-                self._add(name, delta)
-            _wait_for_device(self._added)
+            if not self._is_merged:
+                for name, delta in self._deltas.items():
+                    self._add(name, delta)
+                _wait_for_device(self._added)
+                self._is_merged = True
             yield
-        finally:
+            self._is_sampling = False
+        except BaseException:
             self.take_back()
+            raise
 
     def tensors(self) -> dict[str, Tensor]:
         """{PEFT's name: A, or s B} of what is added while the engine samples."""
@@ -131,6 +142,7 @@ class MergedWeights:
             SharedBaseError: a matrix is neither the base's nor the merged one.
         """
         interruption: KeyboardInterrupt | None = None
+        self._is_merged = False
         while self._added:
             try:
                 _wait_for_device(self._added)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -80,6 +81,7 @@ def test_inside_the_engine_has_the_sums_rounded_once_and_afterwards_the_base(ben
     bench.merger.load(adapter)
     with bench.merger.merged():
         inside = bench.bits()
+    bench.merger.take_back()
     assert bench.is_clean()
     assert {delta.scale for delta in deltas_of(adapter).values()} == {2.0}
     stem = "base_model.model.model.layers.1.self_attn.k_proj"
@@ -99,6 +101,7 @@ def test_fifty_random_merges_come_back_bit_for_bit(bench: Bench) -> None:
         with bench.merger.merged():
             assert not bench.is_clean()
             kept.append(bench.merger.num_kept / total)
+        bench.merger.take_back()
         assert bench.is_clean()
     assert max(kept) > 0, "without the kept bits some would not have come back"
     assert sum(kept[0::4]) / len(kept[0::4]) < 0.05, "small adapters, as training makes them, keep little"
@@ -116,18 +119,56 @@ def test_it_is_exact_in_float16_too(dtype: torch.dtype) -> None:
     other.merger.load(other.adapter(3, 0.1))
     with other.merger.merged():
         assert not other.is_clean()
+    other.merger.take_back()
     assert other.is_clean()
 
 
-def test_the_trainer_cannot_compute_while_the_policy_is_in_its_base(bench: Bench) -> None:
+def test_the_trainer_cannot_compute_while_the_engine_samples_and_has_the_base_back_when_it_does(bench: Bench) -> None:
     before = bench.model(IDS).logits
     bench.merger.load(bench.adapter(1))
     with bench.merger.merged():
         with pytest.raises(SharedBaseError, match="while its base holds the policy's merged weights"):
             bench.model(IDS)
         inside = bench.reader(IDS).logits
+    assert torch.equal(bench.reader(IDS).logits, inside), "the engine may sample again"
     assert torch.equal(bench.model(IDS).logits, before)
+    assert bench.is_clean()
     assert not torch.equal(inside, before)
+
+
+def test_a_published_version_is_added_checked_and_taken_back_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the engine computes between two passes of the trainer: a freshness check, an evaluation, turns.
+
+    Checksums: of each sum, before it is taken back, and of what that gives; of the base once in a run.
+    """
+    calls: Counter[str] = Counter()
+    for name in ("added_up", "_restore", "checksum"):
+        work = getattr(merged_weights, name)
+        counted = lambda *args, name=name, work=work: calls.update([name]) or work(*args)  # noqa: E731
+        monkeypatch.setattr(merged_weights, name, counted)
+    matrices = len(deltas_of(bench.adapter(1)))
+    bench.merger._base_checksums.clear()
+    for version in range(1, 4):
+        calls.clear()
+        bench.merger.load(bench.adapter(version))
+        seen = []
+        for _ in range(5):
+            with bench.merger.merged():
+                seen.append(bench.bits())
+        assert all(torch.equal(a, b) for bits in seen[1:] for a, b in zip(seen[0], bits, strict=True))
+        for _ in range(3):
+            bench.model(IDS)
+            assert bench.is_clean()
+        of_base = matrices if version == 1 else 0
+        assert calls == {"added_up": matrices, "_restore": matrices, "checksum": 3 * matrices + of_base}
+    with bench.merger.merged():
+        old = bench.bits()
+    bench.merger.load(bench.adapter(1))
+    assert bench.is_clean(), "another version is added to the base itself"
+    with bench.merger.merged():
+        assert not all(torch.equal(a, b) for a, b in zip(old, bench.bits(), strict=True))
 
 
 def lines_run(work: Callable[[], Any], stop_at: int) -> tuple[int, BaseException | None]:
@@ -161,6 +202,7 @@ def test_an_interruption_at_any_line_leaves_the_base_exact(bench: Bench) -> None
     def sample() -> None:
         with bench.merger.merged():
             bench.reader.model.embed_tokens.weight.sum()
+        bench.merger.take_back()
 
     lines, error = lines_run(sample, 0)
     assert error is None
@@ -190,10 +232,11 @@ def test_whoever_writes_to_a_merged_matrix_is_found_out() -> None:
     bench = Bench()
     bench.merger.load(bench.adapter(5, 0.1))
     name = "model.layers.1.mlp.down_proj.weight"
-    with pytest.raises(SharedBaseError, match=f"^{name} of the base cannot be brought back"), bench.merger.merged():
+    with bench.merger.merged():
         bench.shared.shared[name].engine.data[0, 0] += 1
-    with pytest.raises(SharedBaseError, match="while its base holds the policy's merged weights"):
-        bench.model(IDS)
+    for _ in range(2):
+        with pytest.raises(SharedBaseError, match=f"^{name} of the base cannot be brought back"):
+            bench.model(IDS)
     with pytest.raises(SharedBaseError, match="cannot be brought back"):
         bench.shared.check_content()
 
@@ -213,6 +256,7 @@ def test_the_gap_between_merged_weights_and_the_adapter_apart_is_a_rounding(benc
     bench.merger.load(adapter)
     with bench.merger.merged():
         merged = bench.reader(IDS).logits.float().log_softmax(-1)
+    bench.merger.take_back()
     base = bench.reader(IDS).logits.float().log_softmax(-1)
     with bench.merger.merged():
         again = bench.reader(IDS).logits.float().log_softmax(-1)

@@ -276,7 +276,13 @@ def test_merged_weights_need_no_slot_for_adapters_and_are_gone_after_an_interrup
             work()
         assert fake.seen != before
         assert checksum(fake.weight) == before
+    fake.generate = lambda *_, **__: []  # and it goes well
+    for _ in range(2):
+        assert generator._generate([], []) == []
+        generator.sleep()
+        assert checksum(fake.weight) == fake.seen, "it need not be added again"
     model(torch.tensor([[1, 2, 3]]))
+    assert checksum(fake.weight) == before
 
 
 # -- what it takes ---------------------------------------------------------------------------------------------------
