@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -94,9 +94,13 @@ class Exchange:
         Raises:
             RanksError: a rank is gone, or is late.
         """
+        self.begin_broadcast(tensor, root, what)()
+
+    def begin_broadcast(self, tensor: Tensor, root: int, what: str) -> Callable[[], None]:
+        """Begins a `broadcast`; returns what waits for its end."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._complete(lambda: self._group.broadcast([tensor], options), f"{what} with rank {root}")
+        return self._begin(lambda: self._group.broadcast([tensor], options), f"{what} with rank {root}")
 
     def numbers(self, own: int) -> list[int]:
         """The numbers of all ranks in their order, this rank's being `own`; exchanged in main memory on any device.
@@ -106,7 +110,7 @@ class Exchange:
         """
         own_number = torch.tensor([own])
         numbers = [torch.empty_like(own_number) for _ in range(self._rendezvous.ranks)]
-        self._complete(lambda: self._host_group.allgather([numbers], [own_number]), "hear from all other ranks")
+        self._begin(lambda: self._host_group.allgather([numbers], [own_number]), "hear from all other ranks")()
         return [int(number) for number in numbers]
 
     def close(self) -> None:
@@ -119,12 +123,19 @@ class Exchange:
         if groups:
             wait([in_background(_end, groups)], timeout=CLOSE_S)
 
-    def _complete(self, begin: Callable[[], Any], what: str) -> None:
-        """Begins a collective, and waits for its end."""
-        try:
-            work = begin()
+    def _begin(self, begin: Callable[[], Any], what: str) -> Callable[[], None]:
+        """Begins a collective; returns what waits for its end."""
+
+        def complete() -> None:
             self._wait(work.is_completed, what)
             work.wait()
+
+        work = self._connected(begin)
+        return partial(self._connected, complete)
+
+    def _connected(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
         except RuntimeError as error:
             if isinstance(error, RanksError):
                 raise

@@ -1,8 +1,9 @@
 """Divides the base's decoder layers among the ranks: each holds some of them, and gets the others when it needs them.
 
 Layer i is held by rank i % ranks. When a pass reaches a layer, forward or backward, all ranks announce which layer they
-need, and its holder sends its weights into a buffer of each rank. The exchange is over before anything is computed with
-the layer. A rank that has no passes left takes part until all are done.
+lack and which one they will need next, and the holder sends its weights into a buffer of each rank. What is lacking
+arrives before anything is computed; the next layer arrives while this one is computed, if all ranks agree on it. A rank
+that has no passes left takes part until all are done.
 
 The graph of a pass never keeps the weights themselves, but the number of their layer, and gets them again when the
 backward reaches them: so no buffer is read after another layer has been put into it. Inside a checkpointed layer
@@ -14,8 +15,8 @@ whole on every rank. Adapters lie beside the weights and do not concern this mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +26,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlft.model.backbone import decoder_layers, layer_weights
-from rlft.trainer.ranks import Exchange
+from rlft.trainer.ranks import Exchange, RanksError
 
 ALIGNMENT = 256
 """Weights begin at multiples of this many bytes in a buffer, as they do with memory of their own."""
 NUM_BUFFERS = 2
-"""One for the layer in use, one for the last: with gradient checkpointing a layer's graph keeps the weights."""
+"""One for the layer in use, one for the next. Autograd runs the functions of later layers first, so that even where a
+layer's graph keeps the weights themselves (gradient checkpointing), nothing reads a layer once the one below it begins.
+"""
 NONE_LEFT = -1
 """What a rank announces when it has no passes left."""
 
@@ -74,8 +77,10 @@ class ShardedLayers:
         self._in_buffer: list[int | None] = [None] * NUM_BUFFERS
         self._layer_at: dict[int, int] = {}  # {address of its memory: layer} for layers that this rank holds
         self._buffer_at: dict[int, int] = {}  # {address of its memory: buffer}
-        self._current: int | None = None  # the layer that was exchanged last
+        self._current: int | None = None  # the layer that was brought last
+        self._arriving: tuple[int | None, Callable[[], None]] | None = None  # (layer of a buffer, waits for its end)
         self._exchange: Exchange | None = None
+        self._stream: Any = None  # of copies from main memory on a GPU
 
     # -- how the base is placed ----------------------------------------------------------------------------------------
     def adopt(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -90,6 +95,7 @@ class ShardedLayers:
         largest, dtype = max(len(flat) for flat in flats), flats[0].dtype
         buffers = [torch.zeros(largest, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._buffer_at = {buffer.data_ptr(): number for number, buffer in enumerate(buffers)}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         num_buffered = 0
         for index in range(len(flats)):
             # The reference in the list is dropped, so that no layer is both in main memory and on the device.
@@ -100,7 +106,7 @@ class ShardedLayers:
             else:
                 number = num_buffered % NUM_BUFFERS
                 num_buffered += 1
-                copy = flat.pin_memory() if device.type == "cuda" else flat
+                copy = flat.pin_memory() if self._stream is not None else flat
                 layer = Layer(flat=buffers[number][: len(flat)], buffer=number, copy=copy)
             self._layers.append(layer)
             for weight, shape, (start, end) in zip(
@@ -113,6 +119,7 @@ class ShardedLayers:
 
     def drop_copies(self) -> None:
         """Frees the layers in main memory: from now on this rank can make passes only together with the others."""
+        self._finish()
         for layer in self._layers:
             layer.copy = None
 
@@ -128,6 +135,7 @@ class ShardedLayers:
         Raises:
             RanksError: another rank is gone, or is late.
         """
+        self._finish()
         self._exchange, self._current = exchange, None
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
@@ -136,46 +144,101 @@ class ShardedLayers:
                 pass
         finally:
             self._exchange = self._current = None
+            with suppress(RanksError):  # after an error, nothing may arrive in a buffer that is used again
+                self._finish()
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
         self._bring(index)
 
     def _bring(self, index: int) -> None:
-        """Puts this layer's weights where its parameters are."""
-        if self._exchange is None:
-            self._from_main_memory(index)
-        elif index != self._current:
-            self._announce(index)
-            self._current = index
-
-    def _from_main_memory(self, index: int) -> None:
-        layer = self._layers[index]
-        if layer.buffer is None or self._in_buffer[layer.buffer] == index:
+        """Puts this layer's weights where its parameters are, and begins to bring the next one's."""
+        if index == self._current:
             return
-        assert layer.copy is not None, "a rank without the layers in main memory makes no passes alone"
-        self._in_buffer[layer.buffer] = None
-        layer.flat.copy_(layer.copy, non_blocking=True)
-        self._in_buffer[layer.buffer] = index
-
-    def _announce(self, index: int) -> bool:
-        """One round: each layer that a rank needs is sent to all. Returns False if none needs any."""
-        assert self._exchange is not None, "there are other ranks"
-        needed = {number for number in self._exchange.numbers(index) if number != NONE_LEFT}
-        for other in sorted(needed):
-            self._receive(self._exchange, other, index)
-        return bool(needed)
-
-    def _receive(self, exchange: Exchange, index: int, own: int) -> None:
-        """Sends or receives a layer; the buffer of `own`, which this rank needs, must not be overwritten."""
-        layer, what = self._layers[index], "exchange layers of the base"
-        if layer.buffer is None:
-            exchange.broadcast(layer.flat, self._rank, what)
-        elif own not in (index, NONE_LEFT):  # another rank passes the layers in another order
-            exchange.broadcast(torch.empty_like(layer.flat), index % self._ranks, what)
+        previous, self._current = self._current, None
+        self._finish()
+        following = self._following(previous, index)
+        if self._exchange is not None:
+            self._announce(index, following)
         else:
-            self._in_buffer[layer.buffer] = None
-            exchange.broadcast(layer.flat, index % self._ranks, what)
-            self._in_buffer[layer.buffer] = index
+            if not self._has(index):
+                self._copy(index)
+                self._finish()
+            if following is not None:
+                self._copy(following)
+        self._current = index
+
+    def _has(self, index: int) -> bool:
+        """Whether the layer's weights are where its parameters are."""
+        buffer = self._layers[index].buffer
+        return buffer is None or self._in_buffer[buffer] == index
+
+    def _following(self, previous: int | None, index: int) -> int | None:
+        """The layer that passes need after these two, unless it is there or would overwrite the one in use.
+
+        Forwards go up and backwards down; a forward with gradient is followed by its backward, others by a forward.
+        """
+        last = len(self._layers) - 1
+        if index == last:
+            following = last - 1 if torch.is_grad_enabled() else 0
+        else:
+            following = index - 1 if index and previous is not None and index < previous else index + 1
+        if following < 0 or self._has(following) or self._layers[following].buffer == self._layers[index].buffer:
+            return None
+        return following
+
+    def _copy(self, index: int) -> None:
+        """Begins to copy a layer from main memory."""
+        layer, stream = self._layers[index], self._stream
+        assert layer.copy is not None, "a rank without the layers in main memory makes no passes alone"
+        assert layer.buffer is not None, "it lies in main memory"
+        self._in_buffer[layer.buffer] = None
+        if stream is None:
+            layer.flat.copy_(layer.copy)
+            self._arriving = index, lambda: None
+            return
+        stream.wait_stream(torch.cuda.current_stream(layer.flat.device))  # passes that still read the buffer
+        with torch.cuda.stream(stream):
+            layer.flat.copy_(layer.copy, non_blocking=True)
+        self._arriving = index, lambda: torch.cuda.current_stream(layer.flat.device).wait_stream(stream)
+
+    def _announce(self, index: int, following: int | None = None) -> bool:
+        """One round: each layer that a rank lacks is sent to all, and sending the next one begins if all agree on it.
+
+        Returns False if no rank has passes left.
+        """
+        assert self._exchange is not None, "there are other ranks"
+        self._finish()
+        base, none_left = len(self._layers) + 1, index == NONE_LEFT
+        lacking = 0 if none_left or self._has(index) else index + 1
+        own = NONE_LEFT if none_left else lacking * base + (0 if following is None else following + 1)
+        announced = [divmod(number, base) for number in self._exchange.numbers(own) if number != NONE_LEFT]
+        needed = {number - 1 for number, _ in announced if number}
+        for number in sorted(needed):
+            self._send(self._exchange, number, is_wanted=none_left or number in (index, following))
+            self._finish()
+        ahead = {number - 1 for _, number in announced if number} - needed
+        if len(ahead) == 1:
+            [number] = ahead
+            self._send(self._exchange, number, is_wanted=none_left or number == following)
+        return bool(announced)
+
+    def _send(self, exchange: Exchange, index: int, *, is_wanted: bool) -> None:
+        """Begins to send or receive a layer; one that is not wanted must not overwrite what lies in its buffer."""
+        layer, buffer = self._layers[index], self._layers[index].buffer
+        flat = layer.flat if is_wanted or buffer is None else torch.empty_like(layer.flat)
+        if flat is layer.flat and buffer is not None:
+            self._in_buffer[buffer] = None
+        complete = exchange.begin_broadcast(flat, index % self._ranks, "exchange layers of the base")
+        self._arriving = index if flat is layer.flat else None, complete
+
+    def _finish(self) -> None:
+        """Waits for the layer that is arriving, if there is one."""
+        if self._arriving is None:
+            return
+        (index, complete), self._arriving = self._arriving, None
+        complete()
+        if index is not None and (buffer := self._layers[index].buffer) is not None:
+            self._in_buffer[buffer] = index
 
     # -- what graphs keep ----------------------------------------------------------------------------------------------
     def _packed(self, tensor: Tensor) -> Tensor | Kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_one_test import each
 from slow_cases import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -47,12 +49,15 @@ def store() -> Any:
 def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Exchange]]]:
     """Connects so many ranks, all in this process."""
     opened: list[Exchange] = []
+    count = itertools.count()
 
     def meet(ranks: int, timeout: float = 60.0) -> list[Exchange]:
-        where = Rendezvous(host=LOOPBACK, port=store.port, name=request.node.name, ranks=ranks, timeout=timeout)
+        name = f"{request.node.name} {next(count)}"
+        where = Rendezvous(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
         futures = [in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(ranks)]
-        opened.extend(future.result(60) for future in futures)
-        return opened
+        met = [future.result(60) for future in futures]
+        opened.extend(met)
+        return met
 
     yield meet
     for exchange in opened:
@@ -243,6 +248,82 @@ def test_ranks_may_need_layers_in_any_order_and_number(met: Callable[..., list[E
         for base, exchange, order in zip(bases, met(3), orders, strict=True)
     ]
     assert together(walks) == [5, 4, 0]
+
+
+@each(("ranks", "checkpointing"), [(1, False), (1, True), (2, False), (2, True), (3, True), (4, True)])
+def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awaited_after_it(
+    ranks: int, checkpointing: bool, met: Callable[..., list[Exchange]]
+) -> None:
+    """Two forwards with their backwards and two without, in the order of events on each rank; the numbers are those of
+    a whole base bit for bit. Only the first layer is waited for at once, and again where a forward follows a forward
+    and the first layer's buffer is the last one's."""
+    x = torch.ones(1, 3, 16, dtype=torch.float64)
+
+    def work(model: PreTrainedModel) -> list[Tensor]:
+        found = []
+        for scale in (1.0, 2.0):
+            inputs = (scale * x).requires_grad_()
+            out = model(inputs_embeds=inputs, use_cache=False).logits
+            out.sum().backward()
+            found += [out.detach(), inputs.grad]
+        with torch.no_grad():
+            found += [model(inputs_embeds=scale * x).logits for scale in (3.0, 4.0)]
+        return found
+
+    expected = work(random_model())
+    exchanges, bases = met(ranks) if ranks > 1 else [None], [adopted(rank, ranks) for rank in range(ranks)]
+
+    def of_rank(rank: int) -> tuple[list[tuple[str, int]], list[Tensor]]:
+        sharded, model = bases[rank]
+        events = recorded(sharded, model)
+        if checkpointing:
+            model.train()
+            set_checkpointing(model, True)
+        with sharded.passes(exchanges[rank]):
+            return events, work(model)
+
+    results = together([lambda rank=rank: of_rank(rank) for rank in range(ranks)])
+    for rank, (events, found) in enumerate(results):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), rank
+        ends = [at for at, (kind, _) in enumerate(events) if kind == "end"]
+        late = [events[at] for at in ends if not is_ahead(events, at)]
+        assert len(ends) > 2 * LAYERS, "two passes up and down, and two up"
+        assert late in ([("end", 0)], [("end", 0)] * 2), (rank, events)
+
+
+def recorded(sharded: ShardedLayers, model: PreTrainedModel) -> list[tuple[str, int]]:
+    """What happens from now on: a layer begins to arrive, is awaited ("end"), is computed forward or backward."""
+    events: list[tuple[str, int]] = []
+    send, copy, finish = sharded._send, sharded._copy, sharded._finish
+
+    def sent(exchange: Any, index: int, **settings: Any) -> None:
+        events.append(("begin", index))
+        send(exchange, index, **settings)
+
+    def copied(index: int) -> None:
+        events.append(("begin", index))
+        copy(index)
+
+    def finished() -> None:
+        if sharded._arriving is not None:
+            events.append(("end", last_begun(events)))
+        finish()
+
+    sharded._send, sharded._copy, sharded._finish = sent, copied, finished  # type: ignore[method-assign]
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.register_forward_hook(lambda *_, index=index: events.append(("computed", index)))
+        layer.input_layernorm.register_full_backward_hook(lambda *_, index=index: events.append(("computed", index)))
+    return events
+
+
+def last_begun(events: list[tuple[str, int]]) -> int:
+    return next(layer for kind, layer in reversed(events) if kind == "begin")
+
+
+def is_ahead(events: list[tuple[str, int]], end: int) -> bool:
+    """Whether something was computed between the beginning and this end of a layer's arrival."""
+    begin = max(at for at in range(end) if events[at] == ("begin", events[end][1]))
+    return any(kind == "computed" for kind, _ in events[begin:end])
 
 
 def test_alone_a_rank_has_the_layers_of_others_from_main_memory() -> None:
