@@ -58,11 +58,11 @@ def load_for_training(
         backbone = load_backbone(config) if adopt is None else load_backbone(config, adopt)
     if config.gradient_checkpointing == "auto":
         model, free, layers = backbone.model, free_bytes(backbone.device), NO_ADAPTER
-        plain, itemsize, quantized = backbone.kernels.are_plain, model.dtype.itemsize, config.quantization is not None
-        if lora is not None and (plain or lora.dropout > 0 or lora.use_dora or quantized):
+        plain, itemsize = backbone.kernels.are_plain, model.dtype.itemsize
+        if lora is not None and (plain or lora.dropout > 0 or lora.use_dora):
             empty = empty_model(config, model.config)
             shapes = fresh_shapes(empty, lora_config(lora, empty))
-            layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
+            layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora)
         device = backbone.device.type
         adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
         joint = lora is not None and backbone.kernels.decision.joint_layers and layers.serves_joint(plain=plain)

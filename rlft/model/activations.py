@@ -150,8 +150,7 @@ def peft_reads_the_old_name() -> Iterator[None]:
 class AdapterLayers:
     """The linear layers that an adapter lies on, and what PEFT's layers keep of a token in addition to the base's.
 
-    The joint functions of the fast kernels keep only a few numbers. They serve adapters without dropout and DoRA, on a
-    base that is not quantised.
+    The joint functions of the fast kernels keep only a few numbers. They serve adapters without dropout and DoRA.
 
     Attributes:
         inputs: sum of these layers' input sizes.
@@ -161,7 +160,6 @@ class AdapterLayers:
         largest: (input size, output size) of the largest of them.
         dropout: whether inputs are dropped at random.
         dora: whether outputs are scaled by learned magnitudes (DoRA, arXiv 2402.09353).
-        quantized: whether the base's weights have 4 bits, and its layers are PEFT's whatever the kernels are.
     """
 
     inputs: int = 0
@@ -171,12 +169,9 @@ class AdapterLayers:
     largest: tuple[int, int] = (0, 0)
     dropout: bool = False
     dora: bool = False
-    quantized: bool = False
 
     @classmethod
-    def of(
-        cls, shapes: Mapping[str, tuple[int, ...]], *, dropout: bool, dora: bool, quantized: bool = False
-    ) -> AdapterLayers:
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], *, dropout: bool, dora: bool) -> AdapterLayers:
         """The layers of an adapter whose tensors have these shapes, by PEFT's names."""
         inputs = {name.partition(".lora_A")[0]: shape[1] for name, shape in shapes.items() if ".lora_A" in name}
         outputs = {name.partition(".lora_B")[0]: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
@@ -191,12 +186,11 @@ class AdapterLayers:
             largest=max(sizes, key=lambda size: size[0] * size[1], default=(0, 0)),
             dropout=dropout,
             dora=dora,
-            quantized=quantized,
         )
 
     def serves_joint(self, *, plain: bool) -> bool:
         """Whether the joint functions of the fast kernels can have this adapter; `plain`: whether there are none."""
-        return not (plain or self.dropout or self.dora or self.quantized)
+        return not (plain or self.dropout or self.dora)
 
     def bytes_of_a_token(self, itemsize: int, device: str, *, plain: bool) -> int:
         """Bytes of a token that all layers keep for the backward.

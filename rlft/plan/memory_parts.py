@@ -271,6 +271,8 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     tokens, predicted = largest_micro_batch(demand, packed=model.packed)
     how = layers_kept(model, demand, predicted)
     gradients, head = tokens * model.layer_width * model.itemsize, head_bytes(model, demand, tokens, predicted)
+    if model.quantized:  # a branch's weights in the dtype that it computes with: those of its gated MLP
+        gradients += 3 * model.mlp_width * model.hidden * model.itemsize
     outputs = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1) if demand.through_head else 0
     kept, of_a_layer = activation_bytes(model.config, tokens, model.itemsize, **how), 0
     if demand.recompute:

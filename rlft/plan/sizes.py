@@ -54,8 +54,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     if lora is not None:  # from here on its adapter is on the empty base
         shapes = fresh_shapes(empty, lora_config(lora, empty))
         layer_kinds = adapted_words(empty)
-        is_quantized = settings.quantization is not None
-        adapter = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=is_quantized)
+        adapter = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora)
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
     inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
     return ModelSizes(

@@ -106,9 +106,6 @@ def test_layers_that_read_the_same_input_share_it_where_nothing_is_dropped():
     assert on["cpu"] - on["cuda"] == 3 * (8 + 8 + 24)
     low = AdapterLayers.of(shapes, dropout=False, dora=False).bytes_of_a_token(2, "cpu", plain=False)
     assert low == 2 * 3 * 2, "three ranks of 2, in the dtype of the base"
-    # PEFT's layers on a base of 4 bits keep what they keep on any other.
-    quantized, usual = (AdapterLayers.of(shapes, dropout=False, dora=False, quantized=q) for q in (True, False))
-    assert quantized.bytes_of_a_token(2, "cuda", plain=False) == usual.bytes_of_a_token(2, "cuda", plain=True) > 0
 
 
 def test_a_model_says_whether_it_is_checkpointed(model_config, recwarn):

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlft.model.kernels.lora_linear import is_4bit
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -173,11 +175,14 @@ def _counted(counts: Counter[str]) -> str:
 
 def _same(module: Any, forward: Any) -> bool:
     """Whether function and module agree on a probe, except for rounding."""
-    weight = module.weight if hasattr(module, "weight") else module.gate_proj.weight
-    if not weight.is_floating_point():  # 4-bit weights are packed into integers
+    first = module if hasattr(module, "weight") else module.gate_proj
+    width, dtype = first.weight.shape[-1], first.weight.dtype
+    if is_4bit(first):
+        width, dtype = first.in_features, first.compute_dtype
+    elif not dtype.is_floating_point:
         return False
-    numbers = torch.randn(1, 8, weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    probe = numbers.to(weight.device, weight.dtype)
+    numbers = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0))
+    probe = numbers.to(first.weight.device, dtype)
     try:
         expected = module(probe)
     except (RuntimeError, TypeError):

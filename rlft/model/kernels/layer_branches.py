@@ -30,7 +30,7 @@ from rlft.model.kernels.elementwise import (
     turned,
     turned_back,
 )
-from rlft.model.kernels.lora_linear import Layers, Operands, add_product, gradients, products, products_of_few
+from rlft.model.kernels.lora_linear import Layers, Operands, add_product, dense, gradients, products, products_of_few
 
 if TYPE_CHECKING:
     from rlft.model.kernels.prefix_cache import FlashPrefixCache
@@ -74,7 +74,7 @@ def attention(x: Tensor, heads: Heads, spans: Spans, scale: float, layers: Layer
 def mlp(x: Tensor, norm: Norm, layers: Layers) -> Tensor:
     """`[.., hidden]` from x of the same shape; `layers` are those of gate, up and down."""
     if not torch.is_grad_enabled():
-        return _mlp(x.detach(), norm, layers.operands)[0]
+        return _mlp(x.detach(), norm, dense(layers.operands, x.dtype))[0]
     return cast(Tensor, _Mlp.apply(x, norm, layers.operands, *layers.learned))
 
 
@@ -87,16 +87,17 @@ def decoded_attention(
     There are so few numbers that the number of launches decides: products are added up in their results.
     """
     inner, _ = normed(x, *heads.norm)
-    q_RHD, k_RKD, v_RKD = (part.view(len(part), -1, heads.size) for part in products_of_few(inner, layers[:3]))
+    parts = products_of_few(inner, dense(layers[:3], x.dtype))
+    q_RHD, k_RKD, v_RKD = (part.view(len(part), -1, heads.size) for part in parts)
     out_RHD = cache.attend(q_RHD, k_RKD, v_RKD, Scoring(scale), window, heads=heads)
-    return add_product(x, out_RHD.flatten(1), layers[3])
+    return add_product(x, out_RHD.flatten(1), *dense(layers[3:], x.dtype))
 
 
 def decoded_mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:
     """`mlp` for the next token of each completion, x `[1, R, hidden]`, which is overwritten; no gradient."""
     inner, _ = normed(x, *norm)
-    gate, up = products_of_few(inner, layers[:2])
-    return add_product(x, silu_product(gate, up), layers[2])
+    gate, up = products_of_few(inner, dense(layers[:2], x.dtype))
+    return add_product(x, silu_product(gate, up), *dense(layers[2:], x.dtype))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -105,9 +106,9 @@ def _attention(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """(x plus the branch, tensors that its gradients need)."""
     x = x.detach()  # else it would be compiled once for an x that needs a gradient, and once for one that does not
-    q_NHD, k_NKD, v_NKD, *kept = _attention_inputs(x, heads, layers[:3])
+    q_NHD, k_NKD, v_NKD, *kept = _attention_inputs(x, heads, dense(layers[:3], x.dtype))
     out_NHD, *attention_kept = attend(q_NHD, k_NKD, v_NKD, spans, Scoring(scale))
-    y, low_o = _attention_output(x, out_NHD, layers[3:])
+    y, low_o = _attention_output(x, out_NHD, dense(layers[3:], x.dtype))
     return y, (x, q_NHD, k_NKD, v_NKD, out_NHD, *attention_kept, low_o, *kept)
 
 
@@ -186,10 +187,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad], layers = grad_outputs, ctx.layers
         x, q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused, low_o, *kept = ctx.saved_tensors
-        out_grad, o_grads = _output_gradients(grad, out_NHD, low_o, layers[3:])
+        out_grad, o_grads = _output_gradients(grad, out_NHD, low_o, dense(layers[3:], x.dtype))
         of_attention = (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused)
         head_grads = attention_gradients(out_grad, of_attention, ctx.spans, Scoring(ctx.scale))
-        x_grad, qkv_grads = _input_gradients(grad, head_grads, x, ctx.heads, kept, layers[:3], ctx.needs_input_grad[0])
+        layers, needs_x = dense(layers[:3], x.dtype), ctx.needs_input_grad[0]
+        x_grad, qkv_grads = _input_gradients(grad, head_grads, x, ctx.heads, kept, layers, needs_x)
         return x_grad, None, None, None, None, *qkv_grads, *o_grads
 
 
@@ -225,7 +227,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Norm, layers: Sequence[Operands], *learned: Tensor) -> Tensor:
         x = x.detach()
-        y, *kept = _mlp(x, norm, layers)
+        y, *kept = _mlp(x, norm, dense(layers, x.dtype))
         ctx.save_for_backward(x, *kept)
         ctx.norm, ctx.layers = norm, layers
         return y
@@ -233,7 +235,8 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad], (x, *kept) = grad_outputs, ctx.saved_tensors
-        x_grad, learned_grads = _mlp_gradients(grad, x, ctx.norm, kept, ctx.layers, ctx.needs_input_grad[0])
+        layers = dense(ctx.layers, x.dtype)
+        x_grad, learned_grads = _mlp_gradients(grad, x, ctx.norm, kept, layers, ctx.needs_input_grad[0])
         return x_grad, None, None, *learned_grads
 
 

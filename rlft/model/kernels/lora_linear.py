@@ -6,10 +6,14 @@ kept. Layers that read the same x share its low-rank products and the sum of its
 `layer_branches.py` has them). Where W + s B A exists already (`LoraLinear.lend`), y and the gradient of x are one
 product each. The result is the same sum in another order; for what it does not know the layer falls back to PEFT's own
 forward, also for DoRA with gradient: only sums include its magnitudes.
+
+A base that bitsandbytes holds in 4 bits is multiplied as it does itself: its function gives W in 16 bits for a product,
+in the forward and again in the backward (`dense`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, cast
@@ -28,20 +32,28 @@ def install(config: LoraConfig) -> None:
 
 def _layer_of(target: nn.Module, *args: Any, **kwargs: Any) -> Linear:
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    return (LoraLinear if type(base).forward is nn.Linear.forward else Linear)(target, *args, **kwargs)
+    is_known = type(base).forward is nn.Linear.forward or is_4bit(base)
+    return (LoraLinear if is_known else Linear)(target, *args, **kwargs)
+
+
+def is_4bit(layer: nn.Module) -> bool:
+    """Whether bitsandbytes, which is imported where it is, holds the layer's weights in 4 bits."""
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")
+    return bitsandbytes is not None and type(layer) is bitsandbytes.nn.Linear4bit
 
 
 class Operands(NamedTuple):
-    """The matrices of one layer with which `products` multiplies x, all in the dtype of W and without gradient.
+    """The matrices of one layer with which `products` multiplies x, all in the dtype of x and without gradient.
 
     Attributes:
-        weight: W of the base.
+        weight: W of the base, or its 4-bit numbers, of which `dense` makes W.
         bias: b of the base, if it has one.
         down: A; None if the layer has no adapter.
         up: B; None if the layer has no adapter.
         total: (W + s B A)' `[in, out]`, if it exists.
         scale: s.
         dtype: that of the parameters that A and B are copies of, and so of their gradients.
+        state: bitsandbytes' scales of 4-bit numbers; None where `weight` is W.
     """
 
     weight: Tensor
@@ -51,6 +63,7 @@ class Operands(NamedTuple):
     total: Tensor | None = None
     scale: float = 0.0
     dtype: torch.dtype = torch.float32
+    state: Any = None
 
     @property
     def rank(self) -> int:
@@ -175,25 +188,32 @@ class LoraLinear(Linear):
         if layers is None:
             return super().forward(x, *args, **kwargs)
         if not torch.is_grad_enabled():
-            return products(x, layers.operands)[0][0]
+            [layer] = layers.operands
+            if layer.state is None:
+                return products(x, layers.operands)[0][0]
+            y = base(x)  # for a few rows bitsandbytes reads W as it is
+            low = x.reshape(-1, x.shape[-1]) @ _downs(layers.operands).t()
+            _with_product(y.view(-1, y.shape[-1]), low, cast(Tensor, layer.up).t(), layer.scale)
+            return y
         # As a matrix: some models overwrite the result, which torch forbids where a function returns a view.
         y = cast(Tensor, _LoraProduct.apply(x.reshape(-1, x.shape[-1]), layers.operands, *layers.learned))
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def operands(self, x: Tensor) -> tuple[Operands, tuple[Tensor, Tensor]] | None:
         """The operands of `forward` and their parameters, if it is two products and nothing else; otherwise None."""
-        base, role = cast(nn.Linear, self.base_layer), self._lone_role()
+        base, role = _of_base(cast(nn.Linear, self.base_layer), x), self._lone_role()
         if (
             role is None
             or role in self.lora_variant
-            or x.dtype != base.weight.dtype
+            or base is None
             or (role in self.sums and not torch.is_grad_enabled())
         ):
             return None
         total = self._borrowed(role) if torch.is_grad_enabled() else None
         learned = self._matrices(role)
-        copies = self._copies(role, x.dtype)
-        return Operands(base.weight, base.bias, *copies, total, self.scaling[role], learned[0].dtype), learned
+        down, up = self._copies(role, x.dtype)
+        adapter = {"down": down, "up": up, "total": total, "scale": self.scaling[role], "dtype": learned[0].dtype}
+        return base._replace(**adapter), learned
 
     def _lone_role(self) -> str | None:
         """The active adapter, if it is the only one and has just two matrices, perhaps with magnitudes (DoRA)."""
@@ -226,8 +246,11 @@ def layers_of(x: Tensor, modules: Iterable[nn.Module]) -> Layers | None:
                 return None
             operands.append(adapted[0])
             learned += adapted[1]
-        elif type(module) is nn.Linear and _is_frozen(module) and module.weight.dtype == x.dtype:
-            operands.append(Operands(module.weight, module.bias))
+        elif (type(module) is nn.Linear or is_4bit(module)) and _is_frozen(module):
+            base = _of_base(cast(nn.Linear, module), x)
+            if base is None:
+                return None
+            operands.append(base)
         else:
             return None
     return Layers(operands, learned)
@@ -237,10 +260,43 @@ def _is_frozen(module: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in module.parameters())
 
 
+def _of_base(base: nn.Linear, x: Tensor) -> Operands | None:
+    """The operands of a linear layer of the base; None if it computes in another dtype than that of x."""
+    if not is_4bit(base):
+        return Operands(base.weight, base.bias) if base.weight.dtype == x.dtype else None
+    state: Any = getattr(base.weight, "quant_state", None)
+    bias_dtype = x.dtype if base.bias is None else base.bias.dtype
+    # For some CPUs bitsandbytes packs the numbers in another way, which only its own forward can read.
+    if (
+        state is None
+        or getattr(state, "packing_format_for_cpu", False)
+        or not base.compute_dtype == bias_dtype == x.dtype
+    ):
+        return None
+    return Operands(base.weight, base.bias, state=state)
+
+
+def dense(layers: Sequence[Operands], dtype: torch.dtype) -> Sequence[Operands]:
+    """The same with W in this dtype where the base has 4 bits: for the products at hand, and not to be kept.
+
+    It is a parameter, whose sizes are constants to torch.compile.
+    """
+    return [
+        layer
+        if layer.state is None
+        else layer._replace(weight=nn.Parameter(_dequantized(layer).to(dtype), requires_grad=False), state=None)
+        for layer in layers
+    ]
+
+
+def _dequantized(layer: Operands) -> Tensor:
+    return sys.modules["bitsandbytes"].functional.dequantize_4bit(layer.weight.data, layer.state)
+
+
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, operands: Sequence[Operands], *learned: Tensor) -> Tensor:
-        [y], flat, low = products(x, operands)
+        [y], flat, low = products(x, dense(operands, x.dtype))
         ctx.save_for_backward(flat, low)
         ctx.operands = operands
         return y
@@ -248,7 +304,8 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         flat, low = ctx.saved_tensors
-        x_grad, learned_grads = gradients(ctx.operands, flat, low, grad_outputs, ctx.needs_input_grad[0])
+        layers = dense(ctx.operands, flat.dtype)
+        x_grad, learned_grads = gradients(layers, flat, low, grad_outputs, ctx.needs_input_grad[0])
         shape = grad_outputs[0].shape[:-1]
         return None if x_grad is None else x_grad.view(*shape, -1), None, *learned_grads
 
