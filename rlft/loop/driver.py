@@ -31,7 +31,7 @@ from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
-from rlft.system.device import peak_memory_bytes, resolve_device
+from rlft.system.device import fork_rng, peak_memory_bytes, resolve_device
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.repeatable import repeatable
@@ -166,7 +166,7 @@ class RunDriver(ABC):
     def rehearse(self, step: int) -> None:
         """Decodes the longest rows, and runs the largest micro-batch forward and backward; keeps nothing."""
         start = time.monotonic()
-        with torch.random.fork_rng():
+        with fork_rng(resolve_device(self.config.model.device)):
             self.logger.stage("rehearse sampling")
             self.rehearse_sampling(step)
             self.logger.stage("rehearse update")

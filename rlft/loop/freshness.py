@@ -34,6 +34,7 @@ from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, differenc
 from rlft.model.backbone import Backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
+from rlft.system.device import fork_rng
 from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
@@ -369,7 +370,7 @@ def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: i
 
 def _gap(batch: Batch, learner: Roles | WholeModel, token_budget: int, *, training: bool) -> Gap:
     """The gap between the log-probs of all sampled tokens."""
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), fork_rng(learner.backbone.device):
         if training:
             with learner.training(dropout=False):
                 expected_BT = learner.forward.logprobs(batch, token_budget)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 
@@ -111,10 +112,25 @@ ADAPTER_ITEM = 4
 def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
     """Turns gradient checkpointing on or off. It has an effect in training mode only."""
     if on:
-        _method(model, "enable")({"use_reentrant": False})
+        draws = {"context_fn": _drawing_again} if model.device.type == "mps" else {}
+        _method(model, "enable")({"use_reentrant": False, **draws})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
     elif model.supports_gradient_checkpointing:
         _method(model, "disable")()
+
+
+def _drawing_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """(context of a forward, of its recomputation), which draws the same numbers on an Apple GPU. torch's own code
+    (`had_device_in_fwd` in torch/utils/checkpoint.py) passes over devices whose module has no `_initialized`."""
+    state = torch.mps.get_rng_state()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(devices=["mps"], device_type="mps"):
+            torch.mps.set_rng_state(state)
+            yield
+
+    return nullcontext(), again()
 
 
 def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:

@@ -1,12 +1,13 @@
 """What a device can do: which one a config means, its 16-bit types, its memory, and how ranks on it exchange tensors.
 
 rlft is measured on CPUs and on NVIDIA's GPUs. AMD's GPUs (which torch calls cuda as well), Intel's (xpu) and Apple's
-(mps) get what torch itself gives there: the modules of transformers and PEFT, SDPA, and the transformers engine. That
-was tried on pretended devices, not on hardware.
+(mps) compute by torch's plain operators, one by one, with the transformers engine. That was tried on pretended devices
+(tests/pretended_card), not on hardware.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,15 @@ def computes_bfloat16(device: Device) -> bool:
     if not kind_of(device).has_kernels or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= OLDEST_WITH_BFLOAT16
+
+
+def fork_rng(device: Device) -> AbstractContextManager[None]:
+    """Inside, what is drawn on the host and on this device changes nothing of what they draw afterwards.
+
+    Other GPUs of the machine are left alone: torch's default forks all of them, with a warning.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices=devices, device_type=device.type)
 
 
 def widest(device: Device) -> DType:

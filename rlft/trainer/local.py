@@ -26,6 +26,7 @@ from rlft.config.schema import RunConfig
 from rlft.config.trainer import TrainerConfig
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
+from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.lanes import Division, divide
@@ -301,7 +302,7 @@ class LocalTrainer:
                 micro = roles.annotate(micro, no_row, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.config.generation.max_tokens, roles)
         [placed] = roles.forward.placed([micro])
-        with torch.random.fork_rng(), roles.training(), self.passes():
+        with fork_rng(roles.backbone.device), roles.training(), self.passes():
             backward(roles, algorithm, placed, scale, policy_learns=True)
         for role in roles.learning_roles:
             for _, parameter in roles.named_parameters(role):

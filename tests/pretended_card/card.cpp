@@ -1,7 +1,10 @@
-// What a torch without CUDA lacks so that its autograd takes tensors that say cuda:0: a device guard, and CUDA's hooks.
-// Load it before torch: torch looks for its hooks once (ATen/detail/CUDAHooksInterface.cpp, `getCUDAHooks`).
+// What a torch without a GPU lacks so that its autograd takes tensors that say cuda:0, xpu:0 or mps:0: a device guard
+// and the device's hooks. Load it before torch: torch looks for hooks once (ATen/detail/CUDAHooksInterface.cpp,
+// `getCUDAHooks`). One kind of card is there at a time, as `pretend` says.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/MPSHooksInterface.h>
+#include <ATen/detail/XPUHooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -10,42 +13,51 @@
 #include <unordered_set>
 
 namespace {
-constexpr auto CUDA = c10::DeviceType::CUDA;
-const c10::Device CARD(CUDA, 0);
+using c10::DeviceIndex;
+using c10::DeviceType;
+
+auto pretended = DeviceType::CUDA;
+DeviceIndex cards = 1;
+thread_local DeviceIndex current = 0;
 
 // Autograd asks for the stream of every tensor's device (torch/csrc/autograd/input_buffer.cpp). There is one stream,
 // and whatever was launched is done.
 struct Guard final : public c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return CUDA; }
-  c10::Device exchangeDevice(c10::Device) const override { return CARD; }
-  c10::Device getDevice() const override { return CARD; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, CARD); }
+  explicit Guard(DeviceType type) : type_(type) {
+    c10::impl::device_guard_impl_registry[static_cast<size_t>(type)].store(this);
+  }
+  DeviceType type() const override { return type_; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return {type_, current}; }
+  void setDevice(c10::Device device) const override { current = device.has_index() ? device.index() : current; }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  DeviceIndex deviceCount() const noexcept override { return type_ == pretended ? cards : 0; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void record(void**, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  const DeviceType type_;
 };
 
-Guard guard;
-const bool registered = [] {
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(CUDA)].store(&guard);
-  return true;
-}();
+Guard guards[] = {Guard(DeviceType::CUDA), Guard(DeviceType::XPU), Guard(DeviceType::MPS)};
 
 // Says cuda:0 and draws as a CPU's generator does, so that a run on the card drops what the run on the CPU drops.
-// Kernels of the CPU refuse it; card.py draws with a CPU's generator in the same state.
+// Kernels of the CPU refuse it; pretended_card.py draws with a CPU's generator in the same state.
 struct CardGenerator final : public at::CPUGeneratorImpl {
-  explicit CardGenerator(uint64_t seed) : at::CPUGeneratorImpl(seed) {
-    device_ = CARD;
-    key_set_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  CardGenerator(uint64_t seed, c10::Device device) : at::CPUGeneratorImpl(seed) {
+    device_ = device;
+    key_set_ = c10::DispatchKeySet(
+        device.is_cuda() ? c10::DispatchKey::CUDA : device.is_xpu() ? c10::DispatchKey::XPU : c10::DispatchKey::MPS);
   }
 };
 
@@ -55,7 +67,7 @@ struct PinnedMemory final : public c10::Allocator {
     void* pointer = c10::alloc_cpu(size);
     const std::lock_guard<std::mutex> lock(mutex());
     pointers().insert(pointer);
-    return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
+    return {pointer, pointer, &release, c10::Device(DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
@@ -80,37 +92,53 @@ struct PinnedMemory final : public c10::Allocator {
     return *one;
   }
 };
-}  // namespace
 
-namespace at::pretended {
-// The virtual functions that torch 2.11 to 2.13 call on a CPU build that is told to have CUDA; the others raise.
-struct CUDAHooks : public at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
+// The virtual functions that torch 2.11 to 2.13 call on a CPU build that is told to have such devices; others raise.
+template <typename Interface, DeviceType TYPE>
+struct Hooks : public Interface {
+  bool is_here() const { return pretended == TYPE; }
   void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  int getNumGPUs() const override { return 1; }
+  bool isBuilt() const override { return is_here(); }
+  bool isAvailable() const override { return is_here(); }
+  bool hasPrimaryContext(DeviceIndex) const override { return is_here(); }
+  DeviceIndex deviceCount() const override { return is_here() ? cards : 0; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(current, index); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return std::exchange(current, index); }
+  void setCurrentDevice(DeviceIndex index) const override { current = index; }
+  virtual DeviceIndex current_device() const { return current; }  // MPS has no such function
   bool isPinnedPtr(const void* pointer) const override { return PinnedMemory::holds(pointer); }
-  Allocator* getPinnedMemoryAllocator() const override {
+  at::Allocator* getPinnedMemoryAllocator() const override {
     static auto* allocator = new PinnedMemory();
     return allocator;
   }
-  Device getDeviceFromPtr(void*) const override { return CARD; }
-  const Generator& getDefaultGenerator(DeviceIndex) const override {
-    static auto generator = make_generator<CardGenerator>(default_rng_seed_val);
+  at::Device getDeviceFromPtr(void*) const override { return {TYPE, current}; }
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override {
+    static auto generator = getNewGenerator(0);
     return generator;
   }
-  Generator getNewGenerator(DeviceIndex) const override { return make_generator<CardGenerator>(default_rng_seed_val); }
+  at::Generator getNewGenerator(DeviceIndex index) const override {
+    const c10::Device device(TYPE, index < 0 ? current : index);
+    return at::make_generator<CardGenerator>(c10::default_rng_seed_val, device);
+  }
 };
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+}  // namespace
+
+extern "C" void pretend(const char* kind, int number) {
+  pretended = c10::Device(kind).type();
+  cards = static_cast<DeviceIndex>(number);
+}
+
+namespace at::pretended {
+#define HOOKS(KIND)                                                                      \
+  struct KIND##Hooks final : public Hooks<at::KIND##HooksInterface, DeviceType::KIND> {  \
+    explicit KIND##Hooks(at::KIND##HooksArgs = {}) {}                                    \
+    bool has##KIND() const override { return is_here(); }                                \
+  };                                                                                     \
+  using at::KIND##HooksRegistry;                                                         \
+  using at::Registerer##KIND##HooksRegistry;                                             \
+  REGISTER_##KIND##_HOOKS(KIND##Hooks)
+HOOKS(CUDA);
+HOOKS(XPU);
+HOOKS(MPS);
 }  // namespace at::pretended

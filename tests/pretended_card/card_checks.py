@@ -54,6 +54,33 @@ def check_a_tensor_of_the_card_meets_none_of_the_host_but_scalars_and_indices() 
     assert done() == (0, 1)
 
 
+def check_a_tensor_of_one_card_meets_none_of_another() -> None:
+    """This process sees two cards, by CUDA_VISIBLE_DEVICES."""
+    first, second = card(3), card(3).to("cuda:1")
+    for meet in (
+        lambda: first + second, lambda: torch.cat([second, first]), lambda: first * second.sum(),
+        lambda: first[second.long()], lambda: first.index_add_(0, torch.zeros(1, device="cuda:1").long(), first[:1]),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="two devices, cuda:1 and cuda:0"):
+            meet()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(1, device="cuda:2")
+    assert (first.to(second.device) + second).device == first.clone().copy_(second).to("cuda:1").device == second.device
+    with torch.cuda.device(1):
+        assert torch.ones(1, device="cuda").device == torch.device("cuda", torch.cuda.current_device()) == second.device
+    assert torch.ones(1, device="cuda").device == first.device
+    weight = torch.ones(3, device="cuda:1", requires_grad=True)
+    (weight * second).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.device == second.device
+    torch.manual_seed(5)
+    numbers = torch.rand(2, device="cuda:1")
+    assert torch.equal(numbers.cpu(), torch.rand(2, device="cuda").cpu()), "each has numbers of its own"
+    COUNTS.tensors.clear()
+    torch.ones(1, device="cuda:1")
+    assert COUNTS.tensors == {"5": 1}
+
+
 def check_the_host_waits_where_it_needs_a_number() -> None:
     x, mask = card(4), card(4) > 1
     assert done() == (0, 0)

@@ -1,13 +1,15 @@
 """`rlft` in a process with the pretended card: `card_host.py <library> <a file> <launcher.py's arguments>`.
 
-The file gets a line of JSON from each run at its end: its arguments, and what it did on the card. Besides the commands
-of rlft there are others (card_checks.py, card_updates.py, ..), which write what they found to a file.
+Its kind is the variable RLFT_CARD of a run, cuda by default. The file gets a line of JSON from each run at its end: its
+arguments, and what it did on the card. Besides the commands of rlft there are others (card_checks.py, card_updates.py,
+..), which write what they found to a file.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ HELPERS = HERE.parent / "helpers"
 
 def main() -> None:
     library, report, *arguments = sys.argv[1:]
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     sys.path[:0] = [str(HERE), str(HELPERS)]
     import torch
 
@@ -39,7 +41,6 @@ def main() -> None:
     from rlft.commands.doctor import command as doctor
     from rlft.commands.doctor import trial
 
-    pretended_card.install()
     composed_once.install()
     of_rlft = cli.main
     others = {
@@ -53,6 +54,7 @@ def main() -> None:
     }
 
     def reported() -> None:
+        pretended_card.install(loaded, os.environ.get("RLFT_CARD", "cuda"))
         try:
             if sys.argv[1] in others:
                 Path(sys.argv[2]).write_text(json.dumps(others[sys.argv[1]](*sys.argv[3:])))
@@ -61,12 +63,12 @@ def main() -> None:
         finally:
             counts = pretended_card.COUNTS
             done = {"arguments": sys.argv[1:], "launches": counts.launches, "waits": counts.waits, "peak": counts.peak}
-            line = json.dumps({**done, "uploads": counts.uploads}) + "\n"
+            line = json.dumps({**done, "uploads": counts.uploads, "tensors": counts.tensors}) + "\n"
             with Path(report).open("a") as stream:
                 stream.write(line)
 
     doctor.run_checks = checked_here
-    trial.SCALES = {"cuda": replace(trial.SCALES["cpu"], side=64, product_s=0.01)}
+    trial.SCALES = dict.fromkeys(("cuda", "cpu"), replace(trial.SCALES["cpu"], side=64, product_s=0.01))
     cli.main = reported
     sys.argv = [str(HELPERS / "launcher.py"), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")

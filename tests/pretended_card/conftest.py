@@ -23,8 +23,10 @@ class OnCard:
         self.report.touch()
         self._nursery = Nursery(1, host=(str(HERE / "card_host.py"), str(card_library.library()), str(self.report)))
 
-    def run(self, *arguments: str, cwd: Path, events: Sequence[Any] = (), ends: int | None = 0) -> Ended:
-        done = self._nursery.run(*arguments, cwd=cwd, events=events)
+    def run(
+        self, *arguments: str, cwd: Path, events: Sequence[Any] = (), ends: int | None = 0, **variables: str
+    ) -> Ended:
+        done = self._nursery.run(*arguments, cwd=cwd, events=events, variables=variables)
         assert ends is None or done.code == ends, f"{' '.join(arguments)}: {done.err}"
         return done
 

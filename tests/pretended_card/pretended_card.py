@@ -1,9 +1,10 @@
-"""A CUDA card that is not there: tensors say cuda:0, hold their numbers on the CPU, and behave as on a card.
+"""A card that is not there: tensors say cuda:0, hold their numbers on the CPU, and behave as on a card.
 
 It shows without a GPU what a run does on one: operands on two devices are an error, and waits of the host, uploads,
 launches and bytes alive are counted, by line of rlft. Numbers are the CPU's, so nothing here says that a kernel is
 right or fast on a real card. `install` changes torch for the whole process: it is for a process of its own, which has
-loaded `card_library.library()` before torch.
+loaded `card_library.library()` before torch. Besides NVIDIA's (cuda) it pretends AMD's (`rocm`, which torch calls cuda
+as well), Intel's (`xpu`) and Apple's (`mps`, without float64): what torch's Python says of them, and their tensors.
 
 What it leans on, as in torch 2.11 to 2.13: a wrapper subclass may say another device than that of its numbers
 (`Tensor._make_wrapper_subclass`); a mode sees the operators that make tensors from nothing (`TorchDispatchMode`);
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import weakref
 from collections import Counter
@@ -31,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import rlft
 
-CARD, HOST = torch.device("cuda:0"), torch.device("cpu")
+HOST = torch.device("cpu")
 PACKAGE = f"{Path(rlft.__file__).parent}/"
 
 PRODUCTS = frozenset(
@@ -64,6 +66,7 @@ class Counts:
     waits: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
     bytes_by_line: Counter[str] = field(default_factory=Counter)
+    tensors: Counter[str] = field(default_factory=Counter)  # by card, as CUDA_VISIBLE_DEVICES names them
     live: int = 0
     peak: int = 0
     by_line: bool = False
@@ -100,20 +103,23 @@ def line() -> str:
 
 # -- tensors on the card -----------------------------------------------------------------------------------------------
 class CardTensor(Tensor):
-    """Says cuda:0; its numbers are in `inner`."""
+    """Says that it is on `device`; its numbers are in `inner`."""
 
     inner: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> CardTensor:
+    def __new__(cls, inner: Tensor, device: torch.device) -> CardTensor:
+        if device.type == "mps" and inner.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"the MPS framework doesn't support {inner.dtype}, at {line()}")
         _count_bytes(inner)
+        COUNTS.tensors[visible()[device.index]] += 1
         sizes = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        made = Tensor._make_wrapper_subclass(cls, inner.size(), **sizes, dtype=inner.dtype, device=CARD)
+        made = Tensor._make_wrapper_subclass(cls, inner.size(), **sizes, dtype=inner.dtype, device=device)
         made.inner = inner
         return made
 
-    def __init__(self, inner: Tensor) -> None: ...
+    def __init__(self, inner: Tensor, device: torch.device) -> None: ...
 
     def __repr__(self, **_: Any) -> str:
         return f"CardTensor({self.inner!r})"
@@ -122,19 +128,19 @@ class CardTensor(Tensor):
         return format(self.item() if self.dim() == 0 else repr(self), spec)
 
     # `nn.Module.to` swaps a parameter for one of another type only if that has these two methods (`Module._apply`).
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        return ["inner"], self.device
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> CardTensor:
-        return CardTensor(parts["inner"])
+    def __tensor_unflatten__(parts: dict[str, Tensor], device: torch.device, *_: Any) -> CardTensor:
+        return CardTensor(parts["inner"], device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copy: Tensor = CardTensor(self.inner.clone())
+        copy: Tensor = CardTensor(self.inner.clone(), self.device)
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = copy
@@ -160,7 +166,8 @@ class CardTensor(Tensor):
         return self.inner.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first.")
+        how = "Use Tensor.cpu() to copy the tensor first."
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. {how}")
 
 
 _alive: set[int] = set()
@@ -229,10 +236,20 @@ def _inner(x: Any, card: list[CardTensor], host: list[Tensor]) -> Any:
     return x
 
 
-def _on_card(x: Any) -> Any:
+def _on_card(x: Any, device: torch.device) -> Any:
     if isinstance(x, (list, tuple)):
-        return type(x)(map(_on_card, x))
-    return CardTensor(x) if isinstance(x, Tensor) and type(x) is not CardTensor else x
+        return type(x)(_on_card(part, device) for part in x)
+    return CardTensor(x, device) if isinstance(x, Tensor) and type(x) is not CardTensor else x
+
+
+def _card_of(device: torch.device | None) -> torch.device | None:
+    """The card that a device names; None if it names none."""
+    if device is None or torch.device(device).type != KIND.type:
+        return None
+    index = torch.accelerator.current_device_index() if (given := torch.device(device).index) is None else given
+    if index >= len(visible()):
+        raise RuntimeError(f"invalid device ordinal: {device} of {len(visible())}, at {line()}")
+    return torch.device(KIND.type, index)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -240,26 +257,28 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     host: list[Tensor] = []
     plain, named = tuple(_inner(x, card, host) for x in args), {k: _inner(x, card, host) for k, x in kwargs.items()}
     device = kwargs.get("device")
-    to_card = device is not None and torch.device(device).type == "cuda"
-    if not card and not to_card:
+    target = _card_of(device)
+    if not card and target is None:
         return _run_inside(func, args, kwargs) if COUNTS.inside else func(*args, **kwargs)
     operator = _operator(func)
     if operator.name in ("_to_copy", "copy_"):
-        return _copied(func, operator.name, args, plain, named, to_card)
+        return _copied(func, operator.name, args, plain, named, target)
     if device is not None:
         named["device"] = HOST
-        if to_card:
+        if target is not None:
             named.pop("pin_memory", None)
-    elif host:
-        _meet(func, operator.name, host)
+    else:
+        target = card[0].device
+        if host or any(x.device != target for x in card):
+            _meet(func, operator.name, [*card, *host])
     if operator.name in WAITS or _reads_a_mask(operator.name, plain):
         COUNTS.wait(operator.name)
-    out = _drawn(func, plain, named) if operator.draws else _computed(func, operator.name, plain, named)
-    if device is not None and not to_card:
+    out = _drawn(func, target, plain, named) if operator.draws else _computed(func, operator.name, plain, named)
+    if target is None:
         return out
     if operator.name not in WITHOUT_LAUNCH:
         COUNTS.launch(operator.name)
-    out = _on_card(out)
+    out = _on_card(out, target)
     return return_and_correct_aliasing(func, args, kwargs, out) if operator.aliases and card else out
 
 
@@ -295,11 +314,14 @@ def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype), func(*shapes[0], **shapes[1]))
 
 
-def _meet(func: Any, name: str, host: list[Tensor]) -> None:
-    """Operands of the host are an error, but for indices, which torch moves (ATen/native/TensorAdvancedIndexing)."""
-    if name not in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
-        shapes = [tuple(x.shape) for x in host]
-        found = f"cuda:0 and cpu, of the shapes {shapes}, in {func} at {line()}"
+def _meet(func: Any, name: str, operands: list[Any]) -> None:
+    """Operands of two devices are an error, but for indices of the host, which torch moves
+    (ATen/native/TensorAdvancedIndexing)."""
+    devices = {str(x.device) for x in operands}
+    moves = name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+    if not moves or len(devices - {"cpu"}) > 1:
+        shapes = [tuple(x.shape) for x in operands if x.device != operands[0].device]
+        found = f"{' and '.join(sorted(devices, reverse=True))}, of the shapes {shapes}, in {func} at {line()}"
         raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {found}")
     COUNTS.upload("indices")
 
@@ -316,26 +338,26 @@ def _reads_a_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _copied(
-    func: Any, name: str, args: Any, plain: tuple[Any, ...], named: dict[str, Any], device_is_card: bool
+    func: Any, name: str, args: Any, plain: tuple[Any, ...], named: dict[str, Any], target: torch.device | None
 ) -> Any:
-    """A copy on one device, or from one to the other; one to the host is waited for."""
+    """A copy on one device, or from one to another; one to the host is waited for."""
+    source = args[name == "copy_"].device if type(args[name == "copy_"]) is CardTensor else None
     if name == "copy_":
-        target, source = (type(x) is CardTensor for x in args[:2])
-        result = func(*plain, **named)
+        target = args[0].device if type(args[0]) is CardTensor else None
     else:
-        source = type(args[0]) is CardTensor
-        target = device_is_card if named.get("device") is not None else source
-        named = {key: value for key, value in named.items() if key != "device" and not (target and key == "pin_memory")}
-        result = func(*plain, **named)
-    if source and not target:
+        target = source if named.pop("device", None) is None else target
+        if target is not None:
+            named.pop("pin_memory", None)
+    result = func(*plain, **named)
+    if target is None:
         COUNTS.wait("copy to host")
-    elif target and not source:
+    elif source is None:
         COUNTS.upload("copy to card")
     elif not (name == "copy_" and _is_same(*plain[:2])):
         COUNTS.launch(name)
     if name == "copy_":
         return args[0]
-    return CardTensor(result) if target else result
+    return result if target is None else CardTensor(result, target)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -344,11 +366,13 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _drawn(func: Any, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator's result, drawn by the card's generator or the one that it is given, and not by the host's."""
-    own = kwargs.get("generator") or torch.cuda.default_generators[0]
-    if own.device.type != "cuda":
-        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{own.device.type}' at {line()}")
+    device = device or HOST
+    own = kwargs.get("generator") or generator_of(device)
+    if own.device.type != device.type:
+        found = f"Expected a '{device.type}' device type for generator but found '{own.device.type}'"
+        raise RuntimeError(f"{found} at {line()}")
     of_host = torch.get_rng_state()
     torch.set_rng_state(own.get_state())
     try:
@@ -376,11 +400,12 @@ def compiled(function: Any = None, **_: Any) -> Any:
         tree = (args, kwargs)
         given = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
         inner = {id(x): x.inner if isinstance(x, CardTensor) else x for x in given}
+        device = next(x.device for x in given if isinstance(x, CardTensor))
         COUNTS.inside, COUNTS.fused = function.__name__, False
         if COUNTS.hollow or not any(x.dtype in HALF for x in given):
             out = _called(function, tree, inner)
             COUNTS.inside = ""
-            return _on_card(out)
+            return _on_card(out, device)
         rounded = _called(function, tree, {key: x.clone() for key, x in inner.items()})
         rounded = tree_map_only(Tensor, lambda x: x.dtype, rounded)
         COUNTS.inside = ""
@@ -390,7 +415,7 @@ def compiled(function: Any = None, **_: Any) -> Any:
         for key, version in versions.items():
             if wide[key]._version != version:
                 inner[key].copy_(wide[key])
-        return tree_map(lambda r, e: CardTensor(e.to(r)) if isinstance(e, Tensor) else e, rounded, exact)
+        return tree_map(lambda r, e: CardTensor(e.to(r), device) if isinstance(e, Tensor) else e, rounded, exact)
 
     return fused
 
@@ -425,10 +450,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, attended: Callable[..., Tensor]) -> Tensor:
         COUNTS.launch("attention")
-        out, normaliser = attended(q, k, v, mask), torch.empty(q.shape[:-1], device="cuda")
-        ctx.save_for_backward(q, k, v, mask, CardTensor(out), normaliser)
+        out, normaliser = attended(q, k, v, mask), torch.empty(q.shape[:-1], device=q.device)
+        ctx.save_for_backward(q, k, v, mask, CardTensor(out, q.device), normaliser)
         ctx.attended = attended
-        return CardTensor(out)
+        return CardTensor(out, q.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -437,10 +462,10 @@ class _Attention(torch.autograd.Function):
         inner = [x.inner.detach().requires_grad_() for x in tensors]
         with torch.enable_grad():
             found = torch.autograd.grad(ctx.attended(*inner, mask), inner, grad.inner)
-        return *map(CardTensor, found), None, None
+        return *(CardTensor(x, grad.device) for x in found), None, None
 
 
-# -- torch.cuda --------------------------------------------------------------------------------------------------------
+# -- torch.cuda, torch.xpu and torch.mps -------------------------------------------------------------------------------
 class Queue:
     """A stream or an event: whatever was asked of the card is done."""
 
@@ -477,39 +502,76 @@ class Properties:
     multi_processor_count: int = 132
 
 
-def install(total_memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> None:
-    """Puts one card into this process, for good. Flash attention is computed by `flash_stand_in`."""
+@dataclass(frozen=True)
+class Kind:
+    """type: torch's type of device; versions: what `torch.version` says."""
+
+    type: str
+    versions: dict[str, str | None]
+
+
+KINDS = {
+    "cuda": Kind("cuda", {"cuda": "13.0"}),
+    "rocm": Kind("cuda", {"cuda": None, "hip": "7.1"}),
+    "xpu": Kind("xpu", {"xpu": "20260000"}),
+    "mps": Kind("mps", {}),
+}
+KIND = KINDS["cuda"]
+
+
+def visible() -> list[str]:
+    """The cards of this process, as CUDA_VISIBLE_DEVICES names them; without it there is one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+
+
+def generator_of(device: Any = None) -> torch.Generator:
+    """The card's own generator; the default one of the host for the host."""
+    if device is not None and not isinstance(device, int) and torch.device(device) == HOST:
+        return torch.default_generator
+    card = torch.device(KIND.type, device) if isinstance(device, int) else _card_of(device or torch.device(KIND.type))
+    assert card is not None
+    return generators[card.index]
+
+
+def install(
+    library: Any, kind: str = "cuda", total_memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)
+) -> None:
+    """Puts cards of this kind into this process, for good. Flash attention is computed by `flash_stand_in`."""
+    global KIND
     import flash_stand_in
 
-    generator, first = torch.Generator(device="cuda"), Queue()
-    properties = Properties(total_memory, *capability)
+    KIND = KINDS[kind]
+    library.pretend(KIND.type.encode(), len(visible()))
+    generators[:] = [torch.Generator(device=f"{KIND.type}:{index}") for index in range(len(visible()))]
+    first, properties = Queue(), Properties(total_memory, *capability)
 
-    def get_state(*_: Any) -> Tensor:
-        return generator.get_state()
-
-    def set_state(state: Tensor, *_: Any) -> None:
-        generator.set_state(state)
+    def manual_seed_all(seed: int) -> None:
+        for generator in generators:
+            generator.manual_seed(seed)
 
     functions: dict[str, Callable[..., Any]] = {
-        "get_rng_state": get_state,
-        "set_rng_state": set_state,
-        "get_rng_state_all": lambda: [get_state()],
-        "set_rng_state_all": lambda states: set_state(*states),
+        "get_rng_state": lambda device=None: generator_of(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator_of(device).set_state(state),
+        "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+        "set_rng_state_all": lambda states: [g.set_state(x) for g, x in zip(generators, states, strict=True)],
+        "manual_seed": lambda seed: generator_of().manual_seed(seed),
+        "manual_seed_all": manual_seed_all,
         "mem_get_info": lambda *_: (total_memory - COUNTS.live, total_memory),
         "reset_peak_memory_stats": lambda *_: setattr(COUNTS, "peak", COUNTS.live),
         "synchronize": lambda *_: COUNTS.wait("synchronize"),
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), generator.manual_seed),
-        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: COUNTS.live),
+        "set_device": lambda device: torch.accelerator.set_device_index(torch.device(device).index),
+        "current_device": torch.accelerator.current_device_index,
+        "device_count": lambda: len(visible()),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "current_allocated_memory"), lambda *_: COUNTS.live),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: COUNTS.peak),
         **dict.fromkeys(("stream", "current_stream", "default_stream"), lambda *_: first),
-        **dict.fromkeys(("empty_cache", "set_device", "_lazy_init"), lambda *_: None),
+        **dict.fromkeys(("empty_cache", "_lazy_init"), lambda *_: None),
+        **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), torch._C._accelerator_exchangeDevice),
     }
     answers = {
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": True,
-        "device_count": 1,
-        "current_device": 0,
         "get_device_capability": capability,
         "get_device_name": properties.name,
         "get_device_properties": properties,
@@ -517,23 +579,32 @@ def install(total_memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)
     }
     for name, answer in answers.items():
         functions[name] = lambda *_, answer=answer, **__: answer
+    module = torch.get_device_module(KIND.type)
     for name, function in functions.items():
-        assert hasattr(torch.cuda, name), name
-        setattr(torch.cuda, name, functools.partial(function))  # torch's compiler wants one name for an object
+        assert hasattr(torch.cuda, name) or hasattr(torch.mps, name), name
+        if hasattr(module, name):
+            setattr(module, name, functools.partial(function))  # torch's compiler wants one name for an object
     for name in ("Stream", "Event"):  # they are classes, which stand in annotations
-        setattr(torch.cuda, name, type(name, (Queue,), {}))
-    torch.cuda.default_generators = (generator,)
-    torch.version.cuda = "13.0"
+        if hasattr(module, name):
+            setattr(module, name, type(name, (Queue,), {}))
+    module.default_generators = tuple(generators)
+    if hasattr(module, "_initialized"):  # which decides whether gradient checkpointing draws the same numbers again
+        module._initialized = True
+    if kind == "mps":
+        torch.backends.mps.is_available = torch.backends.mps.is_built = functions["is_available"]
+    for name, version in KIND.versions.items():
+        setattr(torch.version, name, version)
     cast(Any, torch).compile = compiled
     F.scaled_dot_product_attention = attention
     torch._C._set_only_lift_cpu_tensors(True)
-    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # which take a whole list in one kernel
-        importlib.import_module(module)._foreach_supported_types.append(CardTensor)
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # which take a whole list in one kernel
+        importlib.import_module(name)._foreach_supported_types.append(CardTensor)
     kept.append(flash_stand_in.install())
     mode = Mode()
     mode.__enter__()
     kept.append(mode)
 
 
+generators: list[torch.Generator] = []
 kept: list[Any] = []
 """What must live as long as the process."""

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlft.model.kernels.lora_linear import is_4bit
+from rlft.system.device import kind_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,12 +85,14 @@ def as_written(function: Callable[P, R]) -> Callable[P, R]:
 
 def is_fused(device: torch.device) -> bool:
     """Whether fused functions are compiled on this device."""
-    return device.type == "cuda" and obstacle(device) is None
+    return obstacle(device) is None
 
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Why torch cannot compile for this GPU, found out by trying it once; None if it can."""
+    """Why functions are not compiled for this device, found out by trying it once; None if they are."""
+    if not kind_of(device).has_kernels:
+        return f"compiled functions were tried on NVIDIA's GPUs only, not on {kind_of(device).title}"
     try:
         with torch.no_grad():
             torch.compile(_probe, dynamic=True, options=OPTIONS)(torch.ones(8, 8, device=device))
@@ -230,7 +233,7 @@ def norm_of(module: Any) -> Norm | None:
 
 def serves(x: Tensor) -> bool:
     """Whether norms and whole branches for this x are computed here."""
-    return is_wide(x) or x.device.type == "cuda"
+    return is_wide(x) or kind_of(x.device).has_kernels
 
 
 def is_wide(x: Tensor) -> bool:
