@@ -54,7 +54,9 @@ def main() -> None:
     }
 
     def reported() -> None:
-        pretended_card.install(loaded, os.environ.get("RLFT_CARD", "cuda"))
+        kind = os.environ.get("RLFT_CARD", "cuda")
+        pretended_card.install(loaded, kind)
+        pretended_card.install_in_members(library, report, kind)
         try:
             if sys.argv[1] in others:
                 Path(sys.argv[2]).write_text(json.dumps(others[sys.argv[1]](*sys.argv[3:])))

@@ -32,7 +32,18 @@ class OnCard:
 
     def counts(self) -> dict[str, Any]:
         """What the last command did on the card."""
-        return json.loads(self.report.read_text().splitlines()[-1])
+        return self._lines()[-1]
+
+    def cards_of_members(self) -> dict[str, set[str]]:
+        """{process that a command has started: the cards that it made tensors on}"""
+        found: dict[str, set[str]] = {}
+        for line in self._lines():
+            if "process" in line:
+                found.setdefault(line["process"], set()).add(line["card"])
+        return found
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.report.read_text().splitlines()]
 
     def close(self) -> None:
         self._nursery.close()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import sys
 import weakref
@@ -26,13 +27,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import rlft
+from rlft.system.process import child
 
+dist: Any = torch.distributed
 HOST = torch.device("cpu")
 PACKAGE = f"{Path(rlft.__file__).parent}/"
 
@@ -465,6 +469,40 @@ class _Attention(torch.autograd.Function):
         return *(CardTensor(x, grad.device) for x in found), None, None
 
 
+# -- several processes -------------------------------------------------------------------------------------------------
+class Noted(Counter[str]):
+    """Counts of tensors by card, whose first tensor on a card is a line of JSON in a file: members end by SIGKILL."""
+
+    def __init__(self, report: str, process: str) -> None:
+        super().__init__()
+        self.report, self.process = report, process
+
+    def __missing__(self, card: str) -> int:
+        with Path(self.report).open("a") as stream:
+            stream.write(json.dumps({"process": self.process, "card": card}) + "\n")
+        return 0
+
+
+class Nccl:
+    """In place of torch.distributed.ProcessGroupNCCL, which sends tensors of cards only: by gloo."""
+
+    Options = dist.ProcessGroupGloo._Options
+
+    def __init__(self, store: Any, rank: int, ranks: int, options: Any) -> None:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self.gloo = dist.ProcessGroupGloo(store, rank, ranks, options)
+        self.abort = self.gloo.abort
+
+    def broadcast(self, tensors: list[CardTensor], options: Any) -> Any:
+        return self.gloo.broadcast([x.inner for x in tensors], options)
+
+
+def install_in_members(library: str, report: str, kind: str) -> None:
+    """Has the Python processes that rlft starts from here on pretend as well, before anything else."""
+    card = f"import sys; sys.path[:] = {sys.path!r}; import pretended_member; "
+    child.BOOT = f"{card}pretended_member.begin({library!r}, {report!r}, {kind!r})\n{child.BOOT}"
+
+
 # -- torch.cuda, torch.xpu and torch.mps -------------------------------------------------------------------------------
 class Queue:
     """A stream or an event: whatever was asked of the card is done."""
@@ -599,6 +637,7 @@ def install(
     torch._C._set_only_lift_cpu_tensors(True)
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # which take a whole list in one kernel
         importlib.import_module(name)._foreach_supported_types.append(CardTensor)
+    dist.ProcessGroupNCCL = Nccl
     kept.append(flash_stand_in.install())
     mode = Mode()
     mode.__enter__()

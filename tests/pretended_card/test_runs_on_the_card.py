@@ -97,6 +97,31 @@ def test_cards_of_other_kinds_have_the_numbers_of_the_cpu_by_torchs_own_operator
         assert not [name for name in launches if "flash" in name or "compiled" in name]
 
 
+PLACED = {
+    "pairs": ("7,5", {"run": "5", "rlft-rank-1": "7", "rlft-engine-0": "5", "rlft-engine-1": "7"}),
+    "divided": ("7,5,3,2", {"run": "5", "rlft-rank-1": "7", "rlft-engine-0": "3", "rlft-engine-1": "2"}),
+}
+"""{placement: (the cards, of which the run has the second, cuda:1; the card of each process)}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACED)
+def test_ranks_and_engines_compute_on_the_cards_of_their_placement_and_on_no_other(
+    on_card, tmp_path: Path, placement: str
+) -> None:
+    words = f"{SAMPLED_BY_TRANSFORMERS} {LEARNED} lora.dropout=0 prompts_per_step=2 group_size=3 steps=1 minibatches=1"
+    words += " algorithm.entropy_coef=0.01 model.device=cuda:1 cluster.lanes=2"
+    cards, expected = PLACED[placement]
+    members = f"cluster.ranks=2 cluster.engines=2 cluster.placement={placement}"
+    alone = on_card.run(*words.split(), "hydra.run.dir=alone", cwd=tmp_path, CUDA_VISIBLE_DEVICES="7,5")
+    done = on_card.run(*f"{words} {members} hydra.run.dir=run".split(), cwd=tmp_path, CUDA_VISIBLE_DEVICES=cards)
+    assert {"run": set(on_card.counts()["tensors"]), **on_card.cards_of_members()} == {
+        process: {card} for process, card in expected.items()
+    }
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
+    assert "UserWarning" not in alone.err + done.err, "torch warns where random numbers of all cards are forked"
+
+
 def write_answers(folder: Path) -> None:
     (folder / "configs" / "generation").mkdir(parents=True, exist_ok=True)
     (folder / "configs" / "generation" / "pinned.yaml").write_text(ANSWERS.replace("CALL", json.dumps(CALL)))

@@ -11,6 +11,7 @@ from rlft.plan.rules import check_cluster_has_devices
 from rlft.system import device as devices
 from rlft.system.device import (
     KINDS,
+    fork_rng,
     free_bytes,
     kind_of,
     peak_memory_bytes,
@@ -102,3 +103,18 @@ def test_memory_is_that_of_the_device_or_of_the_machine_which_an_apple_gpu_share
     assert peak_memory_bytes() == 5
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     assert peak_memory_bytes() == 4
+
+
+def test_random_numbers_of_the_host_and_of_one_device_are_forked(monkeypatch, recwarn):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: asked.append(device) or "state")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: asked.append((state, device)))
+    before = torch.get_rng_state()
+    for device, of_cards in ((CARD, [CARD, ("state", CARD)]), (CPU, [])):
+        asked.clear()
+        with fork_rng(device):
+            torch.rand(1)
+        assert asked == of_cards
+        assert torch.equal(torch.get_rng_state(), before)
+    assert not recwarn.list
