@@ -1,0 +1,52 @@
+"""The model of a step on a GPU: a sum that can be worked out by hand, and its tables."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import roofline
+from roofline import OF_THE_BANDWIDTH, OF_THE_RATE, Card, Work, added_up, seconds_of, update
+
+from rlft.commands.doctor.work import Size
+
+SIZE = Size(hidden=4, layers=1, heads=2, key_heads=1, intermediate=8, vocabulary=10)
+WORK = Work(prompts=1, group=2, prompt=3, completion=2, budget=100)
+# One pass over 3 + 2 x 2 = 7 tokens, in which 3 x 3 / 2 + 2 x (2 x 3 + 2 x 2 / 2) = 20.5 pairs attend.
+LINEAR = 2 * 2 * 7 * (4 * 8 + 4 * 4 + 4 * 16 + 8 * 4)  # forward and of x, for q, k, v; o; gate, up; down
+LORA = 3 * 2 * 7 * 16 * (32 + 32)  # three with B, whose outputs are 32 in all, and three with A, whose inputs are
+ATTENTION = (1 + 2.5) * 4 * 20.5 * 4  # the backward is 2.5 forwards
+HEAD = 2 * 2 * 4 * 4 * 10  # of 4 sampled tokens
+ADAPTER = 16 * (8 + 6 + 6 + 8 + 12 + 12 + 12)  # inputs and outputs of the seven matrices
+FREE = float("inf")
+
+
+def test_an_update_is_the_sum_that_is_worked_out_by_hand() -> None:
+    kernels = list(update(SIZE, WORK))
+    slow = Card(rate=1 / OF_THE_RATE, bandwidth=FREE, launch=0.0)
+    assert seconds_of(kernels, slow)["arithmetic"] == pytest.approx(LINEAR + LORA + ATTENTION + HEAD)
+    narrow = Card(rate=FREE, bandwidth=1 / OF_THE_BANDWIDTH, launch=0.0)
+    written = added_up((kernel.name, kernel.seconds(narrow)[0]) for kernel in kernels)
+    assert written["gradients added up"] == pytest.approx(3 * 4 * ADAPTER)
+    assert written["optimizer"] == pytest.approx(12 * 3 * 4 * ADAPTER)
+    assert seconds_of(kernels, narrow)["memory"] == pytest.approx(sum(written.values()))
+    # 91 of a layer, 2 of the head, 3 of its softmax, 12 of the optimizer; they are launched while the GPU computes.
+    busy = Card(rate=FREE, bandwidth=FREE, launch=1.0)
+    assert seconds_of(kernels, busy) == {"launches": 91 + 2 + 3 + 12}
+    assert "memory" in seconds_of(kernels, replace(busy, bandwidth=0.1))
+
+
+def test_the_tables_have_a_line_for_each_model_and_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--fusion"]):
+        monkeypatch.setattr(sys, "argv", ["roofline.py", *words])
+        roofline.main()
+        said, _, columns, _, *lines = capsys.readouterr().out.splitlines()
+        assert "A model, not a measurement: 32 x 8, 150 + 512 tokens." in said
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, *lines)]
+        assert len(lines) == len(roofline.MODELS) * len(roofline.CARDS)
+        assert {len(line) for line in cells} == {len(cells[0])}
+        if words:
+            assert all(float(before) > float(after) for _, _, before, after, _ in cells[1:])
