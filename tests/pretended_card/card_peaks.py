@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import four_bits
 import torch
 from pretended_card import COUNTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -79,6 +80,7 @@ CASES = {
     "demonstrations": Case(SFT, command="sft"),
     "a whole model": Case(f"{SFT} lora=null", command="sft", dtype="float32"),
     "a padded model": Case("model.kernels=plain"),
+    "4 bits, checkpointing": Case("model.quantization=4bit model.gradient_checkpointing=true"),
     "experts": Case(kind="olmoe", **MOE),
     "short convolutions": Case(kind="lfm2", **CONVOLUTIONS),
 }
@@ -87,7 +89,7 @@ QUICK = ("bfloat16", "checkpointing", "a critic's adapter", "a whole model")
 
 def main(*names: str) -> dict[str, Any]:
     """{case: [planned bytes of always and of an update by part, counted bytes]}"""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, four_bits.stand_in():
         return {name: planned_and_counted(CASES[name], Path(folder)) for name in names}
 
 
