@@ -316,7 +316,7 @@ def test_in_bfloat16_10000_publishes_of_a_healthy_engine_raise_nothing_whatever_
 
 
 def test_limits_in_16_bits_grow_with_log_probs_and_those_of_a_user_do_not():
-    """Unlikely tokens of the embedded model on a GPU: at 10 nats roundings of 0.15 in the mean. Twice as much is wrong."""
+    """Unlikely tokens of the embedded model on a GPU: at 10 nats roundings of 0.15 in the mean. Twice that is wrong."""
     expected = [-10.0] * 300
     allowed, too_far = ([x + step for x in expected] for step in (0.15, 0.35))
     near, far = (Gap.between(scores, expected) for scores in (allowed, too_far))
