@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, Protocol
@@ -61,21 +61,18 @@ class Gap:
         mean: the mean of the absolute differences.
         largest: the largest of them.
         percentile_99: what 99 % of them do not exceed; None with fewer than MIN_TOKENS_OF_PERCENTILE tokens.
-        size: the mean of the absolute log-probs.
     """
 
     mean: float
     largest: float
     percentile_99: float | None = None
-    size: float = 0.0
 
     @classmethod
     def between(cls, first: Sequence[float], second: Sequence[float]) -> Gap:
         gaps = sorted(gap if math.isfinite(gap := abs(x - y)) else math.inf for x, y in zip(first, second, strict=True))
         enough = len(gaps) >= MIN_TOKENS_OF_PERCENTILE
         percentile = gaps[math.ceil(0.99 * len(gaps)) - 1] if enough else None
-        size = math.fsum(map(abs, second)) / len(gaps)
-        return cls(mean=math.fsum(gaps) / len(gaps), largest=gaps[-1], percentile_99=percentile, size=size)
+        return cls(mean=math.fsum(gaps) / len(gaps), largest=gaps[-1], percentile_99=percentile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +84,11 @@ class Limits:
     by 0.5 to 1.6 (huggingface/trl#6789, torchtitan's notes on RL). Whatever the shape of the tail, their mean is then
     at most 0.05, and known to 0.0022 from FIXED_TOKENS tokens; the limit of the mean is twice that. More than 5 of 512
     tokens beyond 1.5 do not occur. float16 rounds 8 times as finely, and its limits are an eighth.
-
-    A rounding is a share of what is rounded, so that tokens which a model holds for unlikely differ by more: fixed ones
-    of the embedded model, at 10 nats, by 0.15 in the mean. Above `size`, the log-probs' mean size at which the limits
-    in 16 bits are eight roundings of bfloat16, they grow in proportion.
     """
 
     largest: float = math.inf
     mean: float = math.inf
     percentile_99: float = math.inf
-    size: float = math.inf
 
     @classmethod
     def of(cls, threshold: float | Limits) -> Limits:
@@ -111,30 +103,25 @@ class Limits:
         """What of the gap is compared with `threshold`."""
         return gap.largest if math.isfinite(self.largest) else gap.mean
 
-    def at(self, gap: Gap) -> Limits:
-        """The limits for log-probs of this gap's size."""
-        times = max(1.0, gap.size / self.size)
-        return replace(self, mean=times * self.mean, percentile_99=times * self.percentile_99)
-
-    def allow(self, gap: Gap) -> bool:
-        """Whether the gap is within the limits."""
-        limits, percentile = self.at(gap), 0.0 if gap.percentile_99 is None else gap.percentile_99
+    def allow(self, gap: Gap, times: float = 1.0) -> bool:
+        """Whether the gap is within so many times the limits."""
+        percentile = 0.0 if gap.percentile_99 is None else gap.percentile_99
         return (
             math.isfinite(gap.largest)
-            and gap.largest <= limits.largest
-            and gap.mean <= limits.mean
-            and percentile <= limits.percentile_99
+            and gap.largest <= times * self.largest
+            and gap.mean <= times * self.mean
+            and percentile <= times * self.percentile_99
         )
 
     def __str__(self) -> str:
         if math.isfinite(self.largest):
             return f"{self.largest:g}"
-        return f"a mean of {self.mean:.3g} or a 99th percentile of {self.percentile_99:.3g}"
+        return f"a mean of {self.mean:g} or a 99th percentile of {self.percentile_99:g}"
 
 
 LIMITS_IN_32_BITS = Limits(largest=1e-3)
-LIMITS_IN_16_BITS = Limits(mean=0.1, percentile_99=1.5, size=0.1 / (8 * 2**-8))
-LIMITS_IN_FLOAT16 = Limits(mean=0.1 / 8, percentile_99=1.5 / 8, size=LIMITS_IN_16_BITS.size)
+LIMITS_IN_16_BITS = Limits(mean=0.1, percentile_99=1.5)
+LIMITS_IN_FLOAT16 = Limits(mean=0.1 / 8, percentile_99=1.5 / 8)
 
 
 def limits_of(dtype: torch.dtype, *, rounds: bool = False) -> Limits:
@@ -265,7 +252,7 @@ class Freshness:
         else:
             percentile = "" if gap.percentile_99 is None else f", 99th percentile {gap.percentile_99:.2e}"
             text += f"the log-probs of {len(engine)} fixed tokens differ from the trainer's (mean gap {gap.mean:.2e}"
-            text += f"{percentile}; allowed is {self.limits.at(gap)})"
+            text += f"{percentile}; allowed is {self.limits})"
         gaps = {v: Gap.between(engine, scores) for v, scores in self.history.items() if len(scores) == len(engine)}
         held = [v for v, older in gaps.items() if self.limits.allow(older)]
         if held:
@@ -375,7 +362,7 @@ def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: i
     problem = (
         f"decoding does not give the log-probs of the trainer's forward for a {model.config.model_type}"
         f"{only_in_training}: {int(batch.loss_mask.sum())} sampled tokens differ by up to {gap.largest:.2g} nats, "
-        f"{gap.mean:.2g} on average ({limits.at(gap)} is allowed); stopped rather than train on them"
+        f"{gap.mean:.2g} on average ({limits} is allowed); stopped rather than train on them"
     )
     remedy = f"try model.kernels=plain, another generation.engine, release of transformers or model; {REMEDY}"
     raise UserError("model.path", problem, got=learner.backbone.path, remedy=remedy)

@@ -82,6 +82,8 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = lr
             part.step()
+        # Kernels that torch does not see into count no change, and copies of weights in 16 bits are kept by that count.
+        torch.autograd.graph.increment_version(self.parameters)
         self.discard()
         return norm
 
