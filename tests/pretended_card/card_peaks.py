@@ -80,6 +80,7 @@ CASES = {
     "demonstrations": Case(SFT, command="sft"),
     "a whole model": Case(f"{SFT} lora=null", command="sft", dtype="float32"),
     "a padded model": Case("model.kernels=plain"),
+    "4 bits": Case("model.quantization=4bit"),
     "4 bits, checkpointing": Case("model.quantization=4bit model.gradient_checkpointing=true"),
     "experts": Case(kind="olmoe", **MOE),
     "short convolutions": Case(kind="lfm2", **CONVOLUTIONS),

@@ -7,13 +7,16 @@ weight, forward and backward, and keeps nothing (`MatMul4Bit` of bitsandbytes/au
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
+from peft.tuners.lora import model as peft_model
 from torch import Tensor, nn
 
 from rlft.model import backbone
@@ -39,20 +42,32 @@ class Linear4Bit(nn.Linear):
         number, device = layer.weight.numel(), layer.weight.device
         self.bias = layer.bias
         self.weight = nn.Parameter(torch.zeros(number // 2, 1, dtype=torch.uint8, device=device), requires_grad=False)
-        self.absmax = torch.zeros(number // BLOCK, dtype=torch.uint8, device=device)
-        self.nested = torch.zeros(-(-number // (BLOCK * BLOCKS)), device=device)
+        self.compute_dtype = layer.weight.dtype
+        self.weight.quant_state = SimpleNamespace(
+            absmax=torch.zeros(number // BLOCK, dtype=torch.uint8, device=device),
+            nested=torch.zeros(-(-number // (BLOCK * BLOCKS)), device=device),
+            shape=layer.weight.shape,
+            dtype=layer.weight.dtype,
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         return _Product.apply(input, self)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.out_features, self.in_features, dtype=dtype, device=self.weight.device)
+        return dequantize_4bit(self.weight, self.weight.quant_state).to(dtype)
+
+
+def dequantize_4bit(numbers: Tensor, state: Any) -> Tensor:
+    return torch.zeros(state.shape, dtype=state.dtype, device=numbers.device)
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Inside, `model.quantization=4bit` loads such a base."""
+    """Inside, `model.quantization=4bit` loads such a base, whose layers are those of bitsandbytes to rlft."""
     of_rlft = backbone.load_model
+    bitsandbytes: Any = ModuleType("bitsandbytes")
+    bitsandbytes.nn = SimpleNamespace(Linear4bit=Linear4Bit)
+    bitsandbytes.functional = SimpleNamespace(dequantize_4bit=dequantize_4bit)
 
     def load(config: Any, *, quantization_config: Any = None, device_map: Any = None, **options: Any) -> Any:
         model = of_rlft(config, **options)
@@ -67,6 +82,9 @@ def stand_in() -> Iterator[None]:
         return model
 
     with (
+        mock.patch.dict(sys.modules, bitsandbytes=bitsandbytes),
+        mock.patch.object(peft_model, "is_bnb_available", return_value=False),
+        mock.patch.object(peft_model, "is_bnb_4bit_available", return_value=False),
         mock.patch.object(backbone, "load_model", load),
         mock.patch.object(model_rules, "has_bitsandbytes", return_value=True),
         mock.patch.object(transformers, "BitsAndBytesConfig", dict, create=True),
