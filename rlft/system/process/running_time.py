@@ -7,6 +7,7 @@ COUNTED_S. While a machine is suspended, its monotonic clock stops anyway.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -95,7 +96,7 @@ def within_processor_time(seconds: float, call: Callable[..., Result], *argument
     must not be left half done.
     """
     thread_id, clock = threading.get_ident(), _clock_of_this_thread()
-    end, lock, is_over = clock() + seconds, threading.Lock(), threading.Event()
+    end, lock, is_over, was_sent = clock() + seconds, threading.Lock(), threading.Event(), threading.Event()
 
     def watch() -> None:
         # Again and again, since a library may swallow it (a bare `except`, a `__del__`).
@@ -103,12 +104,20 @@ def within_processor_time(seconds: float, call: Callable[..., Result], *argument
             if clock() >= end:
                 with lock:
                     if not is_over.is_set():
+                        was_sent.set()
                         _raise_in(thread_id, OutOfProcessorTime)
 
     def finish() -> None:
         with lock:
             is_over.set()
-        _raise_in(thread_id, None)  # what was sent and has not arrived
+        if not was_sent.is_set():
+            return
+        with contextlib.suppress(OutOfProcessorTime):
+            # In place of one that has not arrived. To take that back with None would leave the interpreter waiting for
+            # it (CPython's `PyThreadState_SetAsyncExc`): slower, and for ever in a function that is traced.
+            _raise_in(thread_id, OutOfProcessorTime)
+            while True:
+                pass
 
     threading.Thread(target=watch, name=f"within {seconds:g} s of processor time", daemon=True).start()
     try:
@@ -129,7 +138,6 @@ def _clock_of_this_thread() -> Callable[[], float]:
     return time.process_time
 
 
-def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
-    """Raises the exception in a thread before its next instruction; None takes back one that has not arrived."""
-    pointer = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), pointer)
+def _raise_in(thread_id: int, error: type[BaseException]) -> None:
+    """Raises the exception in a thread before one of its next instructions, in place of one that has not arrived."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(error))
