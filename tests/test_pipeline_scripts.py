@@ -23,8 +23,9 @@ from fresh_export import fresh_export
 
 from rlft.config import command as commands
 from rlft.config.compose import compose
+from rlft.config.instantiate import from_mapping
 from rlft.config.resolved import build, resolve
-from rlft.config.trainer import Schedule, TrainerConfig
+from rlft.config.trainer import TrainerConfig
 from rlft.loop.preference_task import open_task
 from rlft.trainer.optimizer import Optimizer, learning_rate
 
@@ -330,7 +331,7 @@ def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero
     """At a constant rate the result would be wherever the last update threw it; recipes built on these inherit it."""
     config = yaml.safe_load((SCRIPTS.parent / "recipes" / f"{recipe}.yaml").read_text())
     trainer = composed(config.get("command", "train"), [f"+recipe={recipe}", *NAMED.get(recipe, ())])["trainer"]
-    last = learning_rate(TrainerConfig(**{**trainer, "schedule": Schedule(trainer["schedule"])}), 199, 200)
+    last = learning_rate(from_mapping(TrainerConfig, trainer, "trainer"), 199, 200)
     assert 0 < last < 1e-3 * trainer["lr"]
 
 

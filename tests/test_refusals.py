@@ -663,7 +663,7 @@ TABLE = [
     (f"{SFT} prompts.over_limit=refuse prompts.max_tokens=20", "max_completion_tokens", "demonstrations exceed pro"),
     (f"{SFT} lora=null generation=vllm", "generation.engine", "is given adapters only, and lora=null has none"),
     (f"{SFT} lora=null model.quantization=4bit", "model.quantization", "4-bit weights cannot be trained"),
-    (f"{SFT} lora=null model.dtype=bfloat16", "model.dtype", "updates of AdamW are lost in the rounding of bfloat16"),
+    (f"{SFT} lora=null model.dtype=bfloat16", "model.dtype", "small updates are lost in the rounding of bfloat16"),
     (f"{SFT} steps=0", "steps", "for instance null (optimizer updates;"),
     (f"{SFT} lora=null checkpoint.on_signal=now", "checkpoint.on_signal", "no copy of all weights is kept that could"),
     (f"{SFT} lora=null eval.kl_base=true", "eval.kl_base", "lora=null changes the base itself"),

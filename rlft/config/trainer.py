@@ -27,7 +27,7 @@ class OptimizerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    optimizer: Annotated[OptimizerKind, Key(in_state=True)] = OptimizerKind.adamw
+    optimizer: Annotated[OptimizerKind, Key(in_state=True)]
     lr: PositiveFloat
     schedule: Schedule
     warmup: NonNegativeInt

@@ -72,6 +72,7 @@ class ModelSizes:
         linear: number of weights in its linear layers without the output head.
         layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
         layer_kinds: which layers have an adapter, which have none, and the number of weights of the former.
+        matrices: number of trained weights in matrices that map vectors to vectors (rlft.trainer.optimizer.is_matrix).
         widest_mlp: elements of the gate of its widest MLP; 0 if it is the config's intermediate_size.
     """
 
@@ -89,6 +90,7 @@ class ModelSizes:
     layers: tuple[int, ...] = ()
     layer_kinds: tuple[str, str, int] = ("", "", 0)
     widest_mlp: int = 0
+    matrices: int = 0
 
     def divided_bytes(self, ranks: int) -> int:
         """Bytes of the base on rank 0's device where `ranks` ranks divide its layers (rlft.trainer.sharded_base).

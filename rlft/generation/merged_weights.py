@@ -66,7 +66,8 @@ class MergedWeights:
 
     Args:
         shared: the base.
-        model: the trainer's model on that base, which can compute only while nothing is added.
+        model: the trainer's model on that base; its forwards take back what is added, and are refused while the engine
+            samples.
     """
 
     def __init__(self, shared: SharedBase, model: nn.Module) -> None:
@@ -109,8 +110,8 @@ class MergedWeights:
         """
         if not self._is_merged:
             self.take_back()
-        self._is_sampling = True
         try:
+            self._is_sampling = True
             if not self._is_merged:
                 for name, delta in self._deltas.items():
                     self._add(name, delta)

@@ -70,11 +70,8 @@ class EngineWorker:
 
         Completions are plain tuples, which are sent faster than objects.
         """
-        try:
+        with _ending_if_dead():
             groups = self._generator.sample(prompts, n, seeds, sampling)
-        except Exception as error:
-            _end_if_dead(error)
-            raise
         versions = {rollout.policy_version for group in groups for rollout in group.rollouts}
         [version] = versions or {self._version}
         completions = [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
@@ -85,22 +82,17 @@ class EngineWorker:
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[list[tuple[Any, ...]]]:
         """The completions of each prompt, as plain tuples, by the engine without conversations over it."""
-        groups = self._engine.sample(prompts, n, seeds, sampling)
+        with _ending_if_dead():
+            groups = self._engine.sample(prompts, n, seeds, sampling)
         return [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        try:
+        with _ending_if_dead():
             return self._generator.score(sequences)
-        except Exception as error:
-            _end_if_dead(error)
-            raise
 
     def loaded_adapter(self) -> LoadedAdapter | str:
-        try:
+        with _ending_if_dead():
             return self._engine.loaded_adapter()
-        except Exception as error:
-            _end_if_dead(error)
-            raise
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
         self._generator.rehearse(prompts, n, max_tokens)
@@ -132,12 +124,17 @@ class EngineWorker:
         return engine_args(config, config.lora, roles)
 
 
-def _end_if_dead(error: Exception) -> None:
-    """Ends the process if its engine is dead: an actor of Ray would live on, and fail every call."""
-    if any(kind.__name__ == DEAD_ENGINE for kind in type(error).__mro__):
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        os._exit(1)
+@contextmanager
+def _ending_if_dead() -> Iterator[None]:
+    """Ends the process if its engine turns out to be dead: an actor of Ray would live on, and fail every call."""
+    try:
+        yield
+    except Exception as error:
+        if any(kind.__name__ == DEAD_ENGINE for kind in type(error).__mro__):
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+        raise
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -490,11 +490,6 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(weights[name].shape) if name in weights else None
 
 
-def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list[float]:
-    """Natural-log probabilities (temperature 1) of ids[1:], each given those before it."""
-    return score_sequences(model, [ids], device)[0]
-
-
 def policy_alone(
     backbone: Backbone,
     lora: LoraSettings,

@@ -120,7 +120,7 @@ def _check_whole(config: SftConfig) -> None:
 
 def check_trainable(dtype: str) -> None:
     """Refuses a dtype in which the small steps of an optimizer are lost."""
-    problem = f"updates of AdamW are lost in the rounding of {dtype} weights"
+    problem = f"small updates are lost in the rounding of {dtype} weights"
     remedy = "set model.dtype=float32, or train an adapter (whose weights are float32)"
     require(dtype in ("float32", "float64"), "model.dtype", problem, remedy=remedy)
 

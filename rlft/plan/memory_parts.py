@@ -6,7 +6,7 @@ peak is what it always holds plus the larger of what sampling and an update add.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,12 +69,8 @@ class TeacherDemand:
 
 
 FLOAT32, TOKEN_ID = 4, 8
-AVERAGES: Mapping[OptimizerKind, float] = {
-    OptimizerKind.adamw: 2 * FLOAT32,
-    OptimizerKind.adamw8bit: 2 * (1 + FLOAT32 / 256),  # with a scale for each block of 256
-    OptimizerKind.muon: FLOAT32,
-}
-"""Bytes that an optimizer keeps for a trained parameter: AdamW's two averages, Muon's one."""
+OF_ADAMW = {OptimizerKind.adamw8bit: 2 * (1 + FLOAT32 / 256)}  # with a scale for each block of 256
+"""Bytes of AdamW's two averages of a trained parameter, where they are not float32."""
 MARGIN = 0.07
 """Share of a GPU's memory that a plan leaves to what torch does not count."""
 OF_THE_PROCESS, OF_THE_MARGIN = "process and libraries", "graphs, workspaces, fragments"
@@ -106,6 +102,7 @@ class Demand:
         adapters: number of adapters of the run's rank on the base, without the engine's own copy.
         frozen: number of parameters of adapters that keep the rank of their folder.
         trainable: number of trained parameters.
+        matrices: how many of them are in matrices, which Muon moves.
         optimizer: what trains them.
         prompt_tokens: prompt length of the longest row, in tokens.
         completion_tokens: completion length of the longest row, in tokens.
@@ -135,6 +132,8 @@ class Demand:
 
     adapters: int
     trainable: int
+    matrices: int
+    optimizer: OptimizerKind
     prompt_tokens: int
     completion_tokens: int
     group: int
@@ -143,7 +142,6 @@ class Demand:
     token_budget: int
     recompute: bool
     device: str
-    optimizer: OptimizerKind = OptimizerKind.adamw
     whole_model: bool = False
     through_head: bool = True
     entropy: bool = False
@@ -174,6 +172,17 @@ class Demand:
         )
 
 
+def moved_by_adamw(demand: Demand) -> int:
+    """Number of trained parameters that AdamW moves: all, or with Muon what is in no matrix."""
+    return demand.trainable - (demand.matrices if demand.optimizer is OptimizerKind.muon else 0)
+
+
+def averages_bytes(demand: Demand) -> int:
+    """Bytes that the optimizer keeps: two averages of what AdamW moves, Muon's one of the rest."""
+    by_adamw = moved_by_adamw(demand)
+    return int(by_adamw * OF_ADAMW.get(demand.optimizer, 2 * FLOAT32)) + FLOAT32 * (demand.trainable - by_adamw)
+
+
 def always(name: str, num_bytes: int, key: str | None = None) -> MemoryPart:
     """A part that is held from the start to the end of a run."""
     return MemoryPart(name=name, bytes=num_bytes, when=When.always, key=key)
@@ -186,9 +195,9 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     adapters = demand.adapters + has_copy
     copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
     learned_by = "model.dtype" if demand.whole_model else "lora.rank"
-    learned = int(demand.trainable * (FLOAT32 + AVERAGES[demand.optimizer]))  # with a gradient
-    roots_at_once = demand.device != "cpu" and demand.optimizer is OptimizerKind.adamw  # of all second moments
-    step = demand.trainable * FLOAT32 * roots_at_once
+    learned = FLOAT32 * demand.trainable + averages_bytes(demand)  # with gradients
+    roots_at_once = demand.device != "cpu" and demand.optimizer is not OptimizerKind.adamw8bit  # of second moments
+    step = moved_by_adamw(demand) * FLOAT32 * roots_at_once
     counted = [
         always(OF_THE_PROCESS, process + FIRST_USE * (demand.device == "cpu")),
         always(OF_THE_MARGIN, int(MARGIN * demand.device_memory) if demand.device != "cpu" else 0),

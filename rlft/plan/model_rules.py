@@ -79,10 +79,9 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
     if module and not any(importlib.util.find_spec(name) for name in (module, "kernels")):
         problem = f"{package} is not installed"
         raise UserError("model.attn_implementation", problem, got=attention, remedy="use auto or sdpa")
-    quantization, remedy = settings.quantization, "pip install 'rlft[quantization]'"
-    check_quantized_on(quantization, device.type)
-    is_loaded = quantization is None or has_bitsandbytes()
-    require(is_loaded, "model.quantization", "bitsandbytes is not installed", got=quantization, remedy=remedy)
+    check_quantized_on(settings.quantization, device.type)
+    if settings.quantization is not None:
+        _require_bitsandbytes("model.quantization", settings.quantization)
 
 
 def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_here: bool = True) -> None:
@@ -94,8 +93,13 @@ def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_her
     key, got = "trainer.optimizer", optimizer.value
     is_there = resolve_device(settings.device).type == "cuda"
     require(is_there, key, "8-bit AdamW needs a CUDA device", got=got, remedy="use adamw or muon")
-    is_loaded, remedy = not runs_here or has_bitsandbytes(), "pip install 'rlft[quantization]', or use adamw"
-    require(is_loaded, key, "bitsandbytes is not installed", got=got, remedy=remedy)
+    if runs_here:
+        _require_bitsandbytes(key, got)
+
+
+def _require_bitsandbytes(key: str, got: str) -> None:
+    remedy = "pip install 'rlft[quantization]'"
+    require(has_bitsandbytes(), key, "bitsandbytes is not installed", got=got, remedy=remedy)
 
 
 FLASH_ATTENTION = {

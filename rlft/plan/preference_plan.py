@@ -133,6 +133,7 @@ class PreferencePlan(Plan):
         return Demand(
             adapters=2 if self.trains_reward else 1,
             trainable=model.lora + (model.hidden if self.trains_reward else 0),
+            matrices=model.matrices,
             optimizer=run.trainer.optimizer,
             frozen=self._reference_parameters,
             prompt_tokens=run.prompts.max_tokens,
@@ -163,8 +164,8 @@ class PreferencePlan(Plan):
         config, beside = self.config, 0
         if self.reference != "none":  # all its log-probs in float64, and one position per ranking in int64
             beside = 2 * sum(1 + len(ranking.completions) for ranking in self.train.rankings)
-        trainable = self.demand(model or sizes_of(config.model, config.lora), False).trainable
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, config.trainer.optimizer, beside)
+        demand = self.demand(model or sizes_of(config.model, config.lora), False)
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
         return {"checkpoints": saved, **self.metrics_bytes()}
 
 

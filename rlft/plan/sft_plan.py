@@ -69,6 +69,7 @@ class SftPlan(Plan):
         return Demand(
             adapters=0 if whole else 1,
             trainable=model.parameters if whole else model.lora,
+            matrices=model.matrices,
             optimizer=run.trainer.optimizer,
             whole_model=whole,
             prompt_tokens=longest.num_given,
@@ -93,8 +94,8 @@ class SftPlan(Plan):
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
-        trainable = self.demand(model or sizes_of(config.model, config.lora), False).trainable
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, config.trainer.optimizer)
+        demand = self.demand(model or sizes_of(config.model, config.lora), False)
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand)
         examples = config.eval.num_examples * completion_bytes(config)
         return {"checkpoints": saved, **self.metrics_bytes(examples)}
 

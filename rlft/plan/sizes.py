@@ -12,7 +12,7 @@ from torch import nn
 
 from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
 from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
-from rlft.config.trainer import CheckpointConfig, OptimizerKind
+from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
@@ -22,12 +22,13 @@ from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.model.lora_config import adapted_words
 from rlft.plan.adapters import empty_model, fresh_shapes
-from rlft.plan.memory_parts import AVERAGES, FLOAT32, Demand
+from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
 from rlft.plan.model_rules import why_not_on_a_gpu
 from rlft.plan.run_plan import LINE, Plan
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
+from rlft.trainer.optimizer import is_matrix
 
 CUDA_CONTEXT = 2**29
 """An allowance for a CUDA context and the kernels of its libraries; not measured."""
@@ -57,6 +58,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         adapter = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora)
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
     inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
+    trained = shapes if lora is not None else {name: tuple(p.shape) for name, p in empty.named_parameters()}
     return ModelSizes(
         parameters=parameters,
         # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
@@ -73,6 +75,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         layers=layers,
         layer_kinds=layer_kinds,
         widest_mlp=max(layer.mlp for layer in of_layers),
+        matrices=sum(math.prod(shape) for name, shape in trained.items() if is_matrix(name, shape)),
     )
 
 
@@ -157,19 +160,16 @@ LOWERED_BY = {
 """{part: how to make it smaller}, for the parts whose size depends on a key."""
 
 
-def checkpoint_bytes(
-    settings: CheckpointConfig, num_steps: int, trainable: int, optimizer: OptimizerKind, beside: int = 0
-) -> int:
+def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, demand: Demand, beside: int = 0) -> int:
     """The most bytes that the checkpoints of a run take at a time.
 
     Args:
         settings: how often a checkpoint is saved, and how many are kept.
         num_steps: number of steps of the whole run.
-        trainable: number of trained parameters, which are saved with their averages.
-        optimizer: whose averages these are.
+        demand: the run's, whose trained parameters are saved with their averages.
         beside: number of parameters of adapters that change without being trained, such as a moving reference.
     """
-    bytes_of_one = int(trainable * (FLOAT32 + AVERAGES[optimizer])) + FLOAT32 * beside + CHECKPOINT
+    bytes_of_one = FLOAT32 * (demand.trainable + beside) + averages_bytes(demand) + CHECKPOINT
     number = 1 + (num_steps - 1) // settings.every if settings.every else 1
     return bytes_of_one * min(settings.keep + 1, number)  # the next one is complete before the oldest is deleted
 

@@ -194,6 +194,7 @@ class TrainPlan(Plan):
             adapters=adapters,
             frozen=sum(frozen_parameters(run.snapshot).values()),
             trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
+            matrices=learning * model.matrices,
             optimizer=run.trainer.optimizer,
             prompt_tokens=self.train_prompts.lengths.longest,
             completion_tokens=run.generation.max_tokens,
@@ -255,9 +256,9 @@ class TrainPlan(Plan):
         config, snapshot = self.config, self.config.snapshot
         model = model or sizes_of(config.model, config.lora)
         moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
-        trainable = self.demand(model, False).trainable  # policy, critic and a reward model that learns
-        saved = (self.num_steps, trainable, config.trainer.optimizer, moving * model.lora)
-        result = {"checkpoints": checkpoint_bytes(config.checkpoint, *saved)}
+        demand = self.demand(model, False)  # of policy, critic and a reward model that learns
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, moving * model.lora)
+        result = {"checkpoints": saved}
         line_bytes = completion_bytes(config)
         rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
         result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * rollout_bytes

@@ -17,8 +17,10 @@ from torch.nn import Parameter
 from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig
 from rlft.system.seeds import derive
 
-OF_TOKENS = re.compile(r"(^|[._])(embed\w*|lm_head|wte|wpe)([._]|$)")
-"""Names of embeddings and output heads, whose rows are vectors of single tokens: no matrix to orthogonalise."""
+OF_TOKENS = re.compile(r"(^|\.)(\w*embed\w*|lm_head|head|output|shared|wte|wpe|w)\.weight$")
+"""Embeddings and output heads, whose rows are vectors of single tokens: no matrix to orthogonalise."""
+OF_EXPERTS = re.compile(r"(^|\.)experts\.(base_layer\.)*lora_")
+"""Adapters of experts, each of which holds the matrices of all experts in one tensor."""
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -40,7 +42,7 @@ class Optimizer:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.max_grad_norm = config.max_grad_norm
-        matrices = [p for name, p in parameters if config.optimizer is OptimizerKind.muon and is_matrix(name, p)]
+        matrices = [p for name, p in parameters if config.optimizer is OptimizerKind.muon and is_matrix(name, p.shape)]
         known = set(matrices)
         others = [p for p in self.parameters if p not in known]
         self.parts = [make(of) for make, of in ((self._muon, matrices), (self._adamw, others)) if of]
@@ -123,9 +125,11 @@ class Optimizer:
         return value.clone().to(parameter.device)
 
 
-def is_matrix(name: str, parameter: Parameter) -> bool:
-    """Whether a parameter maps vectors to vectors."""
-    return parameter.dim() == 2 and min(parameter.shape) > 1 and OF_TOKENS.search(name) is None
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of this name maps vectors to vectors: no bias, no decay rates, no rows of single tokens."""
+    if len(shape) != 2 or min(shape) < 2 or not name.endswith(".weight"):
+        return False
+    return not (OF_TOKENS.search(name) or OF_EXPERTS.search(name))
 
 
 def begin_step(optimizers: Iterable[Optimizer], seed: int, step: int) -> None:
@@ -158,9 +162,8 @@ def optimizer_step(
 def learning_rate(config: TrainerConfig, update: int, num_updates: int) -> float:
     """The rate of this update (from 0): linear warm-up over `warmup` updates, then the schedule down to 0 at the end.
 
-    >>> from rlft.config.trainer import Schedule
     >>> c = TrainerConfig(
-    ...     lr=1.0, schedule=Schedule.linear, warmup=2,
+    ...     optimizer=OptimizerKind.adamw, lr=1.0, schedule=Schedule.linear, warmup=2,
     ...     beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1, reset_every=0,
     ... )
     >>> [learning_rate(c, u, 6) for u in range(6)]

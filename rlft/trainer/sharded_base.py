@@ -2,8 +2,8 @@
 
 Layer i is held by rank i % ranks. When a pass reaches a layer, forward or backward, all ranks announce which layer they
 lack and which one they will need next, and the holder sends its weights into a buffer of each rank. What is lacking
-arrives before anything is computed; the next layer arrives while this one is computed, if all ranks agree on it. A rank
-that has no passes left takes part until all are done.
+arrives before anything is computed; the next layer arrives while this one is computed, unless ranks need different
+ones. A rank that has no passes left takes part until all are done.
 
 The graph of a pass never keeps the weights themselves, but the number of their layer, and gets them again when the
 backward reaches them: so no buffer is read after another layer has been put into it. Inside a checkpointed layer
@@ -175,13 +175,12 @@ class ShardedLayers:
     def _following(self, previous: int | None, index: int) -> int | None:
         """The layer that passes need after these two, unless it is there or would overwrite the one in use.
 
-        Forwards go up and backwards down; a forward with gradient is followed by its backward, others by a forward.
+        Forwards go up and backwards down; what follows the last layer is its forward's backward, if anything. A next
+        forward from the first layer is not foreseen: that layer's buffer is the one in use on some ranks only.
         """
-        last = len(self._layers) - 1
-        if index == last:
-            following = last - 1 if torch.is_grad_enabled() else 0
-        else:
-            following = index - 1 if index and previous is not None and index < previous else index + 1
+        is_last = index == len(self._layers) - 1
+        goes_down = is_last or (index > 0 and previous is not None and index < previous)
+        following = index - 1 if goes_down else index + 1
         if following < 0 or self._has(following) or self._layers[following].buffer == self._layers[index].buffer:
             return None
         return following
@@ -202,7 +201,7 @@ class ShardedLayers:
         self._arriving = index, lambda: torch.cuda.current_stream(layer.flat.device).wait_stream(stream)
 
     def _announce(self, index: int, following: int | None = None) -> bool:
-        """One round: each layer that a rank lacks is sent to all, and sending the next one begins if all agree on it.
+        """One round: each layer that a rank lacks is sent to all; sending the next one begins if no rank needs another.
 
         Returns False if no rank has passes left.
         """
@@ -235,8 +234,13 @@ class ShardedLayers:
         """Waits for the layer that is arriving, if there is one."""
         if self._arriving is None:
             return
-        (index, complete), self._arriving = self._arriving, None
-        complete()
+        index, complete = self._arriving
+        try:
+            complete()
+        except RanksError:
+            self._arriving = None  # a second wait would only be late again
+            raise
+        self._arriving = None
         if index is not None and (buffer := self._layers[index].buffer) is not None:
             self._in_buffer[buffer] = index
 

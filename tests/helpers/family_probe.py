@@ -13,7 +13,7 @@ from family_models import class_of, model_folder, tiny_config
 from peft import PeftModel
 from torch import Tensor
 
-from rlft.batch import collate
+from rlft.batch import collate, score_sequences
 from rlft.commands.export import weights as exported
 from rlft.config.model import LoraSettings, ModelConfig
 from rlft.data.prompts import LengthSummary, PromptSet
@@ -26,7 +26,7 @@ from rlft.model.adapter_folder import load_file, own_tensors
 from rlft.model.backbone import Backbone, read_backbone, read_config
 from rlft.model.families import DECODES_OTHERWISE, FAILS_TO_DECODE, NO_CACHE, WRONG_FORWARD, Family
 from rlft.model.lora_config import adapted_words
-from rlft.model.roles import Roles, policy_alone, score_sequence
+from rlft.model.roles import Roles, policy_alone
 from rlft.plan.model_rules import check_targets
 from rlft.plan.sizes import sizes_of
 from rlft.types import Adapter, Batch, Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
@@ -193,7 +193,7 @@ def _one_by_one(model: Any, ids: Sequence[list[int]], batch: Batch) -> Tensor:
     scores_BT = torch.zeros_like(batch.sampled_logprobs)
     with torch.no_grad():
         for b, row in enumerate(ids):
-            scores_BT[b, 1 : len(row)] = torch.tensor(score_sequence(model, row, CPU))
+            scores_BT[b, 1 : len(row)] = torch.tensor(score_sequences(model, [row], CPU)[0])
     return scores_BT * batch.loss_mask
 
 

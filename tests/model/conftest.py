@@ -12,6 +12,7 @@ import flash_stand_in
 import pytest
 import torch
 import transformers
+from attention_families import SIZES
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -20,8 +21,6 @@ from rlft.model import forward
 from rlft.model.kernels import attention, elementwise, flash_attention, layer_branches
 from rlft.model.packing import pack
 from rlft.types import Batch
-
-VOCABULARY = 120
 
 
 @pytest.fixture
@@ -39,10 +38,17 @@ def head_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Everything that asks for a CUDA GPU gets yes; counts the branches that are computed as one function."""
+def stand_in() -> Iterator[None]:
+    """CUDA's flash attention on a CPU."""
     library = flash_stand_in.install()
     flash_stand_in.CALLS.clear()
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Counter[str]:
+    """Everything that asks for a CUDA GPU gets yes; counts the branches that are computed as one function."""
     monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
     monkeypatch.setattr(forward, "pack", lambda batch, **_: pack(batch, prompts_first=True))
@@ -54,23 +60,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     for name in ("attention", "mlp", "decoded_attention", "decoded_mlp"):
         monkeypatch.setattr(layer_branches, name, partial(counted, name, getattr(layer_branches, name)))
-    yield calls
-    library._destroy()
+    return calls
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 SIZES_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 EXPERTS = {
     "num_experts": 2,

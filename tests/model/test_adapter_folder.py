@@ -15,6 +15,7 @@ from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.adapter_folder import (
     ANOTHER_FUNCTION,
@@ -34,7 +35,7 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone
 from rlft.model.kernels.selection import Decision, KernelChoice, Kernels
-from rlft.model.roles import POLICY, REFERENCE, Roles, score_sequence
+from rlft.model.roles import POLICY, REFERENCE, Roles
 from rlft.types import UserError
 
 FIELDS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4.0}
@@ -216,12 +217,12 @@ def of_peft(base: PreTrainedModel, folder: Path) -> list[float]:
     """Log-probs with the adapter as PEFT itself loads it."""
     model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
     with torch.no_grad():
-        return score_sequence(model, IDS, CPU)
+        return score_sequences(model, [IDS], CPU)[0]
 
 
 def of_role(roles: Roles, role: str) -> list[float]:
     with torch.no_grad(), roles.using(role):
-        return score_sequence(roles.model, IDS, CPU)
+        return score_sequences(roles.model, [IDS], CPU)[0]
 
 
 def edit(folder: Path, **fields: Any) -> None:
@@ -251,7 +252,7 @@ def test_initialisations_that_leave_the_base_alone_give_exactly_what_peft_loads(
     for init in TAKEN:
         folder = save(init_lora_weights=init)
         expected = of_peft(base, folder)
-        assert expected != score_sequence(base, IDS, CPU)
+        assert expected != score_sequences(base, [IDS], CPU)[0]
         for role, roles in ((REFERENCE, roles_on(reference=folder)), (POLICY, roles_on(path=folder))):
             assert of_role(roles, role) == expected, (init, role)
             assert is_unchanged(roles.backbone.model, base), (init, role)
@@ -291,7 +292,7 @@ def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    expected = score_sequence(model.eval(), IDS, CPU)
+    expected = score_sequences(model.eval(), [IDS], CPU)[0]
     model.save_pretrained(str(tmp_path / "new"), path_initial_model_for_weight_conversion=str(tmp_path / "untrained"))
     roles = roles_on(reference=tmp_path / "new")
     assert of_role(roles, REFERENCE) == pytest.approx(expected, abs=1e-4)

@@ -13,10 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
+from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config
-from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone, score_sequence
+from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
 from rlft.model.text_model import empty_model, names_of, own_class
 from rlft.types import UserError
 
@@ -52,7 +53,7 @@ def by_own_class(folder: Path, adapter: Path | None) -> list[list[float]]:
         model = PeftModel.from_pretrained(model, str(adapter))
         assert not [n for n, _ in model.named_parameters() if "lora_" in n and "language_model" not in n]
     with torch.no_grad():
-        return [score_sequence(model.eval(), ids, CPU) for ids in IDS]
+        return [score_sequences(model.eval(), [ids], CPU)[0] for ids in IDS]
 
 
 def gap(a: list[list[float]], b: list[list[float]]) -> float:
@@ -112,7 +113,7 @@ def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path: Path
     critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
     roles = Roles(backbone, LORA, snapshot, critic, temperature=1.0, token_budget=512, seed=0)
     with torch.no_grad(), roles.using(REFERENCE) as reference:
-        found = [score_sequence(reference, ids, CPU) for ids in IDS]
+        found = [score_sequences(reference, [ids], CPU)[0] for ids in IDS]
     roles.close()
     expected = by_own_class(folder, tmp_path / "theirs")
     assert gap(found, expected) < 1e-4

@@ -18,9 +18,11 @@ from rlft.algorithm.ops.kl import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve
+from rlft.config.trainer import OptimizerKind
 from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import logit_rows
+from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
@@ -40,9 +42,9 @@ from rlft.plan.sizes import sizes_of
 from rlft.types import UserError
 
 DEMAND = Demand(
-    adapters=2, trainable=1000, whole_model=False, prompt_tokens=10, completion_tokens=20, group=3, rows=12,
-    update_rows=12, token_budget=100, through_head=True, entropy=False, recompute=False, own_critic=False,
-    beside=0, device="cpu",
+    adapters=2, trainable=1000, matrices=1000, optimizer=OptimizerKind.adamw, whole_model=False, prompt_tokens=10,
+    completion_tokens=20, group=3, rows=12, update_rows=12, token_budget=100, through_head=True, entropy=False,
+    recompute=False, own_critic=False, beside=0, device="cpu",
 )  # fmt: skip
 
 
@@ -115,6 +117,21 @@ def test_a_key_moves_its_part(override, part, factor):
     assert after != before
     if factor is not None:
         assert after == pytest.approx(factor * before, rel=1e-3)
+
+
+def test_of_a_whole_model_muon_keeps_one_average_of_matrices_and_adamw_two_of_embeddings_and_norms():
+    words = ["+recipe=sft_arithmetic", "lora=null", "eval.every=0"]
+    plans = [resolve(compose([*words, *more], command="sft")).plan() for more in ([], ["trainer.optimizer=muon"])]
+    model = sizes_of(plans[0].config.model, None)
+    weights = dict(load_backbone(plans[0].config.model).model.named_parameters())
+    embeddings = weights["model.embed_tokens.weight"].numel()
+    others = embeddings + sum(p.numel() for name, p in weights.items() if "norm" in name or name.endswith("bias"))
+    assert model.matrices == model.parameters - others > 0
+    adamw, muon = (plan.demand(model, False) for plan in plans)
+    learned = [by_name(parts(model, demand, 0))["optimizer and gradients"] for demand in (adamw, muon)]
+    assert learned == [12 * model.parameters, 8 * model.matrices + 12 * others]
+    saved = [plan.disk_bytes(model)["checkpoints"] for plan in plans]
+    assert saved[0] - saved[1] == 4 * model.matrices * (plans[0].config.checkpoint.keep + 1)
 
 
 def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
@@ -223,7 +240,8 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     2 + 2 x 4 bytes each.
     """
     demand = Demand(
-            adapters=1, trainable=0, prompt_tokens=100, completion_tokens=200, group=4, rows=16, update_rows=16,
+        adapters=1, trainable=0, matrices=0, optimizer=OptimizerKind.adamw, prompt_tokens=100, completion_tokens=200,
+        group=4, rows=16, update_rows=16,
         token_budget=1100, recompute=False, device="cuda", teacher=replace(IN_VLLM, share=None),
     )  # fmt: skip
     [part] = teachers_pass(demand)

@@ -8,7 +8,7 @@ import torch
 from slow_cases import slow
 
 from rlft.config.model import RewardModelConfig
-from rlft.config.trainer import Schedule, TrainerConfig
+from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig
 from rlft.model.forward import Forward
 from rlft.model.reward_model import last_scores, open_learned, parts_within, rows_of, scoring_batch
 from rlft.runs import checkpoint
@@ -18,6 +18,7 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
 
 ROLE = "reward_taste"
 TRAINER = TrainerConfig(
+    optimizer=OptimizerKind.adamw,
     lr=1e-5,
     schedule=Schedule.cosine,
     warmup=9,

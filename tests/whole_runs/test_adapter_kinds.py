@@ -11,10 +11,11 @@ from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
+from rlft.batch import score_sequences
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import RunConfig
 from rlft.model.backbone import load_backbone
-from rlft.model.roles import policy_alone, score_sequence
+from rlft.model.roles import policy_alone
 from rlft.runs import checkpoint, run_folder
 
 BOTH = ("lora.use_dora=true", "lora.use_rslora=true", "lora.rank=4", "lora.alpha=8", "model.device=cpu")
@@ -62,7 +63,7 @@ def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None
     [expected] = roles.score([ids])
     roles.close()
     with torch.no_grad():
-        found = score_sequence(merged, ids, torch.device("cpu"))
+        found = score_sequences(merged, [ids], torch.device("cpu"))[0]
     assert max(abs(a - b) for a, b in zip(expected, base, strict=True)) > 0.1, "there is something to lose"
     assert found == pytest.approx(expected, abs=1e-4)
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.hub import cached_file
 
+from rlft.batch import score_sequences
 from rlft.config.instantiate import from_mapping
 from rlft.config.model import ModelConfig
 from rlft.config.schema import AUTO
@@ -24,7 +25,6 @@ from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules, own_tensors
 from rlft.model.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
 from rlft.model.backbone import read_config, resolve_path, source
-from rlft.model.roles import score_sequence
 from rlft.model.text_model import empty_model, names_of, own_class, text_model_of
 from rlft.runs.find import CheckpointKind
 from rlft.system.disk import writing
@@ -167,9 +167,9 @@ def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: P
     for name, own in own_tensors(adapted, "default").items():
         own.copy_(tensors[name])
     with torch.no_grad():
-        expected = score_sequence(adapted, ids, device)
+        expected = score_sequences(adapted, [ids], device)[0]
         merged: Any = adapted.merge_and_unload()
-        actual = score_sequence(merged, ids, device)
+        actual = score_sequences(merged, [ids], device)[0]
     gap = max(abs(a - b) for a, b in zip(expected, actual, strict=True))
     if not gap <= TOLERANCE:
         problem = f"its log-probs differ from the adapter's by {gap:.2e} nats (at most {TOLERANCE:.0e} is rounding)"

@@ -174,8 +174,8 @@ def _fused_attention(
     if norm is None or None in head_norms or not elementwise.serves(x):
         return None
     layers = layers_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
-    if layers is None:
-        return None
+    if layers is None or (layers.in_4_bits and isinstance(packed, FlashPrefixCache)):
+        return None  # bitsandbytes multiplies a few tokens with the 4-bit numbers themselves
     query_norm, key_norm = head_norms or (None, None)
     heads = layer_branches.Heads(
         norm=norm,
@@ -196,7 +196,7 @@ def _mlp(layer: Any, x: Tensor, *, decodes: bool = False) -> Tensor:
     layers = None
     if norm is not None and elementwise.serves(x) and elementwise.is_gated(mlp):
         layers = layers_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    if norm is None or layers is None:
+    if norm is None or layers is None or (layers.in_4_bits and decodes):
         return x + mlp(layer.post_attention_layernorm(x))
     return layer_branches.decoded_mlp(x, norm, layers.operands) if decodes else layer_branches.mlp(x, norm, layers)
 

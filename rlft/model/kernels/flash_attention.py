@@ -231,7 +231,7 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
     if lengths.window is not None:
-        return _windowed_gradients(grad, query, key, value, out, lse, random, unused, lengths, scale)
+        return _windowed_gradients((grad, query, key, value, out, lse), random, unused, lengths, scale)
     own, first = lengths.own, lengths.num_prompt_tokens
     own_runs = (own.starts, own.starts, own.longest, own.longest)
     with repeatable():
@@ -251,25 +251,18 @@ def attention_gradients(
 
 
 def _windowed_gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    random: Tensor,
-    unused: Tensor,
-    lengths: RowLengths,
-    scale: float | None,
+    tensors: Sequence[Tensor], random: Tensor, unused: Tensor, lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`tensors` are the first six arguments of `attention_gradients`."""
+    grad, query, key, value, out, lse = tensors
     query_grad = torch.empty_like(query)
     # In 32 bits, since siblings add to the same keys one after the other.
     key_grad, value_grad = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, lse.dtype)) for x in (key, value))
     for own, keys, queries, reach, window in _windowed(lengths):
-        tensors = (grad[own], query[own], key[keys], value[keys], out[own], lse[:, own].contiguous())
+        of_call = (grad[own], query[own], key[keys], value[keys], out[own], lse[:, own].contiguous())
         runs = (queries.starts, reach.starts, queries.longest, reach.longest)
         with repeatable():
-            parts = _BACKWARD(*tensors, *runs, 0.0, True, random, unused, scale=scale, **window)
+            parts = _BACKWARD(*of_call, *runs, 0.0, True, random, unused, scale=scale, **window)
             query_grad[own] = parts[0]
             for total, part in zip((key_grad, value_grad), parts[1:], strict=True):
                 if isinstance(keys, slice):

@@ -87,17 +87,16 @@ def decoded_attention(
     There are so few numbers that the number of launches decides: products are added up in their results.
     """
     inner, _ = normed(x, *heads.norm)
-    parts = products_of_few(inner, dense(layers[:3], x.dtype))
-    q_RHD, k_RKD, v_RKD = (part.view(len(part), -1, heads.size) for part in parts)
+    q_RHD, k_RKD, v_RKD = (part.view(len(part), -1, heads.size) for part in products_of_few(inner, layers[:3]))
     out_RHD = cache.attend(q_RHD, k_RKD, v_RKD, Scoring(scale), window, heads=heads)
-    return add_product(x, out_RHD.flatten(1), *dense(layers[3:], x.dtype))
+    return add_product(x, out_RHD.flatten(1), layers[3])
 
 
 def decoded_mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:
     """`mlp` for the next token of each completion, x `[1, R, hidden]`, which is overwritten; no gradient."""
     inner, _ = normed(x, *norm)
-    gate, up = products_of_few(inner, dense(layers[:2], x.dtype))
-    return add_product(x, silu_product(gate, up), *dense(layers[2:], x.dtype))
+    gate, up = products_of_few(inner, layers[:2])
+    return add_product(x, silu_product(gate, up), layers[2])
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

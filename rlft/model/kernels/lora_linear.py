@@ -81,6 +81,11 @@ class Layers(NamedTuple):
     operands: Sequence[Operands]
     learned: Sequence[Tensor]
 
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether one of them has its base in 4 bits."""
+        return any(layer.state is not None for layer in self.operands)
+
 
 class LoraLinear(Linear):
     """A linear layer of the base with adapters, of which one at most is active here.

@@ -93,7 +93,8 @@ def within_processor_time(seconds: float, call: Callable[..., Result], *argument
     It works in every thread and without signals: a second thread reads the clock and makes the interpreter raise
     OutOfProcessorTime here. So only Python code is ended, not a single long operation of the interpreter, such as a
     product of huge numbers. A busy machine and a stopped process use up no time. The call should change nothing that
-    must not be left half done.
+    must not be left half done. It starts no thread, which may get the exception in its first moment, and has no such
+    limit inside.
     """
     thread_id, clock = threading.get_ident(), _clock_of_this_thread()
     end, lock, is_over, was_sent = clock() + seconds, threading.Lock(), threading.Event(), threading.Event()
@@ -115,9 +116,8 @@ def within_processor_time(seconds: float, call: Callable[..., Result], *argument
         with contextlib.suppress(OutOfProcessorTime):
             # In place of one that has not arrived. To take that back with None would leave the interpreter waiting for
             # it (CPython's `PyThreadState_SetAsyncExc`): slower, and for ever in a function that is traced.
-            _raise_in(thread_id, OutOfProcessorTime)
             while True:
-                pass
+                _raise_in(thread_id, OutOfProcessorTime)
 
     threading.Thread(target=watch, name=f"within {seconds:g} s of processor time", daemon=True).start()
     try:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
+from rlft.batch import score_sequences
 from rlft.commands.export.command import export, prepare
 from rlft.commands.export.model_card import facts, front_matter, results
 from rlft.commands.export.weights import MergeError, round_weights
@@ -28,7 +29,7 @@ from rlft.logger.jsonl import silent
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.kernels import elementwise
 from rlft.model.reward_model import open_learned
-from rlft.model.roles import Roles, score_sequence
+from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import CheckpointKind, NamedRun, find
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
@@ -47,7 +48,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def score(model: Any, sequences: Sequence[Sequence[int]]) -> list[float]:
     with torch.no_grad():
-        return [logprob for ids in sequences for logprob in score_sequence(model.eval(), ids, CPU)]
+        return [logprob for ids in sequences for logprob in score_sequences(model.eval(), [ids], CPU)[0]]
 
 
 def largest_gap(a: Sequence[float], b: Sequence[float]) -> float:

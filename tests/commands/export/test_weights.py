@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from rlft.batch import score_sequences
 from rlft.commands.export.command import export, prepare
 from rlft.model.backbone import read_backbone
 from rlft.model.full_weights import WholeModel
-from rlft.model.roles import Roles, score_sequence
+from rlft.model.roles import Roles
 from rlft.model.text_model import names_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import NamedRun
@@ -52,7 +53,7 @@ def scored(folder: Path, adapter: Path | None = None) -> list[float]:
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model = model if adapter is None else PeftModel.from_pretrained(model, str(adapter))
     with torch.no_grad():
-        return score_sequence(model.eval(), IDS, CPU)
+        return score_sequences(model.eval(), [IDS], CPU)[0]
 
 
 def check_whole(out: Path, base: Path) -> None:

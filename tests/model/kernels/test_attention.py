@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -43,14 +42,6 @@ ROWS = [
     (2, [14], [31]),
     (3, [11, 12, 13], []),
 ]
-
-
-@pytest.fixture
-def stand_in() -> Iterator[None]:
-    library = flash_stand_in.install()
-    flash_stand_in.CALLS.clear()
-    yield
-    library._destroy()
 
 
 def mask_of_a_layer(packed, window):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import flash_stand_in
@@ -26,14 +25,6 @@ ROWS = [
     (3, [14], [32, 33]),
 ]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def stand_in() -> Iterator[None]:
-    library = flash_stand_in.install()
-    flash_stand_in.CALLS.clear()
-    yield
-    library._destroy()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Without bitsandbytes a stand-in takes its place, which has what is called of it.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from rlft.config.model import KernelChoice
 from rlft.model.forward import Forward
 from rlft.model.kernels import lora_linear, selection
 from rlft.model.kernels.lora_linear import LoraLinear
+from rlft.model.kernels.prefix_cache import open_prefix_cache
 from rlft.types import Batch
 
 LEVELS = 16
@@ -87,15 +89,34 @@ class One(nn.Module):
         return self.layer(x)
 
 
-def adapted(model: nn.Module, targets: Any, **settings: Any) -> Any:
+def adapted(model: Any, targets: Any, **settings: Any) -> Any:
     """With an adapter whose matrices are float32 and random."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings)
     lora_linear.install(config)
-    model = get_peft_model(model, config)  # type: ignore[arg-type]
+    model = get_peft_model(model, config)
     random = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=random) * 0.1
+    return model
+
+
+def model_on(quantized: Callable[[nn.Linear], nn.Linear], dtype: torch.dtype, *, in_4_bits: bool) -> Any:
+    """A random model with rlft's kernels on a base in 4 bits, or on a plain one with the weights of these."""
+    sizes = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, attention_bias=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(sizes).to(dtype).requires_grad_(False).eval()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            layer: Any = quantized(module)
+            if not in_4_bits:
+                module.weight.data, layer = weight_of(layer), module
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, layer)
+    selection.install(model, KernelChoice.auto, own_attention=True)
     return model
 
 
@@ -147,23 +168,10 @@ def test_whole_layers_are_those_of_a_plain_base_with_the_same_weights_bit_for_bi
 ) -> None:
     """Log-probs and gradients of a packed row, in float32 with joint functions on a CPU, too; layers without an adapter
     have 4 bits as well."""
-    sizes = Qwen3Config(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, attention_bias=True,
-    )  # fmt: skip
     batch = make_batch([(0, [5, 6, 7], [8, 9]), (0, [5, 6, 7], [10, 11, 12]), (1, [9, 4], [13])])
     found = []
     for in_4_bits in (True, False):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(sizes).to(dtype).requires_grad_(False).eval()
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Linear and name != "lm_head":
-                layer: Any = quantized(module)
-                if not in_4_bits:
-                    module.weight.data, layer = weight_of(layer), module
-                parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, layer)
-        selection.install(model, KernelChoice.auto, own_attention=True)
+        model = model_on(quantized, dtype, in_4_bits=in_4_bits)
         with_adapter = adapted(model, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
         logprobs = Forward(model=model, packed=True, reason="")(batch, 1.0).logprobs
         logprobs.sum().backward()
@@ -171,6 +179,25 @@ def test_whole_layers_are_those_of_a_plain_base_with_the_same_weights_bit_for_bi
         found.append([logprobs.detach(), *grads])
     assert len(found[0]) == 1 + 2 * 2 * 5
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_tokens_are_decoded_as_on_a_plain_base_with_the_same_weights(
+    quantized: Callable[[nn.Linear], nn.Linear], gpu: Counter[str]
+) -> None:
+    """As on a GPU, in float32; the layers of a base in 4 bits multiply for themselves, with other sums."""
+    found = []
+    for in_4_bits in (True, False):
+        gpu.clear()
+        model = model_on(quantized, torch.float32, in_4_bits=in_4_bits)
+        adapted(model, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+        with torch.no_grad():
+            cache = open_prefix_cache(Forward(model=model, packed=True, reason=""), [[5, 6, 7]], 3)
+            assert cache is not None
+            steps = [cache.prefill(2), cache.step(torch.tensor([8, 9])), cache.step(torch.tensor([10, 11]))]
+        assert bool(gpu["decoded_mlp"]) is not in_4_bits
+        found.append(torch.stack(steps))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert (found[1][1] - found[1][2]).abs().max() > 0.1, "tokens say something"
 
 
 def test_what_it_cannot_multiply_with_is_left_to_the_layers_themselves(
