@@ -3,12 +3,12 @@
 Written out in torch, a norm makes six tensors of its input's size forward and backward, a gated MLP keeps three, and
 `q * cos + rotate_half(q) * sin` makes five of q's size and as many backward. Here each is one autograd function that
 keeps only what its gradient needs. A function replaces a norm's or an MLP's forward only if it gives the same numbers
-on a probe (Gemma's norm, which adds 1 to its weight, keeps its own), and is used only while the weight is frozen.
+on a probe, and is used only while the weight is frozen.
 
 On a CUDA GPU, where products are fast and memory is the bottleneck, `torch.compile` makes one or two passes of such a
 chain of steps (`fused`); on a CPU they run as written. The code is the same, so that a CPU tests what a GPU compiles.
 In 16 bits the functions serve CUDA GPUs, with a norm's steps in float32 and its output rounded before it is weighted,
-as in transformers; on a CPU in 16 bits a module keeps its own forward.
+or after it if the norm adds 1 to its weight, as in transformers; on a CPU in 16 bits a module keeps its own forward.
 """
 
 from __future__ import annotations
@@ -161,13 +161,16 @@ def install(model: nn.Module) -> str:
     kept: Counter[str] = Counter()
     with torch.no_grad():
         for module in model.modules():
-            for fits, forward in ((_is_norm, _norm), (_is_gated, _gated)):
-                if fits(module) and _same(module, forward):
-                    keeps_own = forward is _norm and not serves(cast(Tensor, module.weight))  # in 16 bits on a CPU
-                    (kept if keeps_own else replaced)[type(module).__name__] += 1
-                    module.forward = functools.partial(forward, module, module.forward)
-                elif fits(module):
+            for fits, forwards in ((_is_norm, (_norm, _shifted_norm)), (_is_gated, (_gated,))):
+                if not fits(module):
+                    continue
+                forward = next((forward for forward in forwards if _same(module, forward)), None)
+                if forward is None:
                     kept[type(module).__name__] += 1
+                    continue
+                keeps_own = fits is _is_norm and not serves(cast(Tensor, module.weight))  # in 16 bits on a CPU
+                (kept if keeps_own else replaced)[type(module).__name__] += 1
+                module.forward = functools.partial(forward, module, module.forward)
     parts = (("fused", replaced), ("as in transformers", kept))
     return "; ".join(f"{words}: {_counted(counts)}" for words, counts in parts if counts)
 
@@ -220,15 +223,23 @@ def _eps(module: Any) -> float:
 
 
 class Norm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+
+    Attributes:
+        adds_one: whether it is 1 + weight, by which x is multiplied before it is rounded (Gemma, Qwen3-Next).
+    """
+
     weight: Tensor
     eps: float
+    adds_one: bool = False
 
 
 def norm_of(module: Any) -> Norm | None:
-    """The weight and eps of a norm that was replaced; None if the module is not such a norm, or learns."""
-    if not is_replaced(module, _norm) or module.weight.requires_grad:
+    """A norm that was replaced; None if the module is not such a norm, or learns."""
+    adds_one = is_replaced(module, _shifted_norm)
+    if not (adds_one or is_replaced(module, _norm)) or module.weight.requires_grad:
         return None
-    return Norm(module.weight, _eps(module))
+    return Norm(module.weight, _eps(module), adds_one)
 
 
 def serves(x: Tensor) -> bool:
@@ -247,47 +258,62 @@ def is_replaced(module: Any, forward: Any) -> bool:
 
 
 def _norm(module: Any, plain: Any, x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis; the steps in float32 at least."""
-    if module.weight.requires_grad or not serves(x) or x.shape[-1] != len(module.weight):
+    return _by(Norm(module.weight, _eps(module)), plain, x)
+
+
+def _shifted_norm(module: Any, plain: Any, x: Tensor) -> Tensor:
+    return _by(Norm(module.weight, _eps(module), adds_one=True), plain, x)
+
+
+def _by(norm: Norm, plain: Any, x: Tensor) -> Tensor:
+    """x after this norm, the steps in float32 at least; what the module itself gives where it is not served."""
+    if norm.weight.requires_grad or not serves(x) or x.shape[-1] != len(norm.weight):
         return plain(x)
     if not torch.is_grad_enabled():
-        return normed(x, module.weight, _eps(module))[0]
-    return cast(Tensor, _RMSNorm.apply(x, module.weight, _eps(module)))
+        return normed(x, *norm)[0]
+    return cast(Tensor, _RMSNorm.apply(x, *norm))
 
 
 @fused
-def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x scale weight, scale), with scale = 1 / sqrt(mean(x^2) + eps) over the last axis, which is kept; no gradient.
+def normed(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> tuple[Tensor, Tensor]:
+    """(x after the norm, 1 / sqrt(mean(x^2) + eps) over the last axis, which is kept); no gradient.
 
-    scale is float32 if x has 16 bits.
+    The second is float32 if x has 16 bits.
     """
-    wide = x if is_wide(x) else x.float()
+    wide = _widened(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    if adds_one:
+        return (wide * scale).mul_(_widened(weight) + 1).to(x.dtype), scale
     return (wide * scale).to(x.dtype).mul_(weight), scale
 
 
 @fused
-def norm_gradient(grad: Tensor, weight: Tensor, x: Tensor, scale: Tensor, further: Tensor | None = None) -> Tensor:
+def norm_gradient(grad: Tensor, norm: Norm, x: Tensor, scale: Tensor, further: Tensor | None = None) -> Tensor:
     """The gradient of x from that of `normed`, which is overwritten; `further` is added, a gradient on another way."""
-    weighted = grad.mul_(weight)
-    wide, row = (weighted, x) if is_wide(x) else (weighted.float(), x.float())
+    wide = _widened(grad).mul_(_widened(norm.weight) + 1) if norm.adds_one else _widened(grad.mul_(norm.weight))
+    row = _widened(x)
     along = torch.linalg.vecdot(wide, row)[..., None]
     back = wide.mul_(scale).addcmul_(row, along.mul_(scale.pow(3)).div_(-x.shape[-1])).to(x.dtype)
     return back if further is None else back.add_(further)
 
 
+def _widened(x: Tensor) -> Tensor:
+    return x if is_wide(x) else x.float()
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = normed(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
+        y, scale = normed(x, weight, eps, adds_one)
         ctx.save_for_backward(x, scale, weight)
+        ctx.eps, ctx.adds_one = eps, adds_one
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
         x, scale, weight = ctx.saved_tensors
-        return norm_gradient(grad.clone(), weight, x, scale), None, None
+        return norm_gradient(grad.clone(), Norm(weight, ctx.eps, ctx.adds_one), x, scale), None, None, None
 
 
 # -- gated MLPs --------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def _input_gradients(
     ):
         back = as_written(turned_back)(grad_NHD, *heads.angles)
         if head_norm is not None:
-            back = as_written(norm_gradient)(back, head_norm.weight, cast(Tensor, x_NHD), cast(Tensor, head_scale))
+            back = as_written(norm_gradient)(back, head_norm, cast(Tensor, x_NHD), cast(Tensor, head_scale))
         grads.append(back.flatten(1))
     grads.append(head_grads[2].flatten(1))
     inner_grad, learned_grads = gradients(layers, cast(Tensor, flat), cast(Tensor, low), grads, needs_x)
@@ -241,4 +241,4 @@ class _Mlp(torch.autograd.Function):
 
 def _summed(inner_grad: Tensor | None, x: Tensor, scale: Tensor, norm: Norm, grad: Tensor) -> Tensor:
     """The gradient of x through the branch and through the residual sum; it overwrites that of the norm's output."""
-    return as_written(norm_gradient)(cast(Tensor, inner_grad).view_as(x), norm.weight, x, scale, grad)
+    return as_written(norm_gradient)(cast(Tensor, inner_grad).view_as(x), norm, x, scale, grad)

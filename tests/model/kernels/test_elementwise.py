@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.activations import SiLUActivation
 
 from rlft.model.kernels import elementwise, flash_attention, lm_head
+from rlft.model.kernels.elementwise import Norm
 
 
 def norm_by_formula(module, x):
@@ -30,7 +31,7 @@ def mlp_by_formula(module, x):
     return module.down_proj(gate * module.up_proj(x))
 
 
-@each("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma"])
+@each("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2"])
 def test_outputs_and_gradients_are_the_modules_own(kind, random_model):
     model = random_model(kind).double()
     elementwise.install(model)
@@ -41,11 +42,9 @@ def test_outputs_and_gradients_are_the_modules_own(kind, random_model):
         width = model.config.hidden_size
         x = torch.randn(2, 5, width, dtype=torch.float64, requires_grad=True)
         ours, theirs = module(x), formula(module, x)
-        # Gemma's norm stays its own, which computes in float32 whatever it is given.
-        near = 2e-6 if kind == "gemma" and "norm" in name else 1e-11
-        torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
         gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (ours, theirs)]
-        torch.testing.assert_close(*gradients, rtol=5 * near, atol=5 * near)
+        torch.testing.assert_close(*gradients, rtol=5e-11, atol=5e-11)
 
 
 def test_only_modules_that_give_the_same_are_replaced(random_model):
@@ -56,7 +55,7 @@ def test_only_modules_that_give_the_same_are_replaced(random_model):
     assert replaced == {
         "llama": {"LlamaRMSNorm", "LlamaMLP"},
         "qwen2": {"Qwen2RMSNorm", "Qwen2MLP"},
-        "gemma": set(),  # its norm adds 1 to the weight, its MLP's gate is a GELU
+        "gemma": {"GemmaRMSNorm"},  # its MLP's gate is a GELU
         "gpt2": set(),
     }
 
@@ -100,9 +99,9 @@ def test_a_function_that_computes_something_else_is_found_in_every_dtype(dtype, 
             lambda gate, up: product(gate, up) * torch.nan,
         ],
         "normed": [
-            lambda x, weight, eps: norm(x, 1 + weight, eps),
-            lambda x, weight, eps: norm(x - x.mean(-1, keepdim=True) / 2, weight, eps),
-            lambda x, weight, eps: norm(x, weight, eps + 0.2),
+            lambda x, weight, eps, adds_one: norm(x, 1 + weight, eps, adds_one),
+            lambda x, *rest: norm(x - x.mean(-1, keepdim=True) / 2, *rest),
+            lambda x, weight, eps, adds_one: norm(x, weight, eps + 0.2, adds_one),
         ],
     }
     for name, functions in wrong.items():
@@ -174,8 +173,10 @@ def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     targets = torch.randint(30, (5,), generator=dice)
     return {
         "normed": (elementwise.normed, x, weight, 1e-6),
-        "norm_gradient": (elementwise.norm_gradient, made(1, 9, 16), weight, x, scale),
-        "norm_gradient and another": (elementwise.norm_gradient, made(1, 9, 16), weight, x, scale, made(1, 9, 16)),
+        "normed by 1 + weight": (elementwise.normed, x, weight, 1e-6, True),
+        "norm_gradient": (elementwise.norm_gradient, made(1, 9, 16), Norm(weight, 1e-6), x, scale),
+        "norm_gradient by 1 + weight": (elementwise.norm_gradient, made(1, 9, 16), Norm(weight, 1e-6, True), x, scale),
+        "norm_gradient and another": (elementwise.norm_gradient, x.clone(), Norm(weight, 1e-6), x, scale, x.clone()),
         "silu_product": (elementwise.silu_product, made(9, 12), made(9, 12)),
         "_silu_gradients": (elementwise._silu_gradients, made(9, 12), made(9, 12), made(9, 12)),
         "merge_into": (

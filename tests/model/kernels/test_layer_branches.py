@@ -35,7 +35,7 @@ def made(*shape: int) -> Tensor:
 
 
 def norm_by_formula(x: Tensor, norm: Norm) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.adds_one + norm.weight)
 
 
 def linear_by_formula(x: Tensor, layer: Operands) -> Tensor:
@@ -133,7 +133,7 @@ def test_attention_is_its_formula(adapted: str, head_norms: bool, lent: bool) ->
     heads = layer_branches.Heads(
         norm=Norm(made(HIDDEN), 1e-5),
         query_norm=Norm(made(SIZE), 1e-5) if head_norms else None,
-        key_norm=Norm(made(SIZE), 1e-6) if head_norms else None,
+        key_norm=Norm(made(SIZE), 1e-6, adds_one=True) if head_norms else None,
         size=SIZE,
         cos=angles.cos(),
         sin=angles.sin(),
