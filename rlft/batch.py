@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlft.types import MAX_SCORE, Batch, Completion, Group, Rollout, Scores, StepScores
+from rlft.types import MAX_SCORE, Batch, Completion, Group, Rollout, Scores, StepScores, counted
 
 T = TypeVar("T")
 
@@ -123,9 +123,9 @@ def fault(completion: Completion) -> str | None:
     """What is wrong with a completion that an engine or an environment made, as a phrase; None if nothing is."""
     size, mask, ends = len(completion.token_ids), completion.mask, [turn.end for turn in completion.turns]
     if len(completion.logprobs) != size:
-        return f"{len(completion.logprobs)} log-probs for {size} tokens"
+        return f"{counted(len(completion.logprobs), 'log-prob')} for {counted(size, 'token')}"
     if mask is not None and len(mask) != size:
-        return f"a mask of {len(mask)} entries for {size} tokens"
+        return f"a mask of {counted(len(mask), 'entry')} for {counted(size, 'token')}"
     if mask is not None and any(value for value, own in zip(completion.logprobs, mask, strict=True) if not own):
         return "a log-prob other than 0 for a token that was not sampled"
     if any(end <= before for before, end in pairwise([0, *ends])) or (ends and ends[-1] > size):

@@ -7,7 +7,6 @@ Nothing heavy is imported before it is needed: `rlft --help` and `rlft train --h
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -19,6 +18,7 @@ from functools import partial
 
 import rlft
 from rlft.config import command as commands
+from rlft.config.choices import closest
 from rlft.config.compose import compose_run
 from rlft.config.overrides import check_text, parse
 from rlft.system import interrupt
@@ -122,7 +122,7 @@ ABOUT = """\
 <run> is a run's folder, a folder with one run below it, or `latest`: the run below runs/ that was started, resumed or
 trained last.
 
-First: rlft train +recipe=grpo_arithmetic         two minutes on a CPU, nothing to download"""
+First: rlft train +recipe=grpo_arithmetic         two minutes on an idle CPU, nothing to download"""
 HELP_COLUMN = 50
 
 
@@ -191,8 +191,8 @@ def _command(name: str) -> tuple[Callable[[list[str]], int], str]:
     known = [*commands.names(), *TOOLS]
     if name in known:
         return partial(_make_run, name), "nothing was begun"
-    close = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean rlft {close[0]}?" if close else f"use one of {', '.join(known)}"
+    close = closest(name, known)
+    remedy = f"did you mean rlft {close}?" if close else f"use one of {', '.join(known)}"
     raise UserError(name, "there is no such command", remedy=remedy)
 
 

@@ -481,6 +481,28 @@ def require(ok: object, key: str, problem: str, *, got: object = None, remedy: s
         raise UserError(key, problem, got=got, remedy=remedy)
 
 
+def counted(number: float, noun: str, spec: str = "") -> str:
+    """A number, in the format `spec`, with its noun in the singular or plural.
+
+    >>> counted(1, "step"), counted(2000, "held-out prompt", ","), counted(0, "entry"), counted(2, "batch")
+    ('1 step', '2,000 held-out prompts', '0 entries', '2 batches')
+    """
+    if number == 1:
+        ending = ""
+    elif noun.endswith(("s", "x", "tch", "sh")):
+        ending = "es"
+    else:
+        ending = "s"
+        if noun.endswith("y") and noun[-2] not in "aeiou":
+            noun, ending = noun[:-1], "ies"
+    return f"{number:{spec}} {noun}{ending}"
+
+
+def are(number: float) -> str:
+    """What follows a subject of this number: "is" or "are"."""
+    return "is" if number == 1 else "are"
+
+
 def lone_surrogate(text: str) -> str | None:
     r"""The first lone surrogate (half of a UTF-16 pair) in a text, as JSON escapes it; None if there is none.
 

@@ -41,7 +41,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlft.commands import eval
-from rlft.commands.launch import launch
+from rlft.commands.launch import begin
 from rlft.config.compose import compose
 from rlft.data.arithmetic import question, split_of
 from rlft.types import Split
@@ -104,6 +104,9 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 ROLES = ["system\n", "user\n", "assistant\n"]
+
+PROBLEMS = 256
+"""Held-out problems that a model is measured on."""
 
 # Shares of the late mixture. The rest is right and well formatted.
 NEAR_MISS = 0.36
@@ -236,7 +239,7 @@ def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words
         ],
         command="sft",
     )
-    launch(plain, folder)
+    begin(plain, folder)
     return next((folder / "checkpoints").glob("step_*")) / "model"
 
 
@@ -264,9 +267,10 @@ def train(model: Path, place: Path, args: argparse.Namespace) -> Path:
 
 
 def measure(folder: Path, words: Iterable[str], samples: int = 8) -> dict[str, float]:
-    """Held-out metrics at temperature 1, so many samples of each of 256 problems, as `rlft eval` gives them."""
-    common = [f"model.path={folder}", "generation=transformers", "eval.num_prompts=256", f"eval.num_samples={samples}"]
-    return dict(eval.run(compose([*common, *words]), None, print).metrics)
+    """Held-out metrics at temperature 1, so many samples of each of PROBLEMS, as `rlft eval` gives them."""
+    common = [f"model.path={folder}", "generation=transformers"]
+    common += [f"eval.num_prompts={PROBLEMS}", f"eval.num_samples={samples}"]
+    return dict(eval.run(eval.resolve_evaluation(compose([*common, *words])), None, print).metrics)
 
 
 def what_it_does(folder: Path) -> str:
@@ -275,7 +279,7 @@ def what_it_does(folder: Path) -> str:
     right, best = f"{metrics['eval/exact_match']:.1%}", f"{metrics['eval/pass@8']:.1%}"
     return f"""that answers two-digit sums and differences as
 `<think>..</think><answer>..</answer>`, often but not always right and not always in that format: something for
-reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 samples: right
+reinforcement learning to improve. Held-out problems at temperature 1, {PROBLEMS} x 8 samples: right
 {right}, pass@8 {best}, format right {metrics["eval/reward/format"]:.1%}."""
 
 
@@ -285,8 +289,8 @@ def what_chains_it_solves(folder: Path) -> str:
     return f"""that goes through chains of five sums, differences
 and products (`data=chains`) step by step. It knows each sum, yet slips in two steps of five, and goes on from what
 it wrote; it guesses without any working, and does not always keep the format: something for reinforcement learning to
-improve, and not at once. Held-out chains at temperature 1, 256 x 16 samples: right {right}, pass@16 {best}, format
-right {metrics["eval/reward/format"]:.1%}."""
+improve, and not at once. Held-out chains at temperature 1, {PROBLEMS} x 16 samples: right {right}, pass@16 {best},
+format right {metrics["eval/reward/format"]:.1%}."""
 
 
 def what_the_caller_does(folder: Path) -> str:
@@ -297,7 +301,7 @@ def what_the_caller_does(folder: Path) -> str:
     return f"""for sums, differences and products of three-digit
 numbers, none of which it can compute. It writes calls of a calculator (`environment=calculator environment.syntax=xml`)
 and copies what that answers, often but not always, and plays `rlft.environment.oracle_game`, asking at random:
-something for reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 samples, right:
+something for reinforcement learning to improve. Held-out problems at temperature 1, {PROBLEMS} x 8 samples, right:
 {with_tool["eval/exact_match"]:.1%} with the calculator ({calls} calls a problem, {failed} of them failed),
 {alone["eval/exact_match"]:.1%} without, {game["eval/turns"]:.1%} in the game."""
 

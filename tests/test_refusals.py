@@ -39,6 +39,7 @@ from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.hub import hub_answers
+from rlft.system.terminal import pip_install
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 # What rows have in common.
@@ -259,7 +260,7 @@ TABLE = [
     ("train -m sweep=optuna", "sweep", "has nothing to choose: no key has an interval or several values"),
     (f"{CHOOSES} sweep.trials=3,4", "sweep.trials", "is one for the whole sweep"),
     (f"{CHOOSES} sweep.sampler=gird", "sweep.sampler", "must be 'tpe', 'random' or 'grid', got 'gird'"),
-    (f"{CHOOSES} sweep.metric=acuracy", "sweep.metric", "no evaluation has it, got acuracy; use one of accuracy, eval"),
+    (f"{CHOOSES} sweep.metric=acuracy", "sweep.metric", "no evaluation has it, got acuracy; did you mean accuracy?"),
     (f"{CHOOSES} sweep.sampler=grid", "sweep.sampler", "a grid goes through values one by one, and trainer.lr has an"),
     ("train -m sweep=optuna sweep.sampler=grid sweep.trials=3 lora.rank=4,8", "sweep.trials", "each of its 2 combin"),
     (f"{CHOOSES} data.held_out_size=16,32", "data.held_out_size", "got 16 and 32 prompts; give it one value"),
@@ -287,7 +288,7 @@ TABLE = [
     (f"{CHOOSES} 'trainer.beta1=interval(0.9,1.5)'", "trainer.beta1", "(tried with trainer.beta1=1.5)"),
     (CHOOSES_K, "algorithm.top_k", "vocabulary of"),
     (CHOOSES_K.replace(" sweep=optuna", ""), "algorithm.top_k", "vocabulary of"),
-    (CHOOSES, "sweep", "needs optuna, which is not installed, got optuna; pip install 'rlft[sweep]'", "optuna"),
+    (CHOOSES, "sweep", f"needs optuna, which is not installed, got optuna; {pip_install('rlft[sweep]')}", "optuna"),
     ("train -m seed=0,1 cluster.jobs=2 cluster.engines=1", "cluster.engines", "is one process"),
     ("train cluster.engines=2 cluster.address=auto", "cluster.address", "is the address of a Ray cluster, got auto"),
     ("train cluster.scoring=true scoring.workers=0", "cluster.scoring", "scores in the run's own process, got true"),
@@ -374,7 +375,7 @@ TABLE = [
      "got no_tokenizer; the folder needs tokenizer files beside config.json"),
     ("train algorithm=opd snapshot.teacher=no_config", "snapshot.teacher", "or use local copies: snapshot.teacher=<fo"),
     ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
-     "has another vocabulary: 2 tokens differ, e.g. '<answer>' is "),
+     "has another vocabulary: 2 other tokens, e.g. '<answer>' is "),
     ("train algorithm=opd snapshot.teacher=fewer_rows", "snapshot.teacher",
      "has token ids up to 269, and the student may sample ids up to 271, got fewer_rows"),
     ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "tokens exceeds its context of 64 tokens"),
@@ -577,9 +578,9 @@ TABLE = [
      "kernels"),
     ("train model.attn_implementation=flash_attention_3",
      "model.attn_implementation", "flash-attn-3 is not installed", "flash_attn_interface", "kernels"),
-    ("train logger=[console,wandb]", "logger.wandb", "pip install 'rlft[wandb]'", "wandb"),
-    ("train logger=[console,trackio]", "logger.trackio", "pip install 'rlft[trackio]'", "trackio"),
-    ("train data=reasoning_gym reward=reasoning_gym", "data", "pip install 'rlft[reasoning-gym]'", "reasoning_gym"),
+    ("train logger=[console,wandb]", "logger.wandb", pip_install("rlft[wandb]"), "wandb"),
+    ("train logger=[console,trackio]", "logger.trackio", pip_install("rlft[trackio]"), "trackio"),
+    ("train data=reasoning_gym reward=reasoning_gym", "data", pip_install("rlft[reasoning-gym]"), "reasoning_gym"),
     (f"train {LEARNED} reward.learned.path=renamed", "reward.learned.path", "holds a causal language model (Qwen2Fo"),
     # Paths
     ("train model.path=", "model.path", "is empty"),

@@ -7,7 +7,6 @@ from the YAML files.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import shutil
 import textwrap
@@ -20,6 +19,7 @@ from typing import Any
 from rlft.algorithm.formula import Formula, formula_of
 from rlft.commands.arguments import only_overrides
 from rlft.config import catalog
+from rlft.config.choices import choice_remedy
 from rlft.config.compose import compose, explain
 from rlft.config.instantiate import instantiate, locate
 from rlft.config.overrides import CONFIG_DIR
@@ -140,9 +140,7 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
         UserError: there is no algorithm of this name, or it refuses the keys.
     """
     if name not in files:
-        close = difflib.get_close_matches(name.lower(), files, n=1)
-        remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(files)
-        raise UserError("algorithms", "there is no such algorithm", got=name, remedy=remedy)
+        raise UserError("algorithms", "there is no such algorithm", got=name, remedy=choice_remedy(name, files))
     plain = compose([f"{GROUP}={name}", *overrides], config_dir)[GROUP]
     algorithm = instantiate(plain, GROUP)
     target = locate(plain["_target_"], f"{GROUP}._target_")

@@ -16,11 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import Policy, check_ends, open_roles, policy_of, sampled_by
+from rlft.config.choices import closest
 from rlft.config.resolved import Resolved, resolve
 from rlft.runs.find import NamedRun, with_named_runs
 from rlft.system.interrupt import Terminated, handled_inside
 from rlft.system.terminal import Say, command_line, override, say
-from rlft.types import Completion, FinishReason, Group, Message, Prompt, Rollout, Sampling, Split, UserError, require
+from rlft.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Prompt,
+    Rollout,
+    Sampling,
+    Split,
+    UserError,
+    counted,
+    require,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,7 +151,7 @@ def open_talk(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) 
             talk = Talk(policy, roles, backbone, resolved.parts, data)
             stack.callback(talk.close)
             stack.callback(talk.end_tools)
-        most = f"at most {talk.sampling.max_tokens} tokens"
+        most = f"at most {counted(talk.sampling.max_tokens, 'token')}"
         say(f"{policy.title}: temperature {talk.sampling.temperature:g}, {most}; /help")
         yield talk
 
@@ -225,7 +238,7 @@ class Talk:
         if limit is not None and num_tokens + max_tokens > limit.tokens:
             raise UserError(
                 "/new",
-                f"the conversation has {num_tokens} tokens, and {max_tokens} more (generation.max_tokens) exceed "
+                f"the conversation has {counted(num_tokens, 'token')}, and {max_tokens} more (generation.max_tokens) "
                 f"the model's {limit.words}",
                 remedy="start a new conversation with /new, or restart with a lower generation.max_tokens",
             )
@@ -292,7 +305,7 @@ class Talk:
         from rlft.reward.workers.reward_spec import specs
 
         problem = "there are no rewards in this run's config"
-        rewards = getattr(self.config, "reward", None)
+        rewards = getattr(self.config, "reward", None) or {}
         require(rewards, "/score", problem, remedy="chat with a run that has some")
         return specs(rewards)
 
@@ -300,7 +313,7 @@ class Talk:
         """The scorer, opened at the first call: it may start a worker or load reward models."""
         from rlft.reward.workers.scorer import Scorer
 
-        scoring = getattr(self.config, "scoring", None)
+        scoring = self.config.scoring
         if self._resident is None:
             self._resident = self._open_resident(rewards)
         if self._scorer is None:
@@ -377,7 +390,9 @@ class Terminal:
             self._show(lambda: self.talk.ask(line.removeprefix("/")))
             return
         name, _, rest = line[1:].partition(" ")
-        remedy = "/help lists them; begin with // to say it to the model"
+        close = closest(name, self.commands)
+        meant = f"did you mean /{close}? " if close else ""
+        remedy = f"{meant}/help lists them; begin with // to say it to the model"
         require(name in self.commands, f"/{name}", "there is no such command", remedy=remedy)
         self.commands[name](rest.strip())
 
@@ -426,7 +441,7 @@ class Terminal:
             self._show_turns(completion)
         cut = f" (cut: {CUT_BY[completion.finish_reason]})" if completion.finish_reason.is_limit else ""
         who = "base, " if rollout.policy_version is None else ""
-        self._print(f"[{who}{completion.num_sampled} tokens{cut}]", style="dim")
+        self._print(f"[{who}{counted(completion.num_sampled, 'token')}{cut}]", style="dim")
 
     def _show_turns(self, completion: Completion) -> None:
         """Prints what the policy said in each turn, and each call with its answer."""

@@ -19,7 +19,7 @@ from rlft.config.schema import RunConfig
 from rlft.plan.config_checks import check_train
 from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint, with_named_runs
 from rlft.system.terminal import say, show
-from rlft.types import Evaluation, Group, Scores
+from rlft.types import Evaluation, Group, Scores, counted
 
 USAGE = """\
 usage: rlft eval run=<run or checkpoint folder> [<key>=<value>] ...
@@ -129,7 +129,8 @@ def print_table(what: str, evaluation: Evaluation, num_prompts: int, num_samples
 
     from rlft.logger.console import open_terminal
 
-    table = Table(title=f"{what}: {num_prompts} held-out prompts x {num_samples} samples", title_justify="left")
+    sampled = f"{counted(num_prompts, 'held-out prompt')} x {counted(num_samples, 'sample')}"
+    table = Table(title=f"{what}: {sampled}", title_justify="left")
     for column in ("metric", "value", "standard error"):
         table.add_column(column, justify="left" if column == "metric" else "right")
     metrics = evaluation.metrics

@@ -20,7 +20,7 @@ from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
 from rlft.system.interrupt import Reported
 from rlft.system.terminal import command_line, resuming, say
-from rlft.types import UserError
+from rlft.types import UserError, counted
 
 
 def begin(plain: Mapping[str, Any], folder: Path) -> None:
@@ -136,7 +136,7 @@ def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: b
     run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps
-    problem = f"the run is finished: it has all its {plan.num_steps} steps"
+    problem = f"the run is finished: it has all its {counted(plan.num_steps, 'step')}"
     raise UserError("resume", problem, got=folder, remedy=after_the_end(command, schedule, folder, plan.num_steps))
 
 
@@ -179,5 +179,5 @@ def check_steps(folder: Path, num_steps: int, schedule: str | None) -> int:
     earlier = [f for f in checkpoint.finished(run_folder.checkpoints(folder)) if checkpoint.step_of(f) < num_steps]
     if earlier:
         remedies.append(f"start a new run from an earlier checkpoint ({resuming(earlier[-1])} steps={num_steps})")
-    problem, remedy = f"the run has done {done} steps already, and none can be undone", ", or ".join(remedies)
-    raise UserError("steps", problem, got=num_steps, remedy=remedy or "leave it as it was")
+    problem = f"the run has done {counted(done, 'step')} already, and none can be undone"
+    raise UserError("steps", problem, got=num_steps, remedy=", or ".join(remedies) or "leave it as it was")

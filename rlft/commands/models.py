@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 import textwrap
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib import metadata
 
+from rlft.config.choices import closest
 from rlft.model.families import Families, Family, known
 from rlft.types import UserError, require
 
@@ -86,8 +86,8 @@ def matching(families: Mapping[str, Family], pattern: str) -> dict[str, Family]:
     named = {kind: kind.lower().replace("-", "_") for kind in families}
     found = {kind: families[kind] for kind, name in named.items() if wanted in name or fnmatch(name, wanted)}
     if not found:
-        close = difflib.get_close_matches(wanted, named.values(), n=1)
-        remedy = f"did you mean {close[0]}?" if close else "rlft models lists all"
+        close = closest(wanted, named.values())
+        remedy = f"did you mean {close}?" if close else "rlft models lists all"
         raise UserError("models", "transformers has no such family", got=pattern, remedy=remedy)
     return found
 

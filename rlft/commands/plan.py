@@ -32,6 +32,7 @@ from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import free_bytes, resolve_device, resolve_dtype, total_bytes
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
+from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}")
     if plan.config.model.quantization is not None and not has_bitsandbytes():
         where = "is not installed here, and the run needs it where it runs"
-        notes.append(f"bitsandbytes {where}: pip install 'rlft[quantization]'")
+        notes.append(f"bitsandbytes {where}: {pip_install('rlft[quantization]')}")
     return notes
 
 

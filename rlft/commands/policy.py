@@ -131,6 +131,7 @@ def policy_of(resolved: Resolved, source: NamedRun | None, say: Say) -> Policy:
         model = replace(config.model, path=str(folder / kind), revision=None)
         return replace(made, config=replace(config, model=model), lora=None)
     check_base(folder, config.model)
+    assert lora is not None, "a checkpoint with an adapter is of a run that trains one"
     # The adapter from which the run started is no longer needed.
     return replace(made, lora=replace(lora, path=None), saved=checkpoint.load(folder))
 

@@ -13,7 +13,7 @@ from rlft.config.resolved import resolve
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
 from rlft.system.terminal import say
-from rlft.types import Prompt, UserError, require
+from rlft.types import Prompt, UserError, counted, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -156,6 +156,6 @@ def print_scores(tried: Tried, num_rows: int) -> None:
     for title, example, means in score_lines(tried):
         cells = ["" if mean is None else f"{mean:.3g}" for mean in means]
         table.add_row(Text(title), Text(one_line(visible(example), 48)), *cells)
-    terminal.print(f"Mean scores over {num_rows} rows of the data, before weights; answers {tried.form}")
+    terminal.print(f"Mean scores over {counted(num_rows, 'row')} of the data, before weights; answers {tried.form}")
     terminal.print(table)
     terminal.print()

@@ -31,7 +31,7 @@ from rlft.system.files import append, write_atomically
 from rlft.system.memory import Doing, explained, keep_blocks
 from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import command_line, override, program, resuming, say, show
-from rlft.types import Group, Scores, UserError
+from rlft.types import Group, Scores, UserError, counted
 
 if TYPE_CHECKING:
     from rlft.generation.engine import Generator
@@ -167,7 +167,7 @@ class Bar:
         self.progress.update(self.task, completed=done, description=kept_text)
         if not self.live and (time.monotonic() - self.shown_at > PLAIN_SECONDS or done == self.total):
             self.shown_at = time.monotonic()
-            show(f"{done}/{self.total} prompts  {kept_text}")
+            show(f"{done}/{counted(self.total, 'prompt')}  {kept_text}")
 
 
 def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
@@ -245,10 +245,10 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
         remedy = "leave it as it was"
         if num_sampled % size == 0 and num_sampled < len(plan.prompts.prompts):  # otherwise no step can be added
             remedy += f", or raise it ({resuming(folder)} num_prompts={2 * num_sampled})"
-        problem = f"the run has sampled {num_sampled} prompts already"
+        problem = f"the run has sampled {counted(num_sampled, 'prompt')} already"
         raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy=remedy)
     if len(plan.chosen) > num_sampled and num_sampled % size:
-        problem = f"the run ended with {num_sampled} prompts inside a step of {size}, so none can be added"
+        problem = f"the run ended with {counted(num_sampled, 'prompt')} inside a step of {size}, so none can be added"
         raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy="start a new run")
     return step
 
@@ -263,9 +263,9 @@ def print_run_summary(plan: SamplePlan, folder: Path) -> None:
     state = read_progress(folder)
     terminal, table = open_terminal(), Table.grid(padding=(0, 2))
     for label, value in (
-        ("sampled", f"{state['sampled']:,} completions of {len(plan.chosen):,} prompts"),
+        ("sampled", f"{counted(state['sampled'], 'completion', ',')} of {counted(len(plan.chosen), 'prompt', ',')}"),
         *((f"reward {name}", f"{total / state['sampled']:.4f}") for name, total in state["rewards"].items()),
-        ("kept", f"{state['kept']:,} completions of {state['prompts_kept']:,} prompts"),
+        ("kept", f"{counted(state['kept'], 'completion', ',')} of {counted(state['prompts_kept'], 'prompt', ',')}"),
         ("file", str(folder / SAMPLES)),
     ):
         table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))

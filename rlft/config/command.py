@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from rlft.config.choices import choice_remedy
 from rlft.types import UserError
 
 GROUP = "rlft.commands"
@@ -99,7 +100,7 @@ def named(name: str) -> Command:
         return importlib.import_module(f"rlft.commands.{name}").COMMAND
     points = plugins().get(name, ())
     if not points:
-        remedy = f"use one of {', '.join(names())}, or install the package that provides it"
+        remedy = f"{choice_remedy(name, names())}, or install the package that provides it"
         raise UnknownCommandError("command", "there is no such command", got=name, remedy=remedy)
     point, *duplicates = points
     if duplicates:

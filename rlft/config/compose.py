@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import re
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 
 from rlft.config import catalog, suggest
 from rlft.config import command as commands
+from rlft.config.choices import choice_remedy
 from rlft.config.suggest import SEVERAL, unknown_in_section, unknown_key
 from rlft.types import UserError
 
@@ -393,8 +393,7 @@ def _unknown_choice(group: str, name: str, command: str) -> UserError:
     known = catalog.choices(group, command)
     if not known:
         return unknown_key(group, command)
-    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
     if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, command)):
         return UserError(group, "is not one of its choices", got=name, remedy=f"write {group}=null for none")
-    remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(known)
+    remedy = choice_remedy(name, known)
     return UserError(_shown_group(group), "is not one of its choices", got=name or "nothing", remedy=remedy)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from rlft.config import catalog
+from rlft.config.choices import choice_remedy, closest
 from rlft.config.keys import options, without_key
 from rlft.config.suggest import as_typed, joined, unknown_in_section
 from rlft.types import UserError, require
@@ -131,7 +132,7 @@ def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:
         problem = _either(list(dict.fromkeys(_in_our_words(e["msg"]) for e in error.errors())))
         choices = [str(m.value) for kind in enums for m in kind]
         choices += ["null"] if choices and type(None) in options(hint) else []
-        remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, command)
+        remedy = choice_remedy(value, choices) if choices else _remedy(hint, value, key, command)
         problem = "is not one of its choices" if choices else problem
         raise UserError(key, problem, got=as_typed(value), remedy=remedy) from None
     if isinstance(validated, float) and not abs(validated) < float("inf"):
@@ -180,7 +181,9 @@ def _remedy(hint: Any, value: Any, key: str, command: str) -> str:
             return f"write {key}=[{as_typed(value)}]"
     literals = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
     if literals:
-        return f"use {' or '.join(literals)}" + (" or a number" if float in kinds else "")
+        close = closest(value, literals)
+        meant = f"did you mean {close}? " if close else ""
+        return f"{meant}use {' or '.join(literals)}" + (" or a number" if float in kinds else "")
     if int in kinds and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if str in kinds and isinstance(value, int | float):

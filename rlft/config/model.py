@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import rlft
 from rlft.config.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from rlft.config.choices import choice_remedy
 from rlft.config.keys import Key
 from rlft.types import UserError
 
@@ -31,6 +32,9 @@ SWITCHES = ("use_rslora", "use_dora", "experts", "router")
 HEAD = "lm_head"
 """What most models call their output layer."""
 
+MADE_BY_HAND = {Path("models/SmolLM2-135M-Instruct"): "docs/start.md"}
+"""{folder of a model that a recipe names and nothing brings: the page that says how it is made}."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 """The values of model.dtype besides auto."""
 
@@ -44,10 +48,9 @@ def resolve_path(path: str) -> str:
         return str(Path(path).expanduser()) if looks_local(path) else path
     folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
     if not (folder / "config.json").is_file():
-        known = ", ".join(EMBEDDED + f.parent.name for f in sorted(folder.parent.glob("*/config.json")))
-        raise UserError(
-            "model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id"
-        )
+        known = [EMBEDDED + f.parent.name for f in sorted(folder.parent.glob("*/config.json"))]
+        remedy = f"{choice_remedy(path, known)}, a folder or a hub id"
+        raise UserError("model.path", "there is no such embedded model", got=path, remedy=remedy)
     return str(folder)
 
 
@@ -68,7 +71,9 @@ def check_local(path: str) -> None:
     folder = Path(resolve_path(path))
     if looks_local(path) and not (folder / "config.json").is_file():
         problem = "there is no config.json in that folder" if folder.exists() else "there is no such folder"
-        raise UserError("model.path", problem, got=path, remedy="point it at a Hugging Face model folder")
+        page = MADE_BY_HAND.get(Path(path))
+        first = f"make it as in {page}, or " if page else ""
+        raise UserError("model.path", problem, got=path, remedy=f"{first}point it at a Hugging Face model folder")
 
 
 def is_adapter(path: str | None) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlft.config import catalog, suggest
+from rlft.config.choices import choice_remedy, closest
 from rlft.types import UserError, require
 
 PRINTING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
@@ -118,8 +119,9 @@ def parse(words: Sequence[str], command: str = "train") -> Arguments:
             value = remaining.pop(0)
             options.append(value)
         if name in ("--cfg", "-c"):
-            is_known = value in ("job", "hydra", "all")
-            require(is_known, name, "is not one of its choices", got=value, remedy="use job, hydra or all")
+            known = ("job", "hydra", "all")
+            remedy = choice_remedy(value, known)
+            require(value in known, name, "is not one of its choices", got=value, remedy=remedy)
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, command, config_dir)
@@ -195,8 +197,8 @@ def _check_of_hydra(key: str, value: str) -> None:
     if key == "hydra.sweep.subdir":
         problem, remedy = "is set by the sweep, which finds its runs again by it", "leave it out"
         raise UserError(key, problem, got=value or "nothing", remedy=remedy)
-    close = difflib.get_close_matches(key, FOLDERS, n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"of Hydra's keys only {' and '.join(FOLDERS)} do something here"
+    close = closest(key, FOLDERS)
+    remedy = f"did you mean {close}?" if close else f"of Hydra's keys only {' and '.join(FOLDERS)} do something here"
     raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
 
 
@@ -253,8 +255,8 @@ def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> No
             remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
         raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
     if value != name:
-        close = difflib.get_close_matches(name, catalog.choices("recipe"), n=1)
-        remedy = f"write +recipe={close[0]}" if close else "see rlft recipes for the names"
+        close = closest(name, catalog.choices("recipe"))
+        remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
         raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
 
 

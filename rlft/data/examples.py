@@ -28,7 +28,7 @@ from rlft.system.seeds import derive
 from rlft.tokens.ends import TurnEnds, num_common, turn_ends
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import THINKING_FIELDS, last_tag, rendered, without_tail
-from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, UserError, require
+from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, UserError, are, counted, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,7 +154,7 @@ def scan_rankings(
             num_cut += len(tokens) - len(short)
     notes = [_note_of_dropped(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")]
     if num_cut:
-        problem = f"{num_cut} completions of kept {split} rankings exceed max_completion_tokens={max_completion_tokens}"
+        problem = f"kept {split} rankings have {counted(num_cut, 'completion')} beyond {max_completion_tokens=}"
         notes.append(_dropped(problem, prompts, "raise it, or set prompts.over_limit=drop"))
     note = "; ".join(filter(None, [*notes, unlike])) or None
     parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
@@ -290,15 +290,15 @@ def _note_of_tails(said: Sequence[tuple[Prompt, str]], split: Split) -> str | No
     opened = [tag for prompt, text in said if (tag := last_tag(prompt.tail)) and f"{tag[0]}/{tag[1:]}" not in text]
     if not opened:
         return None
-    problem = f"{len(opened)} {split} demonstrations are learned inside {opened[0]}, which their prompts open"
-    return f"{problem} and they never close"
+    what = counted(len(opened), f"{split} demonstration")
+    return f"{what} {are(len(opened))} learned inside {opened[0]}, opened by the prompt and never closed"
 
 
 def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:
     """The note of what is dropped, or its refusal (prompts.over_limit)."""
     if prompts.over_limit == "refuse":
         raise UserError("max_completion_tokens", problem, remedy=remedy)
-    return f"{problem} and were dropped"
+    return f"{problem}: dropped"
 
 
 def _digest(parts: Iterable[bytes]) -> str:

@@ -27,7 +27,7 @@ from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import chat, check_template, filled_turns, question_of, takes_question
 from rlft.tokens.ends import num_common
-from rlft.types import Message, Prompt, Ranking, Split, UserError
+from rlft.types import Message, Prompt, Ranking, Split, UserError, counted
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -195,7 +195,8 @@ class PreferenceKeys(RowSource):
             return [(text, float(len(texts) - 1 - i)) for i, text in enumerate(texts)]
         scores = value_of(fields, self.scores_field)
         if not isinstance(scores, list | tuple) or len(scores) != len(texts) or not all(map(_is_number, scores)):
-            raise RowError(f"field {self.scores_field!r} must be a list of {len(texts)} numbers, one a completion")
+            wanted = counted(len(texts), "number")
+            raise RowError(f"field {self.scores_field!r} must be a list of {wanted}, one a completion")
         return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Candidates]:

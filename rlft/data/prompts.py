@@ -20,7 +20,7 @@ from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import rendered, tail
-from rlft.types import NOTHING, Prompt, Shown, Split, UserError, require
+from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,7 +186,9 @@ def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
 def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator[str]:
     """A sentence about the prompts of the split that were too long; none if all fit."""
     if prompts.num_dropped:
-        yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={max_prompt_tokens} were dropped"
+        dropped = counted(prompts.num_dropped, f"{split} prompt")
+        were = "was" if prompts.num_dropped == 1 else "were"
+        yield f"{dropped} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
 
 
 def fingerprinted(prompt: Prompt) -> bytes:
@@ -361,7 +363,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
 def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
     repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
     if repeated:
-        problem = f"{len(repeated)} ids occur more than once in the {split} split"
+        problem = f"the {split} split has {counted(len(repeated), 'id')} more than once"
         raise UserError("data", problem, got=repeated[0], remedy="give each prompt its own id")
 
 

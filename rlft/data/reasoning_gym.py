@@ -26,6 +26,7 @@ from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.records import identity, split_of
 from rlft.data.templates import check_template, prompt_of
 from rlft.system.process import signals
+from rlft.system.terminal import pip_install
 from rlft.types import Prompt, Split, UserError, require
 
 HELD_OUT_SHARE = 0.1
@@ -74,7 +75,7 @@ class ReasoningGym:
 
 def check_installed(key: str, name: str) -> None:
     is_installed = importlib.util.find_spec("reasoning_gym") is not None
-    problem, remedy = "the reasoning-gym library is not installed", "pip install 'rlft[reasoning-gym]'"
+    problem, remedy = "the reasoning-gym library is not installed", pip_install("rlft[reasoning-gym]")
     require(is_installed, key, problem, got=name, remedy=remedy)
 
 

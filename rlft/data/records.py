@@ -15,7 +15,7 @@ from rlft.config.bounds import NonNegativeInt
 from rlft.data.fields import TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.lazy import mapped
 from rlft.data.templates import chat, check_template, filled, filled_turns, placeholders, question_of
-from rlft.types import Message, Prompt, Split, UserError, require
+from rlft.types import Message, Prompt, Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,8 @@ class RecordKeys(RowSource):
     def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
         others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
-        problem = f"there are only {len(others)} training questions besides {row.made.id} to show"
+        found = counted(len(others), "training question")
+        problem = f"there {are(len(others))} only {found} besides {row.made.id} to show"
         remedy = f"use data.few_shot={len(others)}, or more data"
         require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
         return [turn for example in others for turn in self._example(example)]

@@ -24,7 +24,7 @@ from rlft.data.fields import RowError, value_of
 from rlft.data.files import objects
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
 from rlft.system.seeds import derive
-from rlft.types import Batch, Group, Prompt, UserError, require
+from rlft.types import Batch, Group, Prompt, UserError, are, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -156,7 +156,7 @@ def scan_texts(
     require(
         len(distinct) > held_out,
         "pretrain.held_out",
-        f"there are only {len(distinct)} different texts with a token to learn within "
+        f"there {are(len(distinct))} only {counted(len(distinct), 'different text')} with a token to learn within "
         f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
         got=held_out,
         remedy="use fewer, more text, or a higher pretrain.max_tokens",
@@ -166,7 +166,7 @@ def scan_texts(
     require(
         len(train_texts) >= sequences_per_update,
         "pretrain.sequences_per_update",
-        f"pretrain.held_out={held_out} leaves only {len(train_texts)} texts to train on",
+        f"pretrain.held_out={held_out} leaves only {counted(len(train_texts), 'text')} to train on",
         got=sequences_per_update,
         remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
     )
@@ -265,7 +265,9 @@ def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTraine
         if ANSWER in hint and not prompt.answer.strip():
             without.append(prompt.id)
     if without:
-        problem = f"shows the prompt's answer, and {len(without)} train prompts have none, first {without[0]}"
+        lacking = counted(len(without), "train prompt")
+        has = "has" if len(without) == 1 else "have"
+        problem = f"shows the prompt's answer, and {lacking} {has} none, first {without[0]}"
         remedy = f"leave {ANSWER} out, or name the field that has the answer (data.answer_field)"
         raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
     return longest

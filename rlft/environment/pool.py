@@ -26,7 +26,7 @@ from typing import Any
 from rlft.environment.protocol import Cause, Environment, Malformed, Play
 from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
 from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended
-from rlft.types import EnvironmentFailure
+from rlft.types import EnvironmentFailure, counted
 
 SPENT = "Error: the time for all calls is used up"
 MAX_ERROR = 500
@@ -304,7 +304,7 @@ def answered(value: Any, max_answer: int) -> str:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     more = len(text) - max_answer
-    text = text if more <= 0 else f"{text[:max_answer]} [cut: {more} more characters]"
+    text = text if more <= 0 else f"{text[:max_answer]} [cut: {counted(more, 'more character')}]"
     return text.encode("utf-8", "replace").decode()
 
 

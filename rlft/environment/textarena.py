@@ -16,6 +16,7 @@ from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import locate
 from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
 from rlft.environment.protocol import Environment, Play, Step
+from rlft.system.terminal import pip_install
 from rlft.types import EnvironmentFailure, UserError, require
 
 Player = Callable[[str], str]
@@ -37,7 +38,7 @@ class TextArena(Environment):
 
     def check(self) -> None:
         is_installed, problem = importlib.util.find_spec("textarena"), "the textarena library is not installed"
-        require(is_installed, "environment", problem, got="textarena", remedy="pip install 'rlft[textarena]'")
+        require(is_installed, "environment", problem, got="textarena", remedy=pip_install("rlft[textarena]"))
         for path in self.opponents:
             locate(path, OPPONENTS)
         problem = f"is beyond the game's last player ({len(self.opponents)}): there is one more than opponents"

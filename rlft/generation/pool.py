@@ -21,7 +21,7 @@ from typing import Any
 from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError, counted
 
 START_S = 900.0
 """Seconds that an engine may take to load its base, in addition to `timeout_s`."""
@@ -383,7 +383,7 @@ class EnginePool(Generator):
             raise StaleEngineError(f"{failure} ({slot.member.name}, which had replaced another one)") from failure
         self._restarts_in_a_row += 1
         if self._restarts_in_a_row > self._max_restarts:
-            times = f"{self._restarts_in_a_row} engine failures without a finished group in between"
+            times = f"{counted(self._restarts_in_a_row, 'engine failure')} without a finished group in between"
             problem = f"cluster.max_engine_restarts: {times}, the last one: {failure}"
             raise EngineError(problem) from failure
         self.num_restarts += 1

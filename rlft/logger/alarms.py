@@ -14,6 +14,7 @@ from typing import Any
 
 from rlft.config.schema import AlarmsConfig
 from rlft.logger.interface import StepRecord
+from rlft.types import counted
 
 WINDOW = 20
 """Number of earlier steps with which a new step is compared."""
@@ -429,9 +430,10 @@ class Alarms:
             moved = max(moved, float(value != first or reward in varied))
             self._reward_history[reward] = [first, steps + 1, moved]
             if steps + 1 >= limit and not moved:
+                seen = counted(int(steps) + 1, "step")
                 yield (
                     f"constant_reward_{reward}",
-                    f"reward.{reward} has given {value:g} to every completion of {int(steps) + 1} steps, so it teaches"
+                    f"reward.{reward} has given {value:g} to every completion of {seen}, so it teaches"
                     " nothing. Look at completions in rollouts/ and at what it reads (rlft plan tries it), or leave it"
                     " out",
                 )

@@ -20,7 +20,7 @@ from rlft.config.bounds import NonNegativeFloat
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.system.terminal import discard
-from rlft.types import Evaluation
+from rlft.types import Evaluation, counted
 
 STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
 PACE_STEPS = 20  # the ETA is computed from the last steps, with the evaluations and checkpoints between them
@@ -167,7 +167,7 @@ class Progress:
 
     def closing_line(self, status: str) -> str:
         if status == "finished":
-            return f"finished {self.run.steps} steps in {duration(self.elapsed)}"
+            return f"finished {counted(self.run.steps, 'step')} in {duration(self.elapsed)}"
         progress_text = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
         return (
             f"interrupted {progress_text}"

@@ -21,6 +21,7 @@ from rlft.config.keys import flatten
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.system.files import write_atomically
 from rlft.system.process.running_time import within
+from rlft.system.terminal import pip_install
 from rlft.types import Evaluation, UserError
 
 
@@ -45,7 +46,7 @@ class ScalarLogger(ABC):
         spec = importlib.util.find_spec(self.package)
         # Some trackers leave a folder of their name, which Python takes for a package; it has no origin.
         if spec is None or spec.origin is None:
-            remedy = f"pip install 'rlft[{self.package}]', or leave {self.package} out of logger=[...]"
+            remedy = f"{pip_install(f'rlft[{self.package}]')}, or leave {self.package} out of logger=[...]"
             raise UserError(f"logger.{self.package}", f"the package {self.package} is not installed", remedy=remedy)
 
     @property

@@ -13,6 +13,7 @@ from rich.text import Text
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
+from rlft.types import counted
 
 EXAMPLES = 4
 CURVE_HEIGHT = 14
@@ -58,7 +59,7 @@ def fact_rows(
             rows.append(("held-out loss", f"{loss}  (step {steps})"))
     seconds = sum(line.get("time/step") or 0.0 for line in metrics)
     if seconds:
-        rows.append(("training", f"{duration(seconds)} for {metrics[-1]['step']} steps"))
+        rows.append(("training", f"{duration(seconds)} for {counted(metrics[-1]['step'], 'step')}"))
     return [*rows, ("run folder", str(folder))]
 
 

@@ -35,7 +35,7 @@ from rlft.model.backbone import Backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.system.device import fork_rng
-from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError
+from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError, counted
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
 NOT_READ_BACK = "freshness.read_back=false compares log-probs alone"
@@ -251,7 +251,8 @@ class Freshness:
             text += f"(gap {abs(actual - trained):.2e}, threshold {self.limits.threshold:.0e})"
         else:
             percentile = "" if gap.percentile_99 is None else f", 99th percentile {gap.percentile_99:.2e}"
-            text += f"the log-probs of {len(engine)} fixed tokens differ from the trainer's (mean gap {gap.mean:.2e}"
+            text += f"the log-probs of {counted(len(engine), 'fixed token')} differ from the trainer's "
+            text += f"(mean gap {gap.mean:.2e}"
             text += f"{percentile}; allowed is {self.limits})"
         gaps = {v: Gap.between(engine, scores) for v, scores in self.history.items() if len(scores) == len(engine)}
         held = [v for v, older in gaps.items() if self.limits.allow(older)]
@@ -359,9 +360,10 @@ def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: i
     model, only_in_training = learner.backbone.model, ""
     if limits.allow(_gap(batch, learner, token_budget, training=False)):
         only_in_training = " in training mode, and not otherwise (its dropout, or another noise, is on there)"
+    tokens = counted(int(batch.loss_mask.sum()), "sampled token")
     problem = (
         f"decoding does not give the log-probs of the trainer's forward for a {model.config.model_type}"
-        f"{only_in_training}: {int(batch.loss_mask.sum())} sampled tokens differ by up to {gap.largest:.2g} nats, "
+        f"{only_in_training}: log-probs of {tokens} differ by up to {gap.largest:.2g} nats, "
         f"{gap.mean:.2g} on average ({limits} is allowed); stopped rather than train on them"
     )
     remedy = f"try model.kernels=plain, another generation.engine, release of transformers or model; {REMEDY}"

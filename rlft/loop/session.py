@@ -40,7 +40,7 @@ from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
-from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores
+from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class Session(RunDriver):
         alarm_metrics = {f"alarm/{name}": 1.0 for name in alarm_texts}
         if self.scorer.num_failures > self._failures_noted:
             self._failures_noted = self.scorer.num_failures
-            so_far = f"{self.scorer.num_failures} completions so far got a fixed score"
+            so_far = f"{counted(self.scorer.num_failures, 'completion')} so far got a fixed score"
             self.logger.note(f"step {step}: {so_far}: {self.scorer.last_failure}")
         self.log(replace(record, metrics={**metrics, **alarm_metrics}, alarms=alarm_texts), hints)
         for text in alarms.values():

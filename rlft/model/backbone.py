@@ -35,7 +35,7 @@ from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
 from rlft.tokens.text import dated, with_ends, with_variables
-from rlft.types import UserError, require
+from rlft.types import UserError, counted, require
 
 SENTENCE = "the sum of two and three is five"
 """What every tokenizer gives back, whatever it does to capitals and punctuation."""
@@ -155,7 +155,9 @@ def check_embedding(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     beyond = {token: name for name, token in tokenizer.get_vocab().items() if token >= rows and token not in special}
     if beyond:
         first = min(beyond)
-        problem = f"its embedding has {rows} rows, which lacks {len(beyond)} of the tokenizer's tokens, first"
+        problem = (
+            f"its embedding has {counted(rows, 'row')}, which lacks {len(beyond)} of the tokenizer's tokens, first"
+        )
         remedy = "use the model's own tokenizer, or enlarge the embedding (resize_token_embeddings) and train it"
         raise UserError("model.path", f"{problem} {beyond[first]!r} ({first})", got=path, remedy=remedy)
 

@@ -45,7 +45,7 @@ from rlft.model.packing import Layout
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
 from rlft.system.seeds import derive
-from rlft.types import Adapter, Batch, Outputs, UserError
+from rlft.types import Adapter, Batch, Outputs, UserError, counted
 
 
 class Roles:
@@ -478,9 +478,10 @@ class Roles:
         after = self._base.fingerprint()
         if changed := [name for name, value in after.items() if value != before[name]]:
             load_backbone.cache_clear()  # another job of a sweep must not get this base
+            number = counted(len(changed), "weight")
             raise UserError(
                 key,
-                f"loading it as the {role} has changed {len(changed)} weights of the base, e.g. {changed[0]}",
+                f"loading it as the {role} has changed {number} of the base, e.g. {changed[0]}",
                 got=path,
                 remedy="merge it into the base that it was trained on, and set model.path to the result",
             )

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.config.choices import closest
 from rlft.config.model import CriticKind, LoraSettings, ModelConfig, is_adapter
 from rlft.config.schema import RunConfig
 from rlft.model.adapter_folder import (
@@ -140,7 +141,9 @@ def _check_exists(use: Use) -> None:
     if use.path and Path(use.path).expanduser().is_dir():
         return
     if use.words:
-        problem, remedy = f"is neither {use.words} nor an existing folder", "use one of these"
+        close = closest(use.path, use.words.replace(" or ", ", ").split(", "))
+        problem = f"is neither {use.words} nor an existing folder"
+        remedy = f"did you mean {close}?" if close else "use one of these"
     else:
         problem, remedy = "there is no such folder", "point it at a PEFT adapter folder"
     raise UserError(use.key, problem, got=use.path or "nothing", remedy=remedy)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
+from rlft.config.choices import choice_remedy
 from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig, check_local
 from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.config.trainer import OptimizerKind
@@ -20,6 +21,7 @@ from rlft.generation.engine import Engine
 from rlft.model.families import recorded_family
 from rlft.model.positions import limit_of
 from rlft.plan.adapters import empty_model, modules_to_adapt
+from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
     engine = ANYWHERE if generation.engine == AUTO else generation.engine
     section = section_of(engine)
     if section not in generation.engines:
-        remedy = f"use auto, {', '.join(own_engines())}, or one of your own (docs/engines.md)"
+        remedy = f"{choice_remedy(engine, ('auto', *own_engines()))}, or one of your own (docs/engines.md)"
         raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
     with _keys_of(engine):
         generation.named(engine).check(plain_kernels=model.kernels == "plain")
@@ -51,9 +53,10 @@ def check_apart(config: RunConfig, engine: str) -> None:
 def check_model(settings: ModelConfig) -> None:
     """Checks the model's keys by themselves: the folder exists, the device and the dtype are possible."""
     check_local(settings.path)
-    is_device, remedy = settings.device.partition(":")[0] in DEVICES, "use auto, cpu, cuda or cuda:<n>"
+    kind = settings.device.partition(":")[0]
+    is_device, remedy = kind in DEVICES, f"{choice_remedy(kind, DEVICES)}, or cuda:<n>"
     require(is_device, "model.device", "is not a device", got=settings.device, remedy=remedy)
-    is_dtype, remedy = settings.dtype in ("auto", *DTYPES), f"use auto, {', '.join(DTYPES)}"
+    is_dtype, remedy = settings.dtype in ("auto", *DTYPES), choice_remedy(settings.dtype, ("auto", *DTYPES))
     require(is_dtype, "model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
     check_quantized_on(settings.quantization, settings.device)
 
@@ -69,8 +72,8 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
 
     device = resolve_device(settings.device)
     resolve_dtype(settings.dtype, device)
-    attention, remedy = settings.attn_implementation, "use auto, sdpa or eager"
-    is_known = attention in ("auto", "eager", *AttentionInterface().valid_keys())
+    attention, usual = settings.attn_implementation, ("auto", "sdpa", "eager")
+    is_known, remedy = attention in (*usual, *AttentionInterface().valid_keys()), choice_remedy(attention, usual)
     require(is_known, "model.attn_implementation", "is not known to transformers", got=attention, remedy=remedy)
     if not runs_here:
         return
@@ -98,7 +101,7 @@ def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_her
 
 
 def _require_bitsandbytes(key: str, got: str) -> None:
-    remedy = "pip install 'rlft[quantization]'"
+    remedy = pip_install("rlft[quantization]")
     require(has_bitsandbytes(), key, "bitsandbytes is not installed", got=got, remedy=remedy)
 
 

@@ -23,7 +23,7 @@ from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.system.device import resolve_device
-from rlft.types import Split, UserError
+from rlft.types import Split, UserError, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,16 +99,18 @@ class PreferencePlan(Plan):
         run, rankings, replays = self.config, self.train.rankings, self.config.rankings_per_step - self.num_new
         pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
         learner = f"{run.lora.kind} rank {run.lora.rank}{' and a scalar head' if self.trains_reward else ''}"
+        held_out = counted(len(self.held_out.rankings), "ranking", ",")
+        epochs = self.num_steps * self.num_new / len(rankings)
         replayed = "" if self.replay is None else f", {replays} of them replayed"
         return [
             facts.model_row(run.model.path),
             ("trainable", f"{facts.trainable:,}", learner),
             *facts.network_rows(),
             *(self._loss_rows(run) if isinstance(run, DpoConfig) else ()),
-            ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(self.held_out.rankings):,} rankings held out"),
+            ("rankings", f"{len(rankings):,}", f"{counted(pairs, 'pair', ',')}; {held_out} held out"),
             *self.end_rows(),
             ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{replayed}"),
-            ("total", f"{self.num_steps} steps", f"{self.num_steps * self.num_new / len(rankings):.1f} epochs"),
+            ("total", f"{counted(self.num_steps, 'step')}", f"{epochs:.1f} epochs"),
         ]
 
     def _loss_rows(self, config: DpoConfig) -> list[TableRow]:
@@ -211,10 +213,10 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     )
     size = config.rankings_per_step
     if isinstance(config, RmConfig) and replay is not None and plan.num_new == size:
-        problem = f"gives the replay none of the {size} rankings of an update"
+        problem = f"gives the replay none of the {counted(size, 'ranking')} of an update"
         remedy = "raise it or rankings_per_step, or leave replay.path out"
         raise UserError("replay.fraction", problem, got=config.replay.fraction, remedy=remedy)
-    check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "rankings")
+    check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "ranking")
     return plan
 
 

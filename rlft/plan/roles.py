@@ -19,7 +19,8 @@ from rlft.model.positions import limit_of
 from rlft.plan.model_rules import check_machine, check_model
 from rlft.plan.scoring_rules import read_environment
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.types import UserError, require
+from rlft.system.terminal import pip_install
+from rlft.types import UserError, counted, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -280,7 +281,7 @@ def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_he
     settings = teacher_settings(snapshot, config.model)
     quantized = settings is not None and settings.quantization is not None
     if runs_here and quantized and not reads_bitsandbytes():
-        remedy = "use transformers, or snapshot.teacher_quantization=none, or pip install 'vllm<0.30'"
+        remedy = f"use transformers, or snapshot.teacher_quantization=none, or {pip_install('vllm<0.30')}"
         raise UserError("snapshot.teacher_engine", NO_BITSANDBYTES, got="vllm", remedy=remedy)
     if vllm.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
         raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
@@ -318,7 +319,7 @@ def check_teacher(
     limit, longest = limit_of(model), longest_prompt + config.generation.max_tokens
     and_sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
     if limit is not None and longest + bool(and_sampled) > limit.tokens:
-        problem = f"the longest row of {longest} tokens{and_sampled} exceeds its {limit.words}"
+        problem = f"the longest row of {counted(longest, 'token')}{and_sampled} exceeds its {limit.words}"
         remedy = "lower prompts.max_tokens or generation.max_tokens, or use another teacher"
         raise UserError(TEACHER, problem, got=settings.path, remedy=remedy)
     return fingerprint(settings)
@@ -331,6 +332,6 @@ def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
     if differing:
         ids = [str(vocabulary.get(differing[0], "none")) for vocabulary in (students, teachers)]
         example = f"{differing[0]!r} is {ids[0]} here and {ids[1]} there"
-        problem = f"has another vocabulary: {len(differing)} tokens differ, e.g. {example}"
+        problem = f"has another vocabulary: {counted(len(differing), 'other token')}, e.g. {example}"
         remedy = "use a teacher with the same tokenizer; of another one learn by its samples (rlft sample, rlft sft)"
         raise UserError(TEACHER, problem, got=path, remedy=remedy)

@@ -17,7 +17,7 @@ from rlft.generation.pool import units_of
 from rlft.plan.model_rules import check_apart, check_engine, check_model, check_served
 from rlft.plan.scoring_rules import check_time_limits
 from rlft.system.device import kind_of
-from rlft.types import UserError, require
+from rlft.types import UserError, are, counted, require
 
 if TYPE_CHECKING:
     import torch
@@ -62,17 +62,17 @@ def _sizes(config: RunConfig, algorithm: Objective) -> None:
     remedy = f"set group_size={max(8, algorithm.min_group_size)}"
     require(config.group_size >= algorithm.min_group_size, "group_size", problem, got=config.group_size, remedy=remedy)
     batches, groups = config.minibatches, config.prompts_per_step
-    problem = f"whole groups are dealt to them, and a step has only prompts_per_step={groups} groups"
+    problem = f"whole groups are dealt to them, and a step has only prompts_per_step={counted(groups, 'group')}"
     require(batches <= groups, "minibatches", problem, got=batches, remedy=f"use at most {groups}")
     if groups % batches:
         problem, remedy = f"does not divide prompts_per_step={groups}", f"use one of {divisors_of(groups)}"
         raise UserError("minibatches", problem, got=batches, remedy=remedy)
     longest = config.prompts.max_tokens + config.generation.max_tokens
-    problem = f"the longest row may have prompts.max_tokens + generation.max_tokens = {longest} tokens"
+    problem = f"the longest row may have prompts.max_tokens + generation.max_tokens = {counted(longest, 'token')}"
     remedy = f"set token_budget={longest} or more, or shorten the rows"
     require(config.token_budget >= longest, "token_budget", problem, got=config.token_budget, remedy=remedy)
     if config.pretrain.path is not None and config.token_budget < config.pretrain.max_tokens:
-        problem = f"a pretraining text may have pretrain.max_tokens={config.pretrain.max_tokens} tokens"
+        problem = f"a pretraining text may have pretrain.max_tokens={counted(config.pretrain.max_tokens, 'token')}"
         remedy = f"set token_budget={config.pretrain.max_tokens} or more, or a lower pretrain.max_tokens"
         raise UserError("token_budget", problem, got=config.token_budget, remedy=remedy)
 
@@ -225,25 +225,28 @@ def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: in
     """Warnings about a run that needs more prompts than exist; a number is None if no such prompts are sampled."""
     texts = []
     if num_train is not None and config.prompts_per_step > num_train:
-        problem = f"there are only {num_train} train prompts, so that each step has some of them more than once"
+        problem = f"there {are(num_train)} only {counted(num_train, 'train prompt')}"
+        problem += ", so that each step has some of them more than once"
         problem += f", got {config.prompts_per_step}"
         texts.append(f"prompts_per_step: {problem}; use at most {num_train}, or more data")
     if num_held_out is not None and config.eval.num_prompts > num_held_out:
-        problem = f"there are only {num_held_out} held-out prompts, and an evaluation samples each of them once"
+        problem = f"there {are(num_held_out)} only {counted(num_held_out, 'held-out prompt')}"
+        problem += ", and an evaluation samples each of them once"
         texts.append(f"eval.num_prompts: {problem}, got {config.eval.num_prompts}; use at most {num_held_out}")
     return tuple(texts)
 
 
 def check_budget(token_budget: int, longest: int, of_what: str) -> None:
     """Checks that the longest possible row of a supervised run fits the token budget."""
-    problem, remedy = f"the longest row may have {longest} tokens ({of_what})", f"set token_budget={longest} or more"
+    problem = f"the longest row may have {counted(longest, 'token')} ({of_what})"
+    remedy = f"set token_budget={longest} or more"
     require(token_budget >= longest, "token_budget", problem, got=token_budget, remedy=remedy)
 
 
 def check_enough(key: str, configured: int, needed: int, available: int, of_what: str) -> None:
     """Checks that there are enough examples for one update, whose number the key sets."""
     remedy = f"use at most {available}" if available else "name other data"
-    problem = f"there are only {available} {of_what} to train on"
+    problem = f"there {are(available)} only {counted(available, of_what)} to train on"
     require(available >= needed, key, problem, got=configured, remedy=remedy)
 
 
@@ -279,9 +282,10 @@ def idle_engines(config: RunConfig, name: str) -> str | None:
     if parts >= cluster.engines:
         return None
     if num_prompts < cluster.engines:
-        why, remedy = f"a step has {num_prompts} prompts", f"raise prompts_per_step, or use at most {num_prompts}"
+        why = f"a step has {counted(num_prompts, 'prompt')}"
+        remedy = f"raise prompts_per_step, or use at most {num_prompts}"
     else:
-        why = f"{engine.title} computes {engine.at_once} completions of a step together"
+        why = f"{engine.title} computes {counted(engine.at_once, 'completion')} of a step together"
         remedy = f"use generation.{section_of(name)}.{engine.at_once_key}={num_prompts // cluster.engines * group_size}"
     problem = f"only {parts} of them will have something to sample: {why}"
     return f"cluster.engines: {problem}, got {cluster.engines}; {remedy}"

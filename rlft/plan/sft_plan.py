@@ -24,7 +24,7 @@ from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import resolve_device, resolve_dtype
-from rlft.types import Split
+from rlft.types import Split, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class SftPlan(Plan):
         run, examples = self.config, len(self.train.texts)
         epochs = self.num_steps * run.examples_per_step / examples
         learner = "all weights" if run.lora is None else f"{run.lora.kind} rank {run.lora.rank}"
-        task = f"{self.engine}, {run.eval.num_samples} samples of each held-out prompt"
+        task = f"{self.engine}, {counted(run.eval.num_samples, 'sample')} of each held-out prompt"
         return [
             facts.model_row(run.model.path, "parameters"),
             ("trainable", f"{facts.trainable:,}", learner),
@@ -58,7 +58,7 @@ class SftPlan(Plan):
             ("demonstrations", f"{examples:,}", f"{len(self.held_out_examples.texts):,} more held out"),
             *self.end_rows(),
             ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
-            ("total", f"{self.num_steps} steps", f"{epochs:.1f} epochs of the demonstrations"),
+            ("total", f"{counted(self.num_steps, 'step')}", f"{epochs:.1f} epochs of the demonstrations"),
             ("task accuracy", "no" if self.held_out is None else "yes", "data=null" if not self.held_out else task),
         ]
 
@@ -137,7 +137,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         for split in (Split.train, Split.held_out)
     )
     size = config.examples_per_step
-    check_enough("examples_per_step", size, size, len(train.texts), "demonstrations")
+    check_enough("examples_per_step", size, size, len(train.texts), "demonstration")
     return SftPlan(
         config=config,
         plain=resolved.plain,

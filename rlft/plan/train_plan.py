@@ -64,7 +64,7 @@ from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
-from rlft.types import Split, UserError
+from rlft.types import Split, UserError, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -105,12 +105,13 @@ class TrainPlan(Plan):
         held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
         epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
         learner = f"{run.lora.kind} rank {run.lora.rank}"
-        evaluated = f"{held_out:,} held out for evaluation x {run.eval.num_samples} samples"
-        groups = f"{run.prompts_per_step} prompts x group of {run.group_size}"
-        minibatches = f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es)"
+        evaluated = f"{held_out:,} held out for evaluation x {counted(run.eval.num_samples, 'sample')}"
+        longest = counted(run.generation.max_tokens, "token")
+        groups = f"{counted(run.prompts_per_step, 'prompt')} x group of {run.group_size}"
+        minibatches = f"{counted(run.epochs, 'epoch')} x {counted(run.minibatches, 'minibatch')}"
         budget = "tokens in one forward-backward; changes memory, not the gradient"
-        minibatches += f" of {completions // run.minibatches} completions"
-        updates = f"{run.steps} steps, {run.steps * run.updates_per_step} updates"
+        minibatches += f" of {counted(completions // run.minibatches, 'completion')}"
+        updates = f"{counted(run.steps, 'step')}, {counted(run.steps * run.updates_per_step, 'update')}"
         rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
         if self.environment is not None and self.environment.rewards_turns:
             rewards = f"{rewards}, the environment's".removeprefix(", ")
@@ -126,12 +127,16 @@ class TrainPlan(Plan):
             *facts.base_rows(),
             *facts.forward_rows(),
             ("prompts", f"{len(self.train_prompts.prompts):,}", f"train; {evaluated}"),
-            ("completions a step", f"{completions:,}", f"{groups}, up to {run.generation.max_tokens} tokens"),
+            ("completions a step", f"{completions:,}", f"{groups}, up to {longest}"),
             *self.end_rows(),
             ("updates a step", str(run.updates_per_step), minibatches),
             ("token budget", f"{run.token_budget:,}", budget),
             *self._ranks_rows(),
-            ("total", f"{run.steps * completions:,} completions", f"{updates}, {epochs:.1f} epochs of the data"),
+            (
+                "total",
+                counted(run.steps * completions, "completion", ","),
+                f"{updates}, {epochs:.1f} epochs of the data",
+            ),
         ]
 
     def sampled_by(self, engine: str, itemsize: int) -> Self:
@@ -153,7 +158,7 @@ class TrainPlan(Plan):
         cluster = self.config.cluster
         if cluster.num_lanes == 1:
             return []
-        lanes = f"share {cluster.num_lanes} lanes; a resume may have any number of ranks that divides them"
+        lanes = f"share {counted(cluster.num_lanes, 'lane')}; a resume may have any number of ranks that divides them"
         return [("ranks", str(cluster.ranks), lanes + "; each holds a part of the base's layers" * cluster.shard_base)]
 
     def _cluster_rows(self) -> list[TableRow]:
@@ -161,12 +166,14 @@ class TrainPlan(Plan):
         cluster, placement = self.config.cluster, self.placement
         rows: list[TableRow] = []
         if cluster.scoring:
-            rows.append(("rewards", f"{self.config.scoring.workers} workers", f"{cluster.kind}: on the cluster"))
+            workers = counted(self.config.scoring.workers, "worker")
+            rows.append(("rewards", workers, f"{cluster.kind}: on the cluster"))
         if placement is None:
             return rows
         engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
         value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
-        location = "processes" if placement.kind == "processes" else f"{placement.gpus} GPUs, {placement.kind}:"
+        gpus = counted(placement.gpus, "GPU")
+        location = "processes" if placement.kind == "processes" else f"{gpus}, {placement.kind}:"
         return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
 
     def _sampling_demand(self) -> dict[str, Any]:
@@ -376,7 +383,7 @@ def longest_read_by_the_teacher(
     longest = longest_with_hint(prompts.prompts, hint, tokenizer, config.prompts.style)
     limit, row_tokens = limit_of(model_config), longest + config.generation.max_tokens
     if config.snapshot.teacher_model is None and limit is not None and row_tokens > limit.tokens:
-        problem = f"with it the longest row has {row_tokens} tokens, more than the model's {limit.words}"
+        problem = f"with it the longest row has {counted(row_tokens, 'token')}, more than the model's {limit.words}"
         remedy = "shorten it, or lower prompts.max_tokens or generation.max_tokens"
         raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
     return longest
@@ -444,7 +451,7 @@ def roles_text(plan: TrainPlan) -> str:
     text = old
     if snapshot.reference != "none":
         text += f"; reference = {snapshot.reference}"
-        text += f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
+        text += f", refreshed every {counted(snapshot.refresh_every, 'step')}" if snapshot.refresh_every else ""
         text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
     if snapshot.teacher != "none":
         text += f"; teacher = {snapshot.teacher}" + " with a hint" * (snapshot.teacher_hint is not None)

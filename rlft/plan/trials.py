@@ -42,6 +42,7 @@ from rlft.types import (
     Schema,
     Unscored,
     UserError,
+    counted,
 )
 
 if TYPE_CHECKING:
@@ -416,7 +417,8 @@ def _reported(name: str, found: Found, total: int, allowed: bool) -> Iterator[st
             raise UserError(f"reward.{name}", problem, remedy=remedy)
         yield f"reward.{name}: {problem}"
     if (left := total - found.num_scored - found.num_formless) > 0:
-        yield f"reward.{name}: only {found.num_scored:,} reference answers were scored in time, {left:,} were left out"
+        scored = counted(found.num_scored, "reference answer", ",")
+        yield f"reward.{name}: only {scored} could be scored in time, {left:,} could not"
 
 
 def _confused(name: str, judge: _Judge, prompts: Sequence[Prompt], allowed: bool) -> Iterator[str]:

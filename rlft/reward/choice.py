@@ -13,7 +13,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys, reference_answer
@@ -40,7 +40,7 @@ _AROUND = (
 _SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b[A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
 
 
-class ReferenceIs(StrEnum):
+class ReferenceIs(Enum):
     """How a reference answer names its choice: by letter or text, or by its place in the choices, from 0 or from 1."""
 
     auto = "auto"

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 from rlft.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import Group, Unscored, UserError, require
+from rlft.types import Group, Unscored, UserError, counted, require
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -255,7 +255,7 @@ def scores_in(answer: Any, num_completions: int) -> list[float]:
     if not isinstance(scores, list):
         raise ValueError('its answer is not {"scores": [...]}')
     if len(scores) != num_completions:
-        raise ValueError(f"it answered {len(scores)} scores for {num_completions} completions")
+        raise ValueError(f"it answered {counted(len(scores), 'score')} for {counted(num_completions, 'completion')}")
     for score in scores:
         if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
             raise ValueError(f"it answered {score!r:.80}, which is not a finite number")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.config.bounds import PositiveInt
+from rlft.system.terminal import pip_install
 from rlft.types import Group, Prompt, UserError
 
 PROMPT = "prompt"
@@ -118,7 +119,7 @@ class Language:
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("py3langid") is None:
-            remedy = "pip install 'rlft[language]'"
+            remedy = pip_install("rlft[language]")
             raise UserError("_target_", "needs the py3langid library, which is not installed", remedy=remedy)
         if self.target != PROMPT and self.target not in _detector().labels:
             problem = "is neither prompt nor the ISO 639-1 code of a language that py3langid knows"

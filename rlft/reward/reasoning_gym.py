@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys
+from rlft.system.terminal import pip_install
 from rlft.types import Group, Prompt, UserError, require
 
 
@@ -79,6 +80,6 @@ def _library() -> Any:
         import reasoning_gym.composite
     except ImportError as error:
         problem = f"the reasoning-gym library cannot be imported ({error})"
-        remedy = "pip install 'rlft[reasoning-gym]'"
+        remedy = pip_install("rlft[reasoning-gym]")
         raise UserError("reward", problem, got="reasoning_gym", remedy=remedy) from None
     return reasoning_gym

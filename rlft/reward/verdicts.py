@@ -15,6 +15,7 @@ from statistics import fmean
 
 from rlft.reward.attacks import Family, number_in
 from rlft.reward.attacks import value as value_of
+from rlft.types import counted
 
 EPS = 1e-6
 SLOW_STEP_S = 10.0
@@ -453,7 +454,7 @@ def shown_cheapest(shot: Shot | None) -> str:
     if shot is None:
         return "none has the full reward"
     text = shot.text if len(shot.text) <= 60 else f"{shot.text[:60]}.."
-    return f"{shot.tokens} tokens have the full reward: {text!r} ({shot.family}: {shot.kind})"
+    return f"{counted(shot.tokens, 'token')} with the full reward: {text!r} ({shot.family}: {shot.kind})"
 
 
 def listed(names: Iterable[str], most: int) -> str:

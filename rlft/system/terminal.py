@@ -115,3 +115,22 @@ def program() -> str:
 
     command = Path(sys.prefix) / "bin" / "rlft"
     return "rlft" if shutil.which("rlft") or not command.exists() else os.path.relpath(command)
+
+
+def pip_install(*requirements: str) -> str:
+    """The command that installs these requirements into the environment of this process, as every hint gives it.
+
+    It is `pip install ..` where a bare `pip` is this environment's, and names its Python otherwise. An environment
+    that was made by uv has no pip.
+    """
+    import importlib.util
+    import shutil
+
+    scripts = Path(sys.prefix) / "bin"
+    found = shutil.which("pip")
+    if found is not None and Path(found).parent.resolve() == scripts.resolve():
+        return command_line("pip", "install", *requirements)
+    python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
+    if importlib.util.find_spec("pip") is None and shutil.which("uv"):
+        return command_line("uv", "pip", "install", "--python", python, *requirements)
+    return command_line(python, "-m", "pip", "install", *requirements)

@@ -247,7 +247,7 @@ def formatted(date: datetime.date, form: str) -> str:
 def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of token ids, without the special tokens that mark turns."""
     if not visible_special_ids(tokenizer):
-        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True)
     hidden = hidden_special_tokens(tokenizer)
     return tokenizer.batch_decode([[t for t in row if t not in hidden] for row in rows], skip_special_tokens=False)
 

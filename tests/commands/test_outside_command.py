@@ -195,7 +195,7 @@ def test_without_its_package_a_run_is_told_in_a_line(undisturbed: Path, place: P
     told = "there is no such command (of the run in undisturbed)"
     refused = [f"{command} run={undisturbed.name}" for command in ("resume", "watch", "eval", "export", "sample")]
     *results, (_, listed, _), (code, _, err) = light(tmp_path, place, *refused, "runs undisturbed --json", "parrot")
-    remedy = "use one of train, sft, rm, dpo, sample, or install the package that provides it"
+    remedy = "choose one of train, sft, rm, dpo, sample, or install the package that provides it"
     assert results == [[2, "", f"rlft: command: {told}, got parrot; {remedy}\n"]] * len(refused)
     assert [(row["status"], row["reason"]) for row in json.loads(listed)] == [("damaged", f"command {told}")]
     assert (code, err.split("; ")[0]) == (2, "rlft: parrot: there is no such command")

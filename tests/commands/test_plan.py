@@ -22,6 +22,7 @@ from rlft.commands.plan import print_trials
 from rlft.commands.plan_command import read_bytes
 from rlft.plan.memory_parts import MARGIN
 from rlft.plan.trials import RewardTrial
+from rlft.system.terminal import pip_install
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
 SIZES = ("data.size=200", "data.held_out_size=40")
@@ -163,10 +164,12 @@ def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
     assert found["fits"]
     parts = parts_of(found)
     assert parts["vLLM, its KV cache (it shares the base)"] == int(0.45 * 24 * 2**30) - parts["base"]
-    lacks = "vLLM is not installed here, and the run needs it where it runs: pip install 'rlft[vllm]' (GPU) or"
+    remedy = pip_install("rlft[vllm]")
+    lacks = f"vLLM is not installed here, and the run needs it where it runs: {remedy} (GPU) or"
     assert any(note.startswith(lacks) for note in found["notes"])
     assert cli.run(["train", f"+recipe={recipe}", "model.device=cpu", *local]) == 2, "the run itself needs it"
-    assert capsys.readouterr().err.startswith("rlft: generation.engine: vLLM is not installed, got vllm; pip install")
+    refused = f"rlft: generation.engine: vLLM is not installed, got vllm; {remedy}"
+    assert capsys.readouterr().err.startswith(refused)
 
 
 def test_a_model_of_the_hub_without_a_network_says_what_to_do(

@@ -197,7 +197,7 @@ def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, caps
     words += ["data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_fraction=0.34"]
     words += ["prompts.max_tokens=30", "prompts.over_limit=drop", f"hydra.run.dir={tmp_path / 'run'}"]
     assert cli.run(["sample", *words]) == 0
-    assert "note: 1 train prompts longer than prompts.max_tokens=30 were dropped\n" in capsys.readouterr().err
+    assert "note: 1 train prompt longer than prompts.max_tokens=30 was dropped\n" in capsys.readouterr().err
     trained = {line["prompt_id"] for line in lines(tmp_path / "run")}
     assert "rows.jsonl:3" not in trained
     assert len(trained) == 6 - 2 - 1, "held out, and too long"

@@ -20,6 +20,7 @@ from rlft import cli
 from rlft.commands import chat, serve
 from rlft.runs import checkpoint
 from rlft.runs.find import find
+from rlft.system.terminal import pip_install
 from rlft.types import Prompt
 
 MODEL = "model.path=embedded:tiny-arithmetic"
@@ -102,4 +103,4 @@ def test_what_is_wrong_with_its_keys_is_refused_before_a_weight_is_loaded(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
     assert cli.run(["serve", MODEL]) == 2
-    assert "serve: needs uvicorn, which is not installed; pip install 'rlft[serve]'" in capsys.readouterr().err
+    assert f"serve: needs uvicorn, which is not installed; {pip_install('rlft[serve]')}" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Callable[.
     found = scan(given, limit=4)
     assert len(found.texts) == 1
     said = "2 of 3 train demonstrations exceed prompts.max_tokens=64 or max_completion_tokens=4"
-    assert found.note == f"{said} and were dropped"
+    assert found.note == f"{said}: dropped"
     assert scan(given[:1], limit=4).note is None
     with pytest.raises(UserError) as refusal:
         scan(given, limit=4, over_limit="refuse")
@@ -225,8 +225,8 @@ def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_
     assert [len(ids) for ids in ranking.completions] == [3, 2]
     assert found.note is not None
     assert found.note.startswith("1 of 2 train rankings exceed ")
-    cut = "1 completions of kept train rankings exceed max_completion_tokens=3"
-    assert found.note.endswith(f"; {cut} and were dropped")
+    cut = "kept train rankings have 1 completion beyond max_completion_tokens=3"
+    assert found.note.endswith(f"; {cut}: dropped")
     with pytest.raises(UserError) as refusal:
         scan_ranked([ranked("1?", "abc", "ab", "b")], limit=3, over_limit="refuse")
     assert str(refusal.value) == f"max_completion_tokens: {cut}; raise it, or set prompts.over_limit=drop"
@@ -280,7 +280,7 @@ def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> Non
     assert tokenizer.decode(bare).startswith("5")
     inside = scan_demonstrations([demonstrated("q", "5")], tokenizer, PROMPTS, 64, Split.train)
     assert inside.note is not None
-    assert "1 train demonstrations are learned inside <think>" in inside.note
+    assert "1 train demonstration is learned inside <think>" in inside.note
 
 
 # -- turns as their template writes them, or there is a note -----------------------------------------------------------

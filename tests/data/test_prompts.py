@@ -87,7 +87,7 @@ def test_a_prompt_without_a_token_is_refused(tokenizer) -> None:
 def test_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
     with pytest.raises(UserError, match="the train split is empty"):
         scan([], tokenizer, 100, "drop", Split.train)
-    with pytest.raises(UserError, match="1 ids occur more than once in the train split, got a"):
+    with pytest.raises(UserError, match="the train split has 1 id more than once, got a"):
         scan([THREE[0], THREE[1], THREE[0]], tokenizer, 100, "drop", Split.train)
 
 

@@ -330,7 +330,10 @@ def test_it_is_closed_once_whatever_ends_the_run(
             "generation.canned._target_: is an engine's class without open, got canned_engine.Half; define open in it",
         ),
         ("~generation.canned._target_", "generation.canned: has no _target_; name the engine's class"),
-        ("generation.engine=uncanned", "generation.engine: is not an engine, got uncanned; use auto, transformers, "),
+        (
+            "generation.engine=uncanned",
+            "generation.engine: is not an engine, got uncanned; did you mean canned?",
+        ),
     ],
 )
 def test_what_is_wrong_with_it_is_refused_by_its_own_keys(

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of
+from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 
@@ -127,7 +128,7 @@ def test_a_library_that_is_not_installed_is_refused_with_the_remedy(package, spe
     keys = dict.fromkeys(field.name for field in fields(cls))
     with pytest.raises(UserError) as refused:
         cls(**keys)
-    remedy = f"pip install 'rlft[{package}]', or leave {package} out of logger=[...]"
+    remedy = f"{pip_install(f'rlft[{package}]')}, or leave {package} out of logger=[...]"
     assert str(refused.value) == f"logger.{package}: the package {package} is not installed; {remedy}"
 
 

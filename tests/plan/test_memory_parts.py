@@ -39,6 +39,7 @@ from rlft.plan.memory_parts import (
 )
 from rlft.plan.roles import check_teacher_engine, missing_engine
 from rlft.plan.sizes import sizes_of
+from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 DEMAND = Demand(
@@ -332,7 +333,9 @@ def test_a_plan_notes_a_missing_engine_that_a_run_is_refused_for(run_config, mon
     config = run_config("algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm")
     note = missing_engine(config, runs_here=False)
     assert note is not None
-    assert note.startswith("vLLM is not installed here, and the teacher needs it where the run is: pip install")
+    assert note.startswith(
+        "vLLM is not installed here, and the teacher needs it where the run is: " + pip_install("rlft[vllm]")
+    )
     assert note.endswith("or use snapshot.teacher_engine=transformers")
 
 

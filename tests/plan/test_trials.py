@@ -279,7 +279,7 @@ def test_verifiers_of_reasoning_gym_whose_questions_have_no_single_answer_are_no
 
 def test_what_the_time_does_not_suffice_for_is_said():
     assert notes(rows("1", "2", "3"), "reward=exact_match", limit_s=-1.0) == [
-        "reward.exact_match: only 0 reference answers were scored in time, 3 were left out"
+        "reward.exact_match: only 0 reference answers could be scored in time, 3 could not"
     ]
 
 

@@ -308,7 +308,7 @@ def test_the_token_is_never_told(server, make, monkeypatch, caplog):
         ("<html>", "its answer is not JSON, got '<html>'"),
         ("[1.0]", """its answer is not {"scores": [...]}, got '[1.0]'"""),
         ('{"score": 1}', """its answer is not {"scores": [...]}, got '{"score": 1}'"""),
-        ('{"scores": [1, 2]}', "it answered 2 scores for 1 completions, got "),
+        ('{"scores": [1, 2]}', "it answered 2 scores for 1 completion, got "),
         ('{"scores": [NaN]}', "it answered nan, which is not a finite number, got "),
         ('{"scores": [1e999]}', "it answered inf, which is not a finite number, got "),
         ('{"scores": [1%s]}' % ("0" * 400), "which is not a finite number, got "),

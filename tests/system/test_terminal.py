@@ -1,12 +1,16 @@
-"""What takes long says how far it is."""
+"""What takes long says how far it is; hints are commands that work where they are printed."""
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from rlft.system.terminal import CHECKED, EVERY_S, with_progress
+import rlft
+from rlft.system.terminal import CHECKED, EVERY_S, pip_install, with_progress
 
 
 def clock_of(seconds: float) -> Callable[[], float]:
@@ -39,3 +43,45 @@ def test_a_line_now_and_then_says_how_much_is_done_and_how_long_it_still_takes(
 def test_what_takes_a_few_seconds_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list(with_progress(range(4 * CHECKED), "x", 4 * CHECKED, clock=clock_of(EVERY_S / 5)))) == 4 * CHECKED
     assert capsys.readouterr().err == ""
+
+
+def executable(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("#!/bin/sh\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_a_hint_names_the_pip_of_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own, other = (executable(tmp_path / name / "bin" / "pip").parent for name in (".venv", "elsewhere"))
+    monkeypatch.setattr(sys, "prefix", str(own.parent))
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(own))
+    assert pip_install("rlft[vllm]", "trl") == "pip install 'rlft[vllm]' trl", "a bare pip is this environment's"
+    for path in (str(other), f"{other}:{own}", ""):
+        monkeypatch.setenv("PATH", path)
+        assert pip_install("rlft[vllm]") == ".venv/bin/python -m pip install 'rlft[vllm]'"
+    monkeypatch.setattr(sys, "executable", "/opt/its own/bin/python")
+    assert pip_install("trl") == "'/opt/its own/bin/python' -m pip install trl"
+
+
+def test_a_hint_in_an_environment_without_pip_is_for_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(executable(tmp_path / "tools" / "uv").parent))
+    assert pip_install("trl") == "uv pip install --python .venv/bin/python trl"
+    monkeypatch.setenv("PATH", "")
+    assert pip_install("trl") == ".venv/bin/python -m pip install trl", "which says itself what is missing"
+
+
+def test_every_hint_to_install_something_is_made_by_one_function() -> None:
+    """No other text of rlft's, beside docstrings, has the words."""
+    found = []
+    for file in Path(rlft.__file__).parent.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [file.name for text in texts if "pip install" in text.value and id(text) not in described]
+    assert not found

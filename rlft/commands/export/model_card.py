@@ -27,6 +27,7 @@ from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind, NamedRun
 from rlft.system.terminal import command_line, overrides
 from rlft.tokens.ends import TurnEnds
+from rlft.types import counted
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 IN_THE_PROMPT = ("_target_", "system_prompt", "prompt_template")
@@ -106,7 +107,7 @@ class Card:
         sections = [
             front_matter(config, kind, self.is_model),
             f"# {config['name']}",
-            f"A {exported_as}, trained with rlft for {step} steps.",
+            f"A {exported_as}, trained with rlft for {counted(step, 'step')}.",
             table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
             results(evaluations, config),
             usage(self, adapter),
@@ -154,7 +155,8 @@ def facts(config: Config) -> list[tuple[str, str]]:
         weights = ", ".join(f"{name} x {reward.get('weight')}" for name, reward in rewards.items())
         rows.append(("Rewards" if "algorithm" in config else "Rewards (only measured)", weights))
     if "group_size" in config:
-        rows.append(("A step", f"{config['prompts_per_step']} prompts x {config['group_size']} completions"))
+        completions = counted(config["group_size"], "completion")
+        rows.append(("A step", f"{counted(config['prompts_per_step'], 'prompt')} x {completions}"))
     rows += [("A step", f"{config[key]} {unit}") for key, unit in STEPS.items() if key in config]
     if lora := config.get("lora"):
         lora_kinds = {name: True for name in SWITCHES if lora.get(name)}

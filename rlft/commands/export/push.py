@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.system import interrupt
 from rlft.system.hub import hub_answers
 from rlft.system.terminal import command_line
-from rlft.types import UserError
+from rlft.types import UserError, counted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -174,7 +174,7 @@ def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
         PushError: nothing, or not everything, was uploaded.
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
-    size = f"{len(files)} files ({sum(file.stat().st_size for file in files):,} bytes)"
+    size = f"{counted(len(files), 'file')} ({sum(file.stat().st_size for file in files):,} bytes)"
     target, command = request.target, upload_command(request.target, folder)
     if request.api is None:
         commands = " and then ".join(f"`{each}`" for each in (request.fix, command) if each)

@@ -33,7 +33,7 @@ from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
 from rlft.system.process import signals
 from rlft.system.terminal import command_line, override, resuming, say
-from rlft.types import UserError, require
+from rlft.types import UserError, counted, require
 
 
 class Grid(Source[Run]):
@@ -57,7 +57,8 @@ class Grid(Source[Run]):
             for number, (params, resolved) in enumerate(zip(checked.space.combinations(), checked.configs, strict=True))
         ]
         self._failed: list[tuple[Run, Ending]] = []
-        self.beginning = [f"sweep of {len(self._waiting)} jobs; if it is stopped, repeat it with {repeating}"]
+        jobs = counted(len(self._waiting), "job")
+        self.beginning = [f"sweep of {jobs}; if it is stopped, repeat it with {repeating}"]
         self.again = f"repeat the sweep with {repeating}"
 
     def next(self) -> Run | None:

@@ -17,6 +17,7 @@ import yaml
 from rlft.algorithm.ops.aggregate import pass_sizes
 from rlft.commands.sweep.space import SECTION, StudyConfig, changes_no_number, key_of
 from rlft.config import command as commands
+from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
 from rlft.config.keys import flatten, keys_of
 from rlft.config.overrides import CONFIG_DIR, Arguments
@@ -113,7 +114,7 @@ def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     got = "null" if every is None else every
     require(every, "eval.every", f"{problem}, and there is none", got=got, remedy="set it to a number of steps")
     known = metrics_of(plain) if plain["command"] in commands.OWN else [metric]
-    remedy = f"use one of {', '.join(known)}"
+    remedy = choice_remedy(metric, known)
     require(metric in known, "sweep.metric", "no evaluation has it", got=metric, remedy=remedy)
 
 

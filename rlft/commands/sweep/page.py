@@ -14,6 +14,7 @@ from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.watch.report import SWEEP as TABLE
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.system.files import write_atomically
+from rlft.types import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,8 @@ RESULTS = ("job", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward
 """The columns of a plain sweep's sweep.csv beside the swept keys."""
 PRINTED = ("steps", "accuracy_before", "accuracy", "reward", "loss", "seconds")
 """Those of the printed table; the accuracy is printed with its standard error."""
+RANKED_BY = {"accuracy": ", best held-out accuracy first", "loss": ", lowest held-out loss first"}
+"""{what ranks the rows of a plain sweep, if any job has it: how the title says so}; the first counts first."""
 
 
 class Page:
@@ -62,7 +65,8 @@ class Page:
         lines = [[str(row.number), self._space.name(row.params), value_of(row)] for row in rows]
         if any(states):
             lines = [[*line, state] for line, state in zip(lines, states, strict=True)]
-        print_table(f"sweep of {len(rows)} trials, best {self._metric} first", columns, lines)
+        best = f", best {self._metric} first" if any(row.value is not None for row in rows) else ""
+        print_table(f"sweep of {counted(len(rows), 'trial')}{best}", columns, lines)
         for key, share in importance.items():
             print(f"importance of {key}: {share:.2f}")
         lower, picture = self._trials.lower_is_better, io.BytesIO()
@@ -77,16 +81,16 @@ def show_jobs(folder: Path, space: Space) -> None:
     table = rows(folder, space)
     file = write_csv(folder, list(table[0]), [list(row.values()) for row in table])
     names = [space.name(params) for params in space.combinations()]
-    first = "lowest held-out loss" if all(row["accuracy"] is None for row in table) else "best held-out accuracy"
+    first = next((words for name, words in RANKED_BY.items() if any(row[name] is not None for row in table)), "")
     shown = [name for name in PRINTED if any(row[name] is not None for row in table)]
     lines = [[str(row["job"]), names[row["job"]], *(_shown(row, name) for name in shown)] for row in table]
     columns = ["job", KEYS, *("before" if name == "accuracy_before" else name for name in shown)]
-    print_table(f"sweep of {len(table)} jobs, {first} first", columns, lines)
+    print_table(f"sweep of {counted(len(table), 'job')}{first}", columns, lines)
     print(f"written to {file}")
 
 
 def rows(folder: Path, space: Space) -> list[dict[str, Any]]:
-    """One row per job, the best held-out accuracy first, or the lowest loss if no accuracy was measured."""
+    """One row per job, in the order of RANKED_BY, or of the jobs if none of that was measured."""
     result = []
     for number, params in enumerate(space.combinations()):
         run = folder / str(number)

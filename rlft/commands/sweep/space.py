@@ -22,6 +22,7 @@ from rlft.config.overrides import OVERRIDE
 from rlft.runs import run_folder
 from rlft.runs.config_file import is_path_key
 from rlft.runs.find import short_names
+from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
 SECTION, SWEEPER = "sweep", "optuna"
@@ -96,7 +97,7 @@ def check_installed() -> None:
     """Refuses a study without the libraries that it needs."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-    require(not missing, SECTION, problem, got=SWEEPER, remedy="pip install 'rlft[sweep]'")
+    require(not missing, SECTION, problem, got=SWEEPER, remedy=pip_install("rlft[sweep]"))
 
 
 WIDE = 10.0

@@ -23,7 +23,7 @@ from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.run_status import Status
 from rlft.system.memory import OutOfMemoryError
 from rlft.system.terminal import resuming, say
-from rlft.types import require
+from rlft.types import counted, require
 
 OF_THE_VALUES = (BrokenRunError.__name__, OutOfMemoryError.__name__)
 """Errors that end a run because of the values of its trial: numbers that are not finite, too much memory.
@@ -57,7 +57,8 @@ class Study(Source[TrialRun]):
         self._page = Page(folder, trials, checked.space, keys.metric)
         self._unfinished = trials.unfinished()
         done = trials.number_drawn - len(self._unfinished)
-        first = f"sweep of {self.total} trials, {done} done; if it is stopped, resume it with: {resuming(folder)}"
+        resumed = f"if it is stopped, resume it with: {resuming(folder)}"
+        first = f"sweep of {counted(self.total, 'trial')}, {done} done; {resumed}"
         self.beginning = [first, *notes(keys, checked.space)]
         self.again = f"resume the sweep with: {resuming(folder)}"
 

@@ -32,7 +32,7 @@ from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
 from rlft.system.files import write_atomically
 from rlft.system.interrupt import Deferred
 from rlft.system.seeds import derive
-from rlft.types import UserError
+from rlft.types import UserError, counted
 
 JOURNAL = "optuna.log"
 """The file in the sweep's folder, in the format of Optuna's JournalFileBackend, which optuna-dashboard reads."""
@@ -225,7 +225,7 @@ class Trials:
             trial.report(value, point)
             ends = may_end and trial.should_prune()
             if ends:
-                where = f"at step {point}" if point <= self._steps else f"after {point // self._steps} seeds"
+                where = f"at step {point}" if point <= self._steps else f"after {counted(point // self._steps, 'seed')}"
                 trial.set_user_attr(WHY, f"{self._config.pruner} {where}")
                 self._study.tell(number, state=TrialState.PRUNED)
         return ends

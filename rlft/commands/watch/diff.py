@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.commands.watch.runs import read_words
+from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import visible
@@ -46,7 +47,7 @@ class At(StrEnum):
 def command(arguments: Sequence[str]) -> None:
     words = read_words("diff", arguments, ("at",), has_json=True)
     at = words.values.get("at", At.common)
-    remedy = f"use {' or '.join(At)}"
+    remedy = choice_remedy(at, At)
     require(at in set(At), "at", "is not one of its choices", got=at or "nothing", remedy=remedy)
     first, second = two_runs(words.folders)
     if words.as_json:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.config import command as commands
+from rlft.config.choices import choice_remedy
 from rlft.config.overrides import unquoted
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
@@ -27,7 +28,7 @@ from rlft.runs.find import named_folder, run_folders
 from rlft.runs.run_folder import CONFIG, whole_config
 from rlft.runs.run_status import Status
 from rlft.system.disk import size_text
-from rlft.system.terminal import Say, say
+from rlft.system.terminal import Say, resuming, say
 from rlft.types import UserError, require
 
 USAGE = """\
@@ -189,7 +190,7 @@ def _age_and_size(folder: Path) -> tuple[float, int]:
 
 
 def _check(word: str, value: str | None, known: Sequence[str]) -> None:
-    remedy = f"use one of {', '.join(known)}"
+    remedy = choice_remedy(value, known)
     require(value in (None, *known), word, "is not one of its choices", got=value, remedy=remedy)
 
 
@@ -235,7 +236,7 @@ def print_lines(listed: Sequence[RunRow]) -> None:
     """Prints a line of titles, then one line per run, with the reason of a stop last; no value is cut or coloured."""
     print("\t".join([*TITLES, "reason"]))
     for row in listed:
-        cells = [*cells_of(row).values(), row.reason]
+        cells = [*cells_of(row).values(), explained(row)]
         print("\t".join(visible(cell).replace("\t", "\\t").replace("\n", "\\n") for cell in cells))
 
 
@@ -257,8 +258,16 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
         table.add_row(*(Text(row[name]) for name in titles))
     terminal.print(table)
     for row in listed:
-        if row.reason:
-            terminal.print(Text(f"{row.folder} {row.status}: {visible(row.reason)}", style="dim"), soft_wrap=True)
+        if explanation := explained(row):
+            terminal.print(Text(f"{row.folder} {row.status}: {visible(explanation)}", style="dim"), soft_wrap=True)
+
+
+def explained(row: RunRow) -> str:
+    """Why the run stopped, or how to go on with one that was killed or interrupted; "" for any other."""
+    has_all_steps = row.steps is not None and row.step >= row.steps
+    if row.status in (Status.killed, Status.interrupted) and not has_all_steps:
+        return f"go on with: {resuming(Path(row.folder))}"
+    return row.reason
 
 
 def fitting_columns(

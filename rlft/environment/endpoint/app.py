@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.environment.endpoint.bodies import Body, Chat, Generate, Refusal, Stream, Tokenize, list_of_models, read
 from rlft.environment.endpoint.service import Inbox, Request
-from rlft.types import UserError, require
+from rlft.system.terminal import pip_install
+from rlft.types import UserError, are, counted, require
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -75,7 +76,8 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
         async def serve(http: HttpRequest) -> Response:
             nonlocal under_way
             if under_way >= limits.requests:
-                problem = f"{limits.requests} requests are under way ({limits.section}.requests)"
+                requests = counted(limits.requests, "request")
+                problem = f"{requests} {are(limits.requests)} under way ({limits.section}.requests)"
                 return refused(Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True))
             under_way += 1
             try:
@@ -264,7 +266,7 @@ def check_installed(key: str) -> None:
     """Refuses, by this key, to serve without the libraries that serving needs."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-    require(not missing, key, problem, remedy="pip install 'rlft[serve]'")
+    require(not missing, key, problem, remedy=pip_install("rlft[serve]"))
 
 
 def bound(host: str, port: int, section: str) -> socket.socket:

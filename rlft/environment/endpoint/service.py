@@ -31,7 +31,7 @@ from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator, TokenCallback
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
-from rlft.types import Completion, Group, NextTurn, Prompt, Sampling
+from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted
 
 TICK_S = 0.01
 """How long a request waits for others to be sampled with it: short in comparison with sampling."""
@@ -229,12 +229,14 @@ class Service:
             messages, ids = [], check_ids(body.token_ids, self._vocabulary)
         room = self._most_tokens - len(ids)
         if room < 1:
-            problem = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self._most_tokens} together"
+            most = f"prompt and answer may have {self._most_tokens} together"
+            problem = f"the prompt has {counted(len(ids), 'token')}, and {most}"
             remedy = "send less, or raise prompts.max_tokens"
             raise Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
         limit = body.most_tokens
         if limit is not None and limit > room:
-            problem = f"max_tokens: {limit} tokens and the prompt's {len(ids)} are more than {self._most_tokens}"
+            asked = counted(limit, "token")
+            problem = f"max_tokens: {asked} and the prompt's {len(ids)} are more than {self._most_tokens}"
             raise Refusal(400, f"{problem}; ask for fewer, or raise generation.max_tokens", "context_length_exceeded")
         self._num_requests += 1
         seed = body.drawn.seed

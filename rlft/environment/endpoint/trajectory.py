@@ -19,7 +19,7 @@ from rlft.environment.pool import Reply
 from rlft.environment.protocol import Cause
 from rlft.system.seeds import derive
 from rlft.tokens.text import decode
-from rlft.types import FinishReason, NextTurn, Rollout, Sampling, ToolCall
+from rlft.types import FinishReason, NextTurn, Rollout, Sampling, ToolCall, counted
 
 DOES_NOT_CONTINUE = "does_not_continue"
 """The code for a request that cannot be the next turn of its conversation."""
@@ -160,7 +160,7 @@ class Trajectory:
         conversation = self.conversation
         room = self.longest_row - len(context)
         if room < 1:
-            problem = f"the first request has {len(context)} tokens, and with what follows there may be"
+            problem = f"the first request has {counted(len(context), 'token')}, and with what follows there may be"
             remedy = "send less, or raise prompts.max_tokens"
             raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
         shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())

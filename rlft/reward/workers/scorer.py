@@ -17,7 +17,7 @@ from rlft.reward.workers.pool import InProcess, Pool, RewardError, StopWhen, Wor
 from rlft.reward.workers.reward_spec import TURNS, OnError, RewardSpec, specs
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task, checked
 from rlft.system.process.signals import SKEW_S, may_have_disturbed
-from rlft.types import Group, Scores, StepScores
+from rlft.types import Group, Scores, StepScores, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -331,7 +331,7 @@ def describe(name: str, group: Group, failure: Failure, completion: int | None) 
 def whereabouts(group: Group, completion: int | None) -> str:
     where, size = f"prompt {group.prompt.id!r}", len(group.rollouts)
     if completion is None:
-        return f"{where}, its {size} completions as a whole"
+        return f"{where}, its {counted(size, 'completion')} as a whole"
     return f"{where}, completion {completion + 1} of {size}: {shortened(group.rollouts[completion].completion.text)}"
 
 
@@ -340,14 +340,16 @@ def shortened(text: str) -> str:
     if len(text) <= MAX_SHOWN_CHARS:
         return repr(text)
     half = MAX_SHOWN_CHARS // 2
-    return f"{text[:half]!r} ... {text[-half:]!r} ({len(text)} characters)"
+    return f"{text[:half]!r} ... {text[-half:]!r} ({counted(len(text), 'character')})"
 
 
 def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Group]) -> list[list[float]]:
     """The checked scores of a resident reward. RewardError unless they are a finite number for each completion."""
     remedy = "look at the model, adapter and numbers this reward is made of"
     if not isinstance(returned, Sequence) or len(returned) != len(groups):
-        what = f"scores of {len(returned)} groups" if isinstance(returned, Sequence) else type(returned).__name__
+        what = type(returned).__name__
+        if isinstance(returned, Sequence):
+            what = f"scores of {counted(len(returned), 'group')}"
         raise RewardError(f"reward.{name}: returned {what}, not a list for each of {len(groups)} groups; {remedy}")
     scores: list[list[float]] = []
     for group, row in zip(groups, returned, strict=True):

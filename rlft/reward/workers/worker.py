@@ -27,7 +27,7 @@ from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process import signals
 from rlft.system.process.child import READY
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import MAX_SCORE, Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored
+from rlft.types import MAX_SCORE, Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored, counted
 
 NOWHERE = -1
 MAX_PROBLEM, MAX_TRACEBACK = 1000, 20_000
@@ -329,7 +329,7 @@ def _listed(values: Any, num_completions: int, kind: str) -> list[Any] | Failure
         problem = f"returned {type(values).__name__}, not a list of {num_completions} {kind}"
         return Failure(cause=Cause.invalid, problem=problem, remedy=remedy)
     if len(returned) != num_completions:
-        problem = f"returned {len(returned)} scores for {num_completions} completions"
+        problem = f"returned {counted(len(returned), 'score')} for {counted(num_completions, 'completion')}"
         return Failure(cause=Cause.invalid, problem=problem, remedy=remedy)
     return returned
 
@@ -343,7 +343,7 @@ def _steps(value: Any, num_chars: int, largest: float) -> StepScores | str:
     except TypeError:
         return f"returned {value!r:.80}, whose values and ends are not both sequences,"
     if len(given_values) != len(given_ends):
-        return f"returned {len(given_values)} step scores with {len(given_ends)} ends"
+        return f"returned {counted(len(given_values), 'step score')} with {counted(len(given_ends), 'end')}"
     values: list[float] = []
     ends = [0]
     for number, (score_of_step, given_end) in enumerate(zip(given_values, given_ends, strict=True), start=1):

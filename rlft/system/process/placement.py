@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlft.system.lazy import torch
-from rlft.types import UserError
+from rlft.types import UserError, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +115,18 @@ def place(
 
 def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -> UserError:
     members = (
-        f"{config.engines} engine(s) of {config.gpus_per_engine} GPU(s) and {config.ranks} rank(s), {kind} ({reason})"
+        f"{counted(config.engines, 'engine')} of {counted(config.gpus_per_engine, 'GPU')} "
+        f"and {counted(config.ranks, 'rank')}, {kind} ({reason})"
     )
     room = available if kind == "pairs" else available - config.ranks
     most = max(0, room) // config.gpus_per_engine
     enough_for_engines = kind == "pairs" and config.engines * config.gpus_per_engine <= available
     key = "cluster.ranks" if not config.engines or enough_for_engines else "cluster.engines"
-    remedy = f"use at most {most} engines" if most and key == "cluster.engines" else "use fewer, or more GPUs"
+    at_most = f"use at most {counted(most, 'engine')}"
+    remedy = at_most if most and key == "cluster.engines" else "use fewer, or more GPUs"
     got = config.ranks if key == "cluster.ranks" else config.engines
-    return UserError(key, f"{members} need {needed} GPUs, and the cluster has {available}", got=got, remedy=remedy)
+    problem = f"{members} need {counted(needed, 'GPU')}, and the cluster has {available}"
+    return UserError(key, problem, got=got, remedy=remedy)
 
 
 def environment_of(gpus: Sequence[int], names: Sequence[str]) -> dict[str, str]:
@@ -189,8 +192,8 @@ def check_room(
             raise UserError("cluster.gpus_per_engine", problem, got=each, remedy=remedy)
     each = cores_of_a_member(threads, on_gpus=on_gpus)
     if members * each + scorers > has.cpus:
-        beside = f" beside {scorers} reward worker(s)" if scorers else ""
-        needed = f"{members} processes of {each} thread(s){beside}"
+        beside = f" beside {counted(scorers, 'reward worker')}" if scorers else ""
+        needed = f"{counted(members, 'process')} of {counted(each, 'thread')}{beside}"
         problem = f"{needed} need as many cores, and the cluster has {has.cpus:g}"
         fewer = "" if on_gpus else ", or fewer threads each (OMP_NUM_THREADS)"
         raise UserError(

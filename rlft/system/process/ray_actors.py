@@ -21,6 +21,7 @@ from rlft.system.process.child import kill_group
 from rlft.system.process.member import LOGS, Answer, Host, LogReader, MemberError, MemberSpec, Place, where_it_wrote
 from rlft.system.process.placement import cores_of_a_member
 from rlft.system.process.ray_session import RaySession, actor_on, python_path
+from rlft.types import counted
 
 LOG_S = 20.0
 """Seconds that another machine may take to hand over the end of a log."""
@@ -139,7 +140,8 @@ class RayMember:
             runtime_env=_runtime_environment(variables),
         ).remote(spec.name, str(log), session.node, [path or str(Path.cwd()) for path in sys.path])
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"{spec.name}: Ray is asked for a process with {spec.gpus:g} GPUs and {cpus} cores\n")
+            size = f"{counted(spec.gpus, 'GPU', 'g')} and {counted(cpus, 'core')}"
+            file.write(f"{spec.name}: Ray is asked for a process with {size}\n")
         placed = self._actor.place.remote().future()
         placed.add_done_callback(self._placed)
         self._actor.make.remote(spec.factory, dict(spec.arguments))

@@ -37,6 +37,7 @@ from rlft.system.process import signals
 from rlft.system.process.child import END_S
 from rlft.system.process.member import last_lines
 from rlft.system.process.placement import Resources
+from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 START_S = 120.0
@@ -70,7 +71,7 @@ def check_installed() -> None:
     except ValueError:  # a module without a spec has this name
         missing = True
     if missing:
-        remedy = "pip install 'rlft[ray]', or use cluster=local"
+        remedy = f"{pip_install('rlft[ray]')}, or use cluster=local"
         raise UserError("cluster.kind", "Ray is not installed", got="ray", remedy=remedy)
 
 

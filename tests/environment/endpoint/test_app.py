@@ -431,7 +431,7 @@ def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Ser
         refused = served.post(CHAT, {"messages": ASKED})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.headers["x-should-retry"] == "true"
-    assert "1 requests are under way (serve.requests)" in refused.json()["error"]["message"]
+    assert "1 request is under way (serve.requests)" in refused.json()["error"]["message"]
     assert served.post(CHAT, {"messages": ASKED}).status_code == 200
 
 

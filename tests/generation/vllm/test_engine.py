@@ -11,6 +11,7 @@ import math
 import os
 import random
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,6 +51,7 @@ from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError, answers
 from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
 from rlft.system.crash import explains_itself
+from rlft.system.terminal import pip_install
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
 
@@ -75,7 +77,7 @@ def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypa
     missing = vllm_engine().missing()
     assert missing is not None
     assert missing.problem == "vLLM is not installed"
-    assert missing.remedy.startswith("pip install 'rlft[vllm]'")
+    assert missing.remedy.startswith(pip_install("rlft[vllm]"))
 
 
 @each(
@@ -112,7 +114,7 @@ def test_vllm_beside_versions_that_it_is_not_built_for_is_refused_with_those_tha
     here = {name: metadata.version(name) for name in ("torch", "transformers")}
     words = f"vllm 0.99.0 needs {problem.format(**here)}"
     assert (raised.value.key, raised.value.problem, reason) == ("generation.engine", words, words)
-    assert raised.value.remedy == f"pip install {remedy}, or use generation=transformers"
+    assert raised.value.remedy == f"{pip_install(*shlex.split(remedy))}, or use generation=transformers"
 
 
 def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:

@@ -143,7 +143,7 @@ def test_a_fixed_score_is_of_the_completion_as_a_whole(scorer, group):
 def test_a_number_of_steps_that_does_not_fit_the_group_is_refused():
     found = checked_steps([NONE], ["a", "b"])
     assert isinstance(found, Failure)
-    assert found.problem == "returned 1 scores for 2 completions"
+    assert found.problem == "returned 1 score for 2 completions"
     found = checked_steps(None, ["a", "b"])
     assert isinstance(found, Failure)
     assert found.problem == "returned NoneType, not a list of 2 StepScores"

@@ -158,7 +158,7 @@ def test_a_group_that_fails_only_as_a_whole_is_told_so(scorer, group):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("too_few", "returned 1 scores for 2 completions on prompt 'p0'"),
+        ("too_few", "returned 1 score for 2 completions on prompt 'p0'"),
         ("nothing", "returned NoneType, not a list of 2 numbers on prompt 'p0'"),
     ],
 )
@@ -206,7 +206,7 @@ LISTED = "return a list of numbers, one for each completion, in their order"
         (b"11", "returned bytes, not a list of 2 numbers", LISTED),
         ({0: 1.0, 1: 0.0}, "returned dict, not a list of 2 numbers", LISTED),
         ({0.0, 1.0}, "returned set, not a list of 2 numbers", LISTED),
-        ([1.0], "returned 1 scores for 2 completions", LISTED),
+        ([1.0], "returned 1 score for 2 completions", LISTED),
         ([1.0] * 3, "returned 3 scores for 2 completions", LISTED),
         ([], "returned 0 scores for 2 completions", LISTED),
         ([1.0, None], "returned None, not a finite number,", "return 0.0 where the reward does not apply"),

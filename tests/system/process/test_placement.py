@@ -136,22 +136,22 @@ def test_what_has_room_is_started(keys: dict[str, Any], has: Resources, more: di
     ("keys", "has", "more", "text"),
     [
         ({}, Resources(cpus=7, gpus=()), {"threads": 2},
-         "cluster.engines: 4 processes of 2 thread(s) need as many cores, and the cluster has 7, got 3; use at most 3"),
+         "cluster.engines: 4 processes of 2 threads need as many cores, and the cluster has 7, got 3; use at most 3"),
         ({"engines": 0, "ranks": 4}, Resources(cpus=2, gpus=()), {},
-         "cluster.ranks: 3 processes of 1 thread(s) need as many cores, and the cluster has 2, got 4; use at most 2"),
+         "cluster.ranks: 3 processes of 1 thread need as many cores, and the cluster has 2, got 4; use at most 2"),
         ({}, Resources(cpus=9, gpus=(4,)), {"on_gpus": True},
-         "cluster.engines: 3 engine(s) of 1 GPU(s) and 2 rank(s), divided (the GPUs of a cluster that is joined are "
+         "cluster.engines: 3 engines of 1 GPU and 2 ranks, divided (the GPUs of a cluster that is joined are "
          "given out whole) need 5 GPUs, and the cluster has 4, got 3; use at most 2"),
         ({"engines": 1, "gpus_per_engine": 2, "ranks": 1}, Resources(cpus=9, gpus=(1, 1, 1)), {"on_gpus": True},
          "cluster.gpus_per_engine: an engine's GPUs are on one machine; machines with 1, 1, 1 GPUs have room for 0"),
         ({"engines": 0, "ranks": 1, "jobs": 4}, Resources(cpus=9, gpus=(2, 1)), {"on_gpus": True},
          "cluster.jobs: each job that runs at a time has a GPU of its own, and the cluster has 3, got 4; use"),
         ({"engines": 0, "ranks": 1, "jobs": 4}, Resources(cpus=3, gpus=()), {},
-         "cluster.jobs: 4 processes of 1 thread(s) need as many cores, and the cluster has 3, got 4; use at most 3"),
+         "cluster.jobs: 4 processes of 1 thread need as many cores, and the cluster has 3, got 4; use at most 3"),
         ({}, Resources(cpus=6, gpus=(8,)), {"on_gpus": True, "scorers": 3},
-         "cluster.engines: 4 processes of 1 thread(s) beside 3 reward worker(s) need as many cores, and the"),
+         "cluster.engines: 4 processes of 1 thread beside 3 reward workers need as many cores, and the"),
         ({}, Resources(cpus=3, gpus=(8,)), {"on_gpus": True},
-         "cluster.engines: 4 processes of 1 thread(s) need as many cores, and the cluster has 3"),
+         "cluster.engines: 4 processes of 1 thread need as many cores, and the cluster has 3"),
     ],
 )  # fmt: skip
 def test_what_has_no_room_is_refused_with_numbers(

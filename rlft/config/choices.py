@@ -1,0 +1,36 @@
+"""What a value that is none of a key's choices probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+LIKE = 0.6
+"""The least similarity (difflib's ratio) of a suggested choice."""
+OTHER_NAMES = {"gpu": "cuda", "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16",
+               "half": "float16", "int4": "4bit", "nf4": "4bit", "hf": "transformers"}  # fmt: skip
+"""{a value's name in other programs: its name here}, where it looks like another value or like none."""
+
+
+def closest(name: object, choices: Iterable[str]) -> str | None:
+    """The choice that was probably meant by a value that is none of them; None if it looks like none."""
+    known, typed = list(choices), str(name)
+    if (other := OTHER_NAMES.get(typed.lower())) in known:
+        return other
+    for spelled in dict.fromkeys((typed, typed.lower())):
+        if close := difflib.get_close_matches(spelled, known, n=1, cutoff=LIKE):
+            return close[0]
+    return None
+
+
+def choice_remedy(name: object, choices: Iterable[str]) -> str:
+    """What to do about a value that is none of these choices.
+
+    >>> choice_remedy("adam", ["adamw", "muon"]), choice_remedy("sgd", ["adamw", "muon"])
+    ('did you mean adamw? All: adamw, muon', 'choose one of adamw, muon')
+    >>> choice_remedy("gpu", ["cpu", "cuda"])
+    'did you mean cuda? All: cpu, cuda'
+    """
+    known = list(choices)
+    close = closest(name, known)
+    return (f"did you mean {close}? All: " if close else "choose one of ") + ", ".join(known)

@@ -1,0 +1,73 @@
+"""Every message that counts something says "1 step" and "2 steps": numbers and nouns are joined by `counted` alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import rlft
+from rlft.types import counted
+
+FILES = sorted(Path(rlft.__file__).parent.rglob("*.py"))
+SEVERAL = {
+    "len(text)": "more than a page of characters", "len(self._failed)": "more than one, by the condition beside it",
+    "len(after)": "two numbers that differ", "other": "two numbers that differ",
+    "self.updates_per_step": "a mistake in rlft's own code", "len(values)": "a mistake in rlft's own code",
+    "expected": "a mistake in rlft's own code", "len(prompts)": "a mistake in rlft's own code",
+    "len(seeds)": "a mistake in rlft's own code", "len(models)": "vLLM's, which divides layers among several",
+    "'+'.join(map(str, counts))": "a sum of several", "counts": "a list",
+    "self.max_sequence_tokens - 1": "a range from 2", "self.settings.row_tokens": "a range from 2",
+    "self.max_tokens": "a range from 1", "available": "as many as there are members", "longest": "beyond a limit",
+    "work.prompts": "the doctor's own", "work.completion_tokens": "the doctor's own", "most_tokens": "a model's",
+    "split": "a word", "name": "a word", "where": "a word",
+    "type(self).__name__": "a word", "answers": "a word", "eos": "a word", "temperature": "a value",
+    "self.num_identical": "a share of the number before it",
+}  # fmt: skip
+"""{expression that is not a number that may be 1: why}."""
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "counted":
+            yield node
+
+
+def nouns(trees: dict[Path, ast.Module]) -> set[str]:
+    """The last word of every noun that is counted somewhere, in the plural."""
+    found = [call.args[1] for tree in trees.values() for call in calls(tree)]
+    texts = [noun.value for noun in found if isinstance(noun, ast.Constant)]
+    return {counted(2, text.split()[-1]).removeprefix("2 ") for text in texts}
+
+
+def by_hand(tree: ast.Module, plurals: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, expression) of each value in a text that a counted noun follows, unless it is a share ("2 of 5 rows")."""
+    noun = re.compile(rf" (?:[a-z-]+ )?(?:{'|'.join(sorted(plurals))})(?![\w=])")
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)):
+        for before, value, after in zip([None, *node.values], node.values, node.values[1:], strict=False):
+            if not (isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant)):
+                continue
+            text = before.value if isinstance(before, ast.Constant) else ""
+            expression = ast.unparse(value.value)
+            is_share = re.search(r"\b(of|all|all its|[a-z_]+ =)( the| other)? $", str(text)) is not None
+            is_measured = value.format_spec is not None and "." in ast.unparse(value.format_spec)
+            if noun.match(str(after.value)) and not (is_share or is_measured or expression.isupper()):
+                yield node.lineno, expression
+
+
+def test_no_message_counts_by_hand() -> None:
+    trees = {file: ast.parse(file.read_text()) for file in FILES}
+    plurals = nouns(trees)
+    assert {"steps", "trials", "jobs", "tokens", "completions", "prompts", "GPUs", "minibatches"} <= plurals
+    found = [(what, f"{file}:{line}") for file, tree in trees.items() for line, what in by_hand(tree, plurals)]
+    assert not [f"{where} {what}" for what, where in found if what not in SEVERAL]
+    assert {*SEVERAL} == {what for what, _ in found}, "no exception is left over"
+    assert not [file for file in FILES if re.search(r"\w\(e?s\)[^a-z]", file.read_text().replace("http(s)", ""))]
+
+
+def test_a_message_that_counts_by_hand_is_found() -> None:
+    tree = ast.parse(
+        'f"there are {n} failed jobs"; f"finished {self.steps} steps in"; f"{a} of {b} rows"; f"{x:.1f} steps"'
+    )
+    assert [what for _, what in by_hand(tree, {"steps", "rows", "jobs"})] == ["n", "self.steps"]
