@@ -77,6 +77,11 @@ TOOLS = {
         "a model folder for transformers and vLLM, or the bare adapter",
         interrupted="nothing was exported",
     ),
+    "audit": Tool(
+        "rlft.commands.audit.command",
+        "<run or exported folder>",
+        "is it what it says? chain, files, rewards and random steps, verified and replayed",
+    ),
     "plan": Tool(
         "rlft.commands.plan_command",
         "+recipe=<name> [...]",

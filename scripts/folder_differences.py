@@ -25,6 +25,7 @@ MEASURED = re.compile(r"(time|memory)/.+|seconds")
 
 IGNORED_FILES = {
     "MANIFEST",  # checksums of files that are compared themselves
+    "chain.jsonl",  # also of config.yaml, with its commit
     "README.md",  # the GPU of an exported model, a text with its date
     "log.txt",  # what the commands have printed, with times
 }

@@ -89,8 +89,8 @@ class Jsonl(Logger):
         self.files.clear()
 
     def _append_alarms(self, step: int, alarms: Mapping[str, str]) -> None:
-        for name, text in alarms.items():
-            self._append(ALARMS, {"step": step, "name": name, "text": text})
+        for line in alarm_lines(step, alarms):
+            self._append(ALARMS, line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         append(self.files[name], encode(line))
@@ -116,7 +116,7 @@ class Rollouts(Logger):
     def step(self, record: StepRecord) -> None:
         if not record.groups or not self.config.writes(record.step):
             return
-        path = self.folder / ROLLOUTS / f"step_{record.step:06d}.jsonl"
+        path = rollout_file(self.folder, record.step)
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         content = map(encode, rollout_lines(record))
@@ -124,6 +124,14 @@ class Rollouts(Logger):
         if self.config.keep is not None:
             for old, _ in rollout_files(self.folder)[: -self.config.keep]:
                 old.unlink()
+
+
+def alarm_lines(step: int, alarms: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"step": step, "name": name, "text": text} for name, text in alarms.items()]
+
+
+def rollout_file(folder: Path, step: int) -> Path:
+    return folder / ROLLOUTS / f"step_{step:06d}.jsonl"
 
 
 def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:

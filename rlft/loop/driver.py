@@ -30,17 +30,16 @@ from rlft.plan.fit import in_words
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.chain import Chain, made_on
+from rlft.runs.checkpoint import CHECKSUMS, Checkpoint
 from rlft.system.device import fork_rng, peak_memory_bytes, resolve_device
 from rlft.system.interrupt import Interrupt, StepAbandoned
+from rlft.system.machine import machine
 from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.repeatable import repeatable
 from rlft.system.terminal import Say
 from rlft.trainer.local import to_cpu
 from rlft.types import Evaluation
-
-CHECKSUMS = "base_checksums"
-"""Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
 
 
 class BrokenRunError(RuntimeError):
@@ -79,9 +78,13 @@ class OpenRun:
 class RunDriver(ABC):
     """The parts of a run around its steps. A subclass adds a command's own parts and steps.
 
+    `chains_state` says whether the chain has digests of what a checkpoint would hold after each step.
+
     Args:
         generator: samples in this run; None if nothing is sampled.
     """
+
+    chains_state = True
 
     def __init__(self, run: OpenRun, generator: Generator | None = None) -> None:
         self.run, self.folder, self.logger, self.interrupt = run, run.folder, run.logger, run.interrupt
@@ -89,6 +92,7 @@ class RunDriver(ABC):
         self.config: Any = run.plan.config
         self.shared_base = None if generator is None else generator.shared_base
         root = run_folder.checkpoints(run.folder)
+        self.chain = Chain(run.folder)
         self.saver = Saver(root, self.config.checkpoint, run.interrupt, run.plan.num_steps)
 
     # -- what a command's run implements -------------------------------------------------------------------------------
@@ -151,6 +155,8 @@ class RunDriver(ABC):
             watched=(headline.label, headline.metric),
         )
         self.logger.start(info)
+        made = made_on(machine(resolve_device(self.config.model.device)), self.plan.engine)
+        self.chain.start(-1 if saved is None else step, self.plan.fingerprints, made)
         if self.config.resume is not None:
             where = f"after step {step}" if saved else "from the start: there was no checkpoint yet"
             self.logger.note(f"resumed {where}")
@@ -161,6 +167,7 @@ class RunDriver(ABC):
         self.saver.begin(step)
         if step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
+            self.chain.seal(0)
         return saved
 
     def rehearse(self, step: int) -> None:
@@ -178,6 +185,7 @@ class RunDriver(ABC):
     def log(self, record: StepRecord, hints: Iterable[Hint]) -> None:
         """Hands a finished step and its hints to the loggers. Raises BrokenRunError: a hint is fatal."""
         self.logger.step(record)
+        self.chain.add_step(record)
         for hint in hints:
             if hint.fatal:
                 raise BrokenRunError(hint.text)
@@ -191,16 +199,27 @@ class RunDriver(ABC):
         self.stage("evaluate")
         evaluation = self.evaluation(step)
         self.logger.evaluation(evaluation)
+        self.chain.add_evaluation(evaluation)
         for text in evaluation.alarms.values():
             self.logger.note(f"step {step}: {text}")
 
-    def checkpoint_if_due(self, step: int, make: Callable[[], Checkpoint]) -> None:
-        """Saves a checkpoint if one is due; `make` returns the state after `step` steps."""
-        self.saver.after_step(step, make, self.logger.stage)
+    def checkpoint_if_due(self, step: int, make: Callable[..., Checkpoint]) -> None:
+        """Adds the step to the chain, and saves a checkpoint if one is due; `make` returns the state after the step.
 
-    def state_values(self) -> dict[str, Any]:
-        """The values that the state.json of every checkpoint holds."""
-        shared = {} if self.shared_base is None else {CHECKSUMS: self.shared_base.check_content()}
+        `make(for_chain=True)` leaves out what takes a forward pass, other ranks, or a pass over the base.
+        """
+        self.chain.seal(step, checkpoint.parts_of(make(for_chain=True)) if self.chains_state else {})
+
+        def stage(name: str) -> None:
+            self.logger.stage(name)
+            self.chain.flush()
+
+        self.saver.after_step(step, make, stage)
+
+    def state_values(self, *, for_chain: bool = False) -> dict[str, Any]:
+        """The values that the state.json of every checkpoint holds; `for_chain`: without checksums of the base."""
+        base = None if for_chain else self.shared_base
+        shared = {} if base is None else {CHECKSUMS: base.check_content()}
         return {"seed": self.config.seed, **self.plan.fingerprints, **shared}
 
     def base_copies(self) -> BaseCopies | None:
@@ -226,6 +245,7 @@ class RunDriver(ABC):
                 status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
                 raise
             finally:
+                self.chain.close()
                 self.logger.finish(status)
 
     def outcome_of(self, loop: Callable[[], int]) -> Outcome:

@@ -173,9 +173,11 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
     # -- a checkpoint --------------------------------------------------------------------------------------------------
     def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
         made = super().saved(step, optimizer, state)
-        if self.head is SCORES:
-            return replace(made, heads={REWARD: self._head_weights()})
-        if self.plan.reference == "none":
+        return replace(made, heads={REWARD: self._head_weights()}) if self.head is SCORES else made
+
+    def trained(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        made = super().trained(step, optimizer, state)
+        if self.head is SCORES or self.plan.reference == "none":
             return made
         logprobs = [logprob for values in self.known.values() for logprob in values]
         known = {

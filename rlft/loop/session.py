@@ -220,6 +220,7 @@ class Session(RunDriver):
     ) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""
         groups, scores = rollouts.groups, rollouts.scores
+        self.chain.add_batch(batch)
         metrics = metrics | unknown_token_metrics(groups, self._unknown)
         shape = scores.total.shape
         advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
@@ -266,8 +267,8 @@ class Session(RunDriver):
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
         return evaluate(self.generator, self.scorer, prompts, self.config, step)
 
-    def checkpoint(self, state: State) -> Checkpoint:
-        trainer = self.trainer.state()
+    def checkpoint(self, state: State, *, for_chain: bool = False) -> Checkpoint:
+        trainer = self.trainer.state(alone=for_chain)
         values: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
         if self.alarms is not None:
             values["alarms"] = self.alarms.state()
@@ -281,7 +282,7 @@ class Session(RunDriver):
             adapters=trainer.adapters,
             adapter_config=self.roles.adapter_config(),
             optimizer=trainer.optimizer,
-            state=self.state_values() | values,
+            state=self.state_values(for_chain=for_chain) | values,
             heads=trainer.heads,
             tensors=tensors,
             records={} if trainer.critic is None else {CRITIC: {"returns": trainer.critic}},

@@ -74,6 +74,10 @@ class SupervisedTask(ABC, Generic[AnyPlan]):
 
     def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
         """The checkpoint: all trained weights, the optimizer's tensors and these plain values."""
+        return self.trained(step, optimizer, state)
+
+    def trained(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        """The part of the checkpoint that takes no forward pass to compute."""
         weights: dict[str, Any] = {"adapters": {}, "adapter_config": {}}
         if isinstance(self.learner, WholeModel):
             weights["write_folders"] = {MODEL: self.learner.write}
@@ -126,6 +130,7 @@ class SupervisedRun(RunDriver):
     def __init__(self, run: OpenRun, task: SupervisedTask[Any]) -> None:
         super().__init__(run, task.generator)
         self.task = task
+        self.chains_state = not isinstance(task.learner, WholeModel)
         self.optimizer = Optimizer(task.parameters(), self.config.trainer, task.role)
 
     def train(self) -> int:
@@ -173,8 +178,9 @@ class SupervisedRun(RunDriver):
     def evaluation(self, step: int) -> Evaluation:
         return self.task.evaluate(step)
 
-    def checkpoint(self, step: int) -> Checkpoint:
-        return self.task.saved(step, self.optimizer.state(), self.state_values())
+    def checkpoint(self, step: int, *, for_chain: bool = False) -> Checkpoint:
+        make = self.task.trained if for_chain else self.task.saved
+        return make(step, self.optimizer.state(), self.state_values(for_chain=for_chain))
 
 
 def train_supervised(

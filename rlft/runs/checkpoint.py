@@ -17,7 +17,6 @@ either the whole checkpoint or none, and the one before untouched.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.runs.config_file import FORMAT, KEY, NewerError, check_format
+from rlft.system import digests
 from rlft.system.disk import BLOCK, writing
 from rlft.system.files import atomic_folder
 from rlft.types import UserError
@@ -38,6 +38,9 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 ADAPTER, HEAD = "adapter_model.safetensors", "head.safetensors"
 WRITING = ".writing_"
+RECORD = "rlft.json"
+CHECKSUMS = "base_checksums"
+"""Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +117,7 @@ def _write(temporary: Path, checkpoint: Checkpoint) -> None:
             _write_json(temporary / role / "adapter_config.json", checkpoint.adapter_config)
         if role in checkpoint.heads:
             _write_tensors(temporary / role / HEAD, checkpoint.heads[role])
-        record = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
-        _write_json(temporary / role / "rlft.json", {**record, **checkpoint.records.get(role, {})})
+        _write_json(temporary / role / RECORD, record_of(checkpoint, role))
     for name, write in checkpoint.write_folders.items():
         write(temporary / name)
     for name, tensors in checkpoint.tensors.items():
@@ -123,6 +125,25 @@ def _write(temporary: Path, checkpoint: Checkpoint) -> None:
     _write_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
     _write_json(temporary / STATE, {KEY: FORMAT, "step": checkpoint.step, **checkpoint.state})
     _write_manifest(temporary)
+
+
+def record_of(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
+    """The fields of the role's rlft.json."""
+    record = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
+    return {**record, **checkpoint.records.get(role, {})}
+
+
+def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """{part: its sha256} of all that the checkpoint holds but `write_folders` and the checksums of a shared base."""
+    named = {"adapters": checkpoint.adapters, "heads": checkpoint.heads, "tensors": checkpoint.tensors}
+    state = {key: value for key, value in checkpoint.state.items() if key != CHECKSUMS}
+    roles = {*checkpoint.adapters, *checkpoint.heads}
+    return {
+        **{f"{kind}/{name}": digests.of_tensors(t) for kind, groups in named.items() for name, t in groups.items()},
+        "optimizer": digests.of_tensors(checkpoint.optimizer),
+        "state": digests.of_json([checkpoint.step, state, checkpoint.adapter_config]),
+        "records": digests.of_json({role: record_of(checkpoint, role) for role in roles}),
+    }
 
 
 def change_state(folder: Path, values: Mapping[str, Any]) -> None:
@@ -133,7 +154,7 @@ def change_state(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    lines = [f"{_sha256(f)}  {f.relative_to(folder)}" for f in _files(folder)]
+    lines = [f"{digests.of_file(f)}  {f.relative_to(folder)}" for f in _files(folder)]
     (folder / MANIFEST).write_text("\n".join(lines) + "\n")
 
 
@@ -181,17 +202,17 @@ def find_damage(folder: Path) -> str | None:
         lines = (folder / MANIFEST).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return f"{MANIFEST} cannot be read"
-    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     # All files must be listed: otherwise the files that a truncated manifest lacks would not be checked.
-    unlisted = {STATE, OPTIMIZER, *(str(f.relative_to(folder)) for f in _files(folder))} - digests.keys()
+    unlisted = {STATE, OPTIMIZER, *(str(f.relative_to(folder)) for f in _files(folder))} - listed.keys()
     if unlisted:
         return f"{MANIFEST} does not list {min(unlisted)}"
-    for name, digest in digests.items():
+    for name, digest in listed.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
         try:
-            if _sha256(file) != digest:
+            if digests.of_file(file) != digest:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -221,6 +242,7 @@ def load(folder: Path) -> Checkpoint:
         optimizer=load_file(folder / OPTIMIZER),
         state=state,
         heads=heads,
+        records={file.parent.name: json.loads(file.read_text()) for file in folder.glob(f"*/{RECORD}")},
         tensors={file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors")) if file.name != OPTIMIZER},
         folder=folder,
     )
@@ -248,8 +270,3 @@ def _write_json(file: Path, value: Any) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -6,7 +6,6 @@ continues. config.yaml is written last: a kill before that leaves no run; afterw
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,14 +17,16 @@ from rlft.config import command as commands
 from rlft.config.keys import is_below, known
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
 from rlft.runs import checkpoint, run_folder, run_status
+from rlft.runs.chain import CHAIN
 from rlft.runs.config_file import same_path
+from rlft.system import digests
 from rlft.system.disk import BLOCK, DiskError, writing
 from rlft.system.files import size_of
 from rlft.system.terminal import command_line
 from rlft.types import UserError
 
 FORKED_FROM = "forked_from"
-WRITTEN = ("checkpoints", ROLLOUTS, METRICS, EVALUATIONS, ALARMS, run_status.FILE, run_status.LOCK)
+WRITTEN = ("checkpoints", ROLLOUTS, METRICS, EVALUATIONS, ALARMS, CHAIN, run_status.FILE, run_status.LOCK)
 """Files of a fork's folder that are written before its config.yaml."""
 
 MOVING_REFERENCES = ("copy", "ema")
@@ -133,7 +134,7 @@ def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Map
             "run": os.path.relpath(fork.run, folder),
             "step": fork.step,
             # of the manifest, which holds the checksums of all the checkpoint's files
-            "checkpoint": hashlib.sha256((fork.checkpoint / checkpoint.MANIFEST).read_bytes()).hexdigest(),
+            "checkpoint": digests.of_file(fork.checkpoint / checkpoint.MANIFEST),
             "changed": {key: f"{before} -> {now}" for key, (before, now) in changed.items()},
         }
         with run_folder.removed_on_failure(folder, WRITTEN):
@@ -162,8 +163,8 @@ def _copy_checkpoint(fork: Fork, copied: Path, changed: Mapping[str, Any]) -> No
 
 
 def _copy_logs(fork: Fork, folder: Path) -> None:
-    """Copies the lines of metrics, evaluations and alarms, and the rollouts, up to the fork's step."""
-    for name in (METRICS, EVALUATIONS, ALARMS):
+    """Copies the lines of metrics, evaluations, alarms and chain, and the rollouts, up to the fork's step."""
+    for name in (METRICS, EVALUATIONS, ALARMS, CHAIN):
         if (fork.run / name).is_file():
             with writing(folder / name, (fork.run / name).stat().st_size):
                 shutil.copyfile(fork.run / name, folder / name)

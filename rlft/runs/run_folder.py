@@ -43,7 +43,8 @@ from rlft.system.terminal import resuming, say
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
 
-WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "progress.json", "samples.jsonl")
+WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "chain.jsonl", "progress.json",
+           "samples.jsonl")  # fmt: skip
 """Files that runs write."""
 PATHS = "paths"
 """The key of the origin under which the config's paths relative to the run's folder are."""

@@ -11,7 +11,6 @@ takes the same optimizer step as the others.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from rlft.config.schema import RunConfig
 from rlft.config.trainer import TrainerConfig
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
+from rlft.system import digests
 from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
@@ -119,7 +119,9 @@ class Trainer(Protocol):
         """
         ...
 
-    def state(self) -> TrainerState: ...
+    def state(self, *, alone: bool = False) -> TrainerState:
+        """All that changes; `alone`: without a proof that other ranks have come to the same."""
+        ...
 
     def restore(self, state: TrainerState) -> None:
         """Continues from a state that `state` returned."""
@@ -308,7 +310,7 @@ class LocalTrainer:
             for _, parameter in roles.named_parameters(role):
                 parameter.grad = None
 
-    def state(self) -> TrainerState:
+    def state(self, *, alone: bool = False) -> TrainerState:
         roles = self.roles
         tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
         return TrainerState(
@@ -328,11 +330,7 @@ class LocalTrainer:
             tensors |= {f"{CRITIC}.head/{name}": tensor for name, tensor in roles.critic.head.weights().items()}
         for optimizer in self.optimizers.values():
             tensors |= optimizer.state()
-        digest = hashlib.sha256(repr(None if roles.critic is None else roles.critic.state()).encode())
-        for name, tensor in sorted(tensors.items()):
-            digest.update(name.encode())
-            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digests.of_json([digests.of_tensors(tensors), None if roles.critic is None else roles.critic.state()])
 
     def restore(self, state: TrainerState) -> None:
         self.roles.restore(state.adapters, state.heads)

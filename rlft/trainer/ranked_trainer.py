@@ -125,8 +125,10 @@ class RankedTrainer:
 
         self._without_losing_a_step(together)
 
-    def state(self) -> TrainerState:
-        """The state of rank 0. Raises RankError if the adapters or optimizers of the ranks differ."""
+    def state(self, *, alone: bool = False) -> TrainerState:
+        """The state of rank 0. Raises RankError, unless `alone`, if the adapters or optimizers of the ranks differ."""
+        if alone:
+            return self._local.state()
 
         def together() -> None:
             self._call("digest")

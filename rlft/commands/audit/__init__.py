@@ -1,0 +1,1 @@
+"""`rlft audit`: what of a run is confirmed, what cannot be, and what differs."""

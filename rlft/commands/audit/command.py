@@ -1,0 +1,117 @@
+"""`rlft audit`: a table of what of a run or an exported adapter is confirmed, what cannot be, and what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlft.commands.arguments import make_importable
+from rlft.commands.audit.files import Audited, check_export, check_files, read_chain
+from rlft.commands.audit.findings import Findings
+from rlft.commands.doctor.command import print_rows
+from rlft.commands.launch import import_libraries, resolve_in
+from rlft.config.compose import USUAL
+from rlft.runs import run_folder, run_status
+from rlft.runs.config_file import CONFIG
+from rlft.runs.find import one_run
+from rlft.runs.run_folder import ORIGIN
+from rlft.runs.run_status import Status
+from rlft.system import interrupt
+from rlft.system.crash import one_line
+from rlft.system.terminal import say
+from rlft.types import UserError, require
+
+USAGE = """\
+usage: rlft audit <run or exported folder> [recompute=16] [replay=1] [--json]
+
+Verifies the chain of sha256 that a run writes as it goes (chain.jsonl), and all its files by it: config, metrics,
+evaluations, alarms, completions, checkpoints. Compares data and base with those of the run. Recomputes prompts, texts,
+rewards, masks and advantages of random steps from the completions on disk. Replays random steps from the checkpoints
+before them: bit for bit on a machine like the run's, else within a bound. Of an exported adapter it verifies chain,
+adapter and card.
+
+  recompute  steps whose rewards and advantages are recomputed; 0: none, and data and base are not read
+  replay     steps that are replayed, which loads the weights; 0: none
+  --json     one JSON object instead of the table, for scripts
+
+A row is ok (confirmed), skipped (could not be confirmed, and why) or wrong (differs, with file and step). The exit code
+is 1 if one is wrong, else 0.
+
+  rlft audit runs/grpo_arithmetic/<time>
+  rlft audit runs/grpo_arithmetic/<time> replay=0
+  rlft audit exports/mine_adapter"""
+
+KEYS = {"recompute": 16, "replay": 1}
+
+
+def command(arguments: list[str]) -> int:
+    """Prints the table, or the JSON; returns 1 if something differs, else 0."""
+    words = [word for word in arguments if word != "--json"]
+    names = [word for word in words if word.partition("=")[0] not in KEYS]
+    require(len(names) == 1, "audit", "takes one run", got=" ".join(names) or None, remedy="write rlft audit <run>")
+    numbers = {**KEYS, **{key: _number(key, value) for key, value in _given(words)}}
+    folder = one_run(names[0].removeprefix("run="), "run", say)
+    interrupt.set_interrupt_message("nothing was changed")
+    findings = Findings()
+    if (folder / CONFIG).exists():
+        audit_run(folder, findings, numbers["recompute"], numbers["replay"])
+    else:
+        check_export(folder, read_chain(folder, findings), findings)
+    if "--json" in arguments:
+        print(json.dumps({"differs": findings.differs, "rows": [asdict(row) for row in findings.rows]}, indent=1))
+    else:
+        print_rows(findings.rows)
+    return 1 if findings.differs else 0
+
+
+def _given(words: Sequence[str]) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (word.partition("=") for word in words) if key in KEYS]
+
+
+def _number(key: str, text: str) -> int:
+    is_number = text.isascii() and text.isdigit()
+    require(is_number, key, "must be a number of steps", got=text or None, remedy=f"try {key}={KEYS[key]}")
+    return int(text)
+
+
+def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> None:
+    """Verifies the files of a run, recomputes and replays that many of its steps."""
+    is_running = run_status.read(folder)[0] is Status.running
+    require(not is_running, "run", "is at work", got=folder, remedy="wait until it has ended, or stop it first")
+    config = run_folder.read(folder, "run")
+    run = Audited(folder=folder, config=config, lines=read_chain(folder, findings), findings=findings)
+    check_files(run)
+    if not (recompute or replay):
+        return
+    make_importable(None)
+    import_libraries()
+    plain = {key: value for key, value in config.items() if key != ORIGIN}
+    plan, why_not_here = planned(folder, {**plain, "resume": str(folder)})
+    if plan is None:
+        findings.leave_open("inputs", f"data and base cannot be read here: {why_not_here}")
+        return
+    from rlft.commands.audit.recomputed import check_inputs, check_steps
+    from rlft.commands.audit.replay import check_replay
+
+    if not check_inputs(run, plan):
+        findings.leave_open("recomputed", "not with other data or another base")
+        return
+    unrepeatable = check_steps(run, plan, recompute) if recompute and plan.config.command == USUAL else set()
+    if replay and why_not_here is not None:
+        findings.leave_open("replay", f"the run does not run here: {why_not_here}")
+    elif replay:
+        check_replay(run, plan, replay, unrepeatable)
+
+
+def planned(folder: Path, plain: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """(the run's plan, why it cannot run on this machine); without data or base there is no plan."""
+    why = None
+    for runs_here in (True, False):
+        try:
+            return resolve_in(folder, plain).plan(runs_here=runs_here), why
+        except UserError as error:
+            why = one_line(error)
+    return None, why

@@ -1,0 +1,315 @@
+"""Verifies a run's files by its chain, which needs neither weights nor data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlft.commands.audit.findings import Findings, steps_text
+from rlft.config.instantiate import from_mapping
+from rlft.config.schema import RolloutsConfig
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, rollout_files
+from rlft.logger.loggers import is_declared
+from rlft.runs import checkpoint, run_folder, run_status
+from rlft.runs.chain import CHAIN, metrics_part, sealed
+from rlft.runs.config_file import CONFIG, FORMAT
+from rlft.runs.fork import FORKED_FROM
+from rlft.runs.run_folder import ORIGIN
+from rlft.runs.run_status import Status
+from rlft.system import digests
+from rlft.types import UserError
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """A run with the lines of its chain by step."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    lines: Mapping[int, Line]
+    findings: Findings
+
+    @property
+    def last(self) -> int:
+        return max(self.lines)
+
+    @property
+    def is_finished(self) -> bool:
+        return run_status.read(self.folder)[0] is Status.finished
+
+    @property
+    def forked_from(self) -> int:
+        """The step after which the run was forked from another one; 0 if it was not."""
+        return (self.config.get(ORIGIN, {}).get(FORKED_FROM) or {}).get("step", 0)
+
+    def may_be_cut_off(self, step: int) -> bool:
+        """Whether a kill may have left something of this step, which has no line."""
+        return not self.is_finished and step == self.last + 1
+
+
+def read_chain(folder: Path, findings: Findings) -> dict[int, Line]:
+    """{step: line} of the chain's lines, whose digests and links are checked.
+
+    Raises UserError: there is no chain, or none of its lines can be read.
+    """
+    try:
+        raw_lines = (folder / CHAIN).read_bytes().split(b"\n")
+    except OSError as error:
+        problem = f"has no {CHAIN} that can be read ({error.strerror}), and cannot be audited"
+        raise UserError(
+            "run", problem, got=folder, remedy="name a run that was trained by this rlft or a later one"
+        ) from None
+    found: dict[int, Line] = {}
+    number = len(raw_lines) - 1
+    with findings.checking(CHAIN, f"{number} lines, each with the digest of the one before"):
+        if raw_lines.pop():
+            findings.differ(CHAIN, "its last line is cut short")
+        previous: Line | None = None
+        for place, raw in enumerate(raw_lines, start=1):
+            line = _line_of(raw)
+            if line is None:
+                findings.differ(CHAIN, f"line {place} is damaged")
+                continue
+            step = line["step"]
+            made = sealed(step, line["previous"], line["machine"], line["sha256"], line["metrics_line"])
+            if made != line or encode(line) != raw + b"\n":
+                findings.differ(CHAIN, f"step {step}: its line does not have the digest that it says")
+            expected = 0 if previous is None else previous["step"] + 1
+            if previous is None and step and line["previous"] is None:
+                findings.leave_open(CHAIN, f"steps before step {step} have no line: an rlft without chains did them")
+            elif step != expected:
+                findings.differ(CHAIN, f"step {expected} is left out: step {step} follows")
+            if previous is not None and line["previous"] != previous["digest"]:
+                findings.differ(CHAIN, f"step {step}: its line does not go on from the one before")
+            elif previous is None and not step and line["previous"] is not None:
+                findings.differ(CHAIN, "step 0: its line goes on from another one")
+            found[step], previous = line, line
+    if not found:
+        raise UserError("run", f"has a {CHAIN} without a line that can be read", got=folder, remedy="restore the file")
+    return found
+
+
+def _line_of(raw: bytes) -> Line | None:
+    try:
+        line = json.loads(raw)
+        right = isinstance(line["step"], int) and all(isinstance(line[name], dict) for name in ("machine", "sha256"))
+        return line if right and {"previous", "metrics_line", "digest"} <= line.keys() else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def check_files(run: Audited) -> None:
+    """Compares all files of the run with its chain."""
+    _check_config(run)
+    _check_status(run)
+    _check_metrics(run)
+    _check_evaluations(run)
+    _check_alarms(run)
+    _check_rollouts(run)
+    _check_checkpoints(run)
+
+
+def _check_config(run: Audited) -> None:
+    digest, findings = digests.of_file(run.folder / CONFIG), run.findings
+    steps = [step for step, line in run.lines.items() if line["sha256"].get("config") == digest]
+    with findings.checking(CONFIG, f"is the one of {_range(steps)}"):
+        if run.last not in steps:
+            findings.differ(CONFIG, f"step {run.last} was made with another one")
+        elif min(steps) > 0:
+            why = "was another: the run was resumed with other keys, or is a fork"
+            findings.leave_open(CONFIG, f"{why}, before step {min(steps)}")
+
+
+def _check_status(run: Audited) -> None:
+    file, findings = run.folder / run_status.FILE, run.findings
+    with findings.checking(run_status.FILE, "agrees with the chain"):
+        try:
+            content = file.read_bytes()
+            fields = json.loads(content)
+            known = {name: fields[name] for name in ("format", "status", "steps")}
+            whole = json.dumps({**known, **{n: fields[n] for n in ("reason", "error") if n in fields}}).encode() + b"\n"
+            Status(fields["status"])
+        except run_status.UNREADABLE:
+            findings.differ(run_status.FILE, "is missing or damaged")
+            return
+        if known["format"] != FORMAT or (content != whole and known["status"] != Status.running):
+            findings.differ(run_status.FILE, "is not as a run writes it")
+        if known["status"] == Status.finished and known["steps"] != run.last:
+            findings.differ(run_status.FILE, f"says {known['steps']} steps, and the chain has {run.last}")
+
+
+def _lines(run: Audited, name: str) -> Iterator[tuple[int, bytes, Line]]:
+    """(step, line as it is in the file, its values) of a JSONL file; damaged ones differ."""
+    file = run.folder / name
+    content = file.read_bytes() if file.is_file() else b""
+    for place, raw in enumerate(content.splitlines(keepends=True), start=1):
+        try:
+            values = json.loads(raw)
+            step = values["step"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            values, step = {}, None
+        if type(step) is not int or not raw.endswith(b"\n"):
+            if raw.endswith(b"\n") or run.is_finished:  # a kill leaves a last line that is cut short
+                run.findings.differ(name, f"line {place} is damaged")
+            continue
+        yield step, raw, values
+
+
+def _check_metrics(run: Audited) -> None:
+    findings = run.findings
+    if not is_declared(run.config.get("logger") or {}, "writes_metrics"):
+        findings.leave_open(METRICS, "the run has no logger that writes it")
+        return
+    expected = [step for step in run.lines if step > 0]
+    with findings.checking(METRICS, f"{len(expected)} lines"):
+        found: list[int] = []
+        for step, raw, values in _lines(run, METRICS):
+            found.append(step)
+            line = run.lines.get(step)
+            if line is None and run.may_be_cut_off(step):
+                findings.leave_open(METRICS, f"step {step} was not finished")
+            elif line is None or not step:
+                findings.differ(METRICS, f"step {step} is not in the chain")
+            elif metrics_part(values) != line["sha256"].get("metrics"):
+                findings.differ(METRICS, f"step {step}: its numbers are not those of the chain")
+            elif digests.of_bytes(raw) != line["metrics_line"]:
+                findings.differ(METRICS, f"step {step}: its times or memory are not those of the chain")
+        _check_order(findings, METRICS, found, expected)
+
+
+def _check_order(findings: Findings, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    for step in expected:
+        if step not in found:
+            findings.differ(name, f"step {step} is missing")
+    for before, step in pairwise(found):
+        if step <= before:
+            findings.differ(name, f"step {step} comes after step {before}")
+
+
+def _check_evaluations(run: Audited) -> None:
+    if not is_declared(run.config.get("logger") or {}, "writes_metrics"):
+        return
+    findings = run.findings
+    expected = [step for step, line in run.lines.items() if "evaluation" in line["sha256"]]
+    with findings.checking(EVALUATIONS, f"{len(expected)} lines" if expected else ""):
+        found: list[int] = []
+        for step, raw, _ in _lines(run, EVALUATIONS):
+            found.append(step)
+            if step not in expected and not run.may_be_cut_off(step):
+                findings.differ(EVALUATIONS, f"step {step} is not in the chain")
+            elif step in expected and digests.of_bytes(raw) != run.lines[step]["sha256"]["evaluation"]:
+                findings.differ(EVALUATIONS, f"step {step}: is not the evaluation of the chain")
+        _check_order(findings, EVALUATIONS, found, expected)
+
+
+def _check_alarms(run: Audited) -> None:
+    if not is_declared(run.config.get("logger") or {}, "writes_metrics"):
+        return
+    findings, by_step = run.findings, dict[int, bytes]()
+    expected = {step: line["sha256"]["alarms"] for step, line in run.lines.items() if "alarms" in line["sha256"]}
+    with findings.checking(ALARMS, f"{len(expected)} steps with alarms" if expected else ""):
+        for step, raw, _ in _lines(run, ALARMS):
+            by_step[step] = by_step.get(step, b"") + raw
+        for step in sorted({*expected, *by_step}):
+            digest = digests.of_bytes(by_step[step]) if step in by_step else None
+            if digest != expected.get(step) and not run.may_be_cut_off(step):
+                findings.differ(ALARMS, f"step {step}: its alarms are not those of the chain")
+        _check_order(findings, ALARMS, list(by_step), [])
+
+
+def _check_rollouts(run: Audited) -> None:
+    findings = run.findings
+    having = [step for step, line in run.lines.items() if "rollouts" in line["sha256"]]
+    if not having:
+        return
+    present = {step: file for file, step in rollout_files(run.folder) if file.suffix != ".tmp"}
+    confirmed = [step for step in present if step in having]
+    with findings.checking("rollouts", f"completions of {len(confirmed)} steps"):
+        for step, file in present.items():
+            name = str(file.relative_to(run.folder))
+            if step not in having and not run.may_be_cut_off(step):
+                findings.differ(name, f"step {step} is not in the chain")
+            elif step in having and digests.of_file(file) != run.lines[step]["sha256"]["rollouts"]:
+                findings.differ(name, f"step {step}: are not the completions of the chain")
+        settings = from_mapping(RolloutsConfig, run.config["rollouts"], "rollouts")
+        written = [step for step in having if settings.writes(step)]
+        for step in written if settings.keep is None else written[-settings.keep :]:
+            if step not in present and _same_config(run, step):
+                findings.differ(str(rollout_file(run.folder, step).relative_to(run.folder)), f"step {step} is missing")
+    if absent := [step for step in having if step not in present]:
+        findings.leave_open("rollouts", f"{steps_text(absent)}: completions are not on disk")
+
+
+def _same_config(run: Audited, step: int) -> bool:
+    return run.lines[step]["sha256"].get("config") == run.lines[run.last]["sha256"].get("config")
+
+
+def _check_checkpoints(run: Audited) -> None:
+    findings = run.findings
+    folders = checkpoint.finished(run_folder.checkpoints(run.folder))
+    unchained: set[str] = set()
+    with findings.checking("checkpoints", f"{len(folders)} checkpoints, their adapters, optimizers and states"):
+        for folder in folders:
+            step, name = checkpoint.step_of(folder), str(folder.relative_to(run.folder))
+            if (damage := checkpoint.find_damage(folder)) is not None:
+                findings.differ(name, f"step {step}: {damage}")
+            elif step not in run.lines:
+                findings.differ(name, f"step {step} is not in the chain")
+            else:
+                found, expected = checkpoint.parts_of(checkpoint.load(folder)), run.lines[step]["sha256"]
+                unchained |= {part for part in found if part not in expected}
+                for part in sorted(part for part in found if part in expected and found[part] != expected[part]):
+                    if part == "state" and step == run.forked_from:
+                        findings.leave_open(name, f"step {step}: a fork changes its state")
+                    else:
+                        findings.differ(name, f"step {step}: {part} differs from the chain")
+                stem = ("adapters/", "heads/", "tensors/")
+                for part in sorted(p for p in expected if p.startswith(stem) and p not in found):
+                    findings.differ(name, f"step {step}: {part} is missing")
+        saved = [checkpoint.step_of(folder) for folder in folders]
+        if run.is_finished and run.last not in saved:
+            findings.differ("checkpoints", f"step {run.last} is missing, and a finished run saves its last step")
+    if unchained:
+        parts = ", ".join(sorted(unchained))
+        findings.leave_open("checkpoints", f"{parts}: not in the chain, and only compared with their MANIFEST")
+
+
+def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) -> None:
+    """Compares an exported adapter and its card with the chain beside it."""
+    from safetensors.torch import load_file
+
+    from rlft.model.adapter_folder import RECORD, WEIGHTS
+
+    last = lines[max(lines)]
+    with findings.checking("README.md", "names the last digest of the chain"):
+        card = folder / "README.md"
+        if not card.is_file() or last["digest"] not in card.read_text(errors="replace"):
+            findings.differ("README.md", f"step {last['step']}: does not name the last digest of the chain")
+    if not (folder / WEIGHTS).is_file():
+        findings.leave_open("weights", "a merged model: export it again from the run, and compare")
+        return
+    with findings.checking(WEIGHTS, f"is the adapter of step {last['step']}"):
+        try:
+            record = json.loads((folder / RECORD).read_text())
+            role, tensors = record["role"], load_file(folder / WEIGHTS)
+        except Exception as error:  # whatever a damaged file of tensors raises
+            findings.differ(WEIGHTS, f"or {RECORD} cannot be read ({type(error).__name__})")
+            return
+        if digests.of_json({role: record}) != last["sha256"].get("records") and len(_roles(last)) == 1:
+            findings.differ(RECORD, f"step {last['step']}: differs from the chain")
+        if digests.of_tensors(tensors) != last["sha256"].get(f"adapters/{role}"):
+            findings.differ(WEIGHTS, f"step {last['step']}: is not the {role} of the chain")
+
+
+def _roles(line: Line) -> set[str]:
+    return {part.partition("/")[2] for part in line["sha256"] if part.startswith(("adapters/", "heads/"))}
+
+
+def _range(steps: Sequence[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}" if steps else "no step"

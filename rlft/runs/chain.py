@@ -1,0 +1,158 @@
+"""A run's chain of digests, chain.jsonl: a line for the start and for each step, with the sha256 of all that it made.
+
+    {"step": 3, "previous": .., "machine": {..}, "sha256": {part: ..}, "metrics_line": .., "digest": ..}
+
+`digest` is that of step, `previous`, `machine` and `sha256`, and `previous` the digest of the line before, so that the
+last digest stands for the whole run. `metrics_line` is not part of it: it is of the whole line in metrics.jsonl, times
+included. So an interrupted run has the same chain as one that was not; after a resume, lines beyond the checkpoint are
+cut off, as in metrics.jsonl.
+
+Parts: `config` (config.yaml), the fingerprints of inputs (`data`, `base`, ..), and of each step, as far as it has them,
+`metrics` (without times and memory), `alarms`, `evaluation`, `rollouts` (the file, written or not), `scores`, `masks`
+(token ids and loss mask), `advantages`, and those of a checkpoint (`rlft.runs.checkpoint.parts_of`), saved or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rlft.logger.interface import StepRecord
+from rlft.logger.jsonl import (
+    alarm_lines,
+    encode,
+    evaluation_line,
+    number,
+    numbers,
+    open_after,
+    read_lines,
+    rollout_file,
+    rollout_lines,
+    silent,
+)
+from rlft.runs.config_file import CONFIG
+from rlft.runs.run_folder import versions
+from rlft.system import digests
+from rlft.system.disk import writing
+from rlft.system.files import append, flush
+from rlft.types import Evaluation
+
+if TYPE_CHECKING:
+    from rlft.types import Batch
+
+CHAIN = "chain.jsonl"
+MEASURED = ("time/", "memory/")
+"""Metrics that differ when a step is repeated."""
+LIBRARIES = ("torch", "transformers", "peft", "vllm")
+
+
+class Chain:
+    """Writes the chain of one run: `add_*` collects the parts of a step, and `seal` appends its line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: BinaryIO | None = None
+        self._previous: str | None = None
+        self._always: dict[str, str] = {}
+        self._machine: Mapping[str, str] = {}
+        self._parts: dict[str, str] = {}
+        self._metrics_line: str | None = None
+        self._alarms = b""
+
+    def start(self, step: int, fingerprints: Mapping[str, str], machine: Mapping[str, str]) -> None:
+        """Opens the file, cut after the line of `step`, from whose checkpoint the run goes on; -1: it is new."""
+        path = self.folder / CHAIN
+        self._file, self._machine = open_after(path, step, silent), machine
+        lines = read_lines(path, silent)
+        self._previous = lines[-1].get("digest") if lines else None
+        inputs = {name.removesuffix("_fingerprint"): value for name, value in sorted(fingerprints.items())}
+        self._always = {"config": digests.of_file(self.folder / CONFIG), **inputs}
+
+    def add_batch(self, batch: Batch) -> None:
+        self._parts |= batch_parts(batch)
+
+    def add_step(self, record: StepRecord) -> None:
+        """The step's line of metrics, its alarms, and its completions with their scores."""
+        metrics = {"step": record.step, **numbers(record.metrics)}
+        self._parts["metrics"] = metrics_part(metrics)
+        self._metrics_line = digests.of_bytes(encode(metrics))
+        self._alarms += b"".join(map(encode, alarm_lines(record.step, record.alarms)))
+        if record.groups:
+            file = rollout_file(self.folder, record.step)
+            lines = map(encode, rollout_lines(record))
+            self._parts["rollouts"] = digests.of_file(file) if file.exists() else _of_pieces(lines)
+            by_name = {name: [score for row in rows for score in row] for name, rows in record.rewards.items()}
+            self._parts["scores"] = scores_part(by_name, [score for row in record.total_rewards for score in row])
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        self._parts["evaluation"] = digests.of_bytes(encode(evaluation_line(evaluation)))
+        self._alarms += b"".join(map(encode, alarm_lines(evaluation.step, evaluation.alarms)))
+
+    def seal(self, step: int, more: Mapping[str, str] | None = None) -> None:
+        """Appends the line of this step, with what was collected and `more`."""
+        assert self._file is not None, "it was started"
+        parts = {**self._always, **self._parts, **(more or {})}
+        if self._alarms:
+            parts["alarms"] = digests.of_bytes(self._alarms)
+        line = sealed(step, self._previous, self._machine, parts, self._metrics_line)
+        append(self._file, encode(line))
+        self._previous = line["digest"]
+        self._parts, self._alarms, self._metrics_line = {}, b"", None
+
+    def flush(self) -> None:
+        """Waits until the lines are on disk, so that a power cut leaves no gap behind a checkpoint."""
+        if self._file is not None:
+            with writing(self.folder / CHAIN):
+                flush(self.folder / CHAIN)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+def sealed(
+    step: int, previous: str | None, machine: Mapping[str, str], parts: Mapping[str, str], metrics_line: str | None
+) -> dict[str, Any]:
+    """The line of a step."""
+    linked = {"step": step, "previous": previous, "machine": dict(machine), "sha256": dict(sorted(parts.items()))}
+    return {**linked, "metrics_line": metrics_line, "digest": digests.of_bytes(encode(linked))}
+
+
+def lines_until(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a run's or an export's chain up to this step; empty where there is no chain."""
+    return [line for line in read_lines(folder / CHAIN, silent) if line["step"] <= step]
+
+
+def made_on(machine: Mapping[str, str], engine: str | None) -> dict[str, str]:
+    """{what: its name or version} of all that decides the bits of a step: machine, engine and libraries."""
+    return {**machine, "engine": engine or "none", **versions(LIBRARIES)}
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+def metrics_part(line: Mapping[str, Any]) -> str:
+    return digests.of_bytes(encode({name: value for name, value in line.items() if not name.startswith(MEASURED)}))
+
+
+def scores_part(by_name: Mapping[str, Sequence[float]], totals: Sequence[float]) -> str:
+    """Of each reward's scores and their totals, completion by completion."""
+    rewards = {name: [number(score) for score in scores] for name, scores in sorted(by_name.items())}
+    return digests.of_bytes(encode({"rewards": rewards, "reward": [number(score) for score in totals]}))
+
+
+def batch_parts(batch: Batch) -> dict[str, str]:
+    advantages = {} if batch.advantages is None else {"advantages": batch.advantages}
+    return {
+        "masks": digests.of_tensors({"token_ids": batch.token_ids, "loss_mask": batch.loss_mask}),
+        **{name: digests.of_tensors({name: tensor}) for name, tensor in advantages.items()},
+    }
+
+
+def _of_pieces(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
