@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in t
 
 
 LINE = 2048
-"""Bytes of a line of metrics, or of a completion's line besides its text and tokens."""
+"""Bytes of a line of metrics or of the chain, or of a completion's line besides its text and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,13 @@ class Plan(ABC):
         return {}
 
     def metrics_bytes(self, examples: int = 0) -> dict[str, int]:
-        """The part of `disk_bytes` for the lines of steps and evaluations; none where no logger writes them.
+        """The parts of `disk_bytes` for the lines of steps and evaluations; metrics only where a logger writes them.
 
         examples: bytes of the completions in an evaluation's line.
         """
+        chain = {"chain": LINE * (self.num_steps + 1)}
         if not self.writes_metrics:
-            return {}
+            return chain
         every = self.config.eval.every
         evaluations = 2 + self.num_steps // every if every else 0
-        return {"metrics": LINE * (self.num_steps + evaluations) + evaluations * examples}
+        return {**chain, "metrics": LINE * (self.num_steps + evaluations) + evaluations * examples}

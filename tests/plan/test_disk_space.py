@@ -44,6 +44,8 @@ def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words
     # evaluation is counted with three examples of 2048 + 12 x 4 + 64 x 4 besides.
     metrics = sum((folder / name).stat().st_size for name in ("metrics.jsonl", "eval.jsonl"))
     assert 3 * 30 * 18 < metrics < said["metrics"]
+    # A line of the chain has at least 14 digests of 64 digits in steps, of the 2048 that are counted.
+    assert 3 * 14 * 64 < (folder / "chain.jsonl").stat().st_size < said["chain"]
 
 
 def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(
@@ -74,7 +76,7 @@ def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
     assert parts("steps=30", "rollouts.every=7")["rollouts"] == 4 * rollouts
     assert parts("steps=30", "rollouts.keep=2")["rollouts"] == 3 * rollouts
     assert parts("rollouts.every=0")["rollouts"] == 0
-    assert parts("logger=[console]").keys() == {"checkpoints", "rollouts"}
+    assert parts("logger=[console]").keys() == {"checkpoints", "rollouts", "chain"}
     plain = {**compose(["n=4", "num_prompts=3", "data.size=16"], command="sample"), "token_budget": 512}
     four = resolve(plain).plan().disk_bytes()["samples"]
     assert resolve({**plain, "max_per_prompt": 1}).plan().disk_bytes()["samples"] == four // 4

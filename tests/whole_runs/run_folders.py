@@ -28,6 +28,12 @@ def whole_lines(file: Path) -> list[bytes]:
     return [line for line in lines if line.endswith(b"\n")]
 
 
+def chain(folder: Path) -> list[dict[str, Any]]:
+    """The digests of each step, and the machine, without those of the config, whose checkpoints may differ."""
+    lines = map(json.loads, whole_lines(folder / "chain.jsonl"))
+    return [{**line["sha256"], "config": None, "step": line["step"], "machine": line["machine"]} for line in lines]
+
+
 def rollouts(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted((folder / "rollouts").glob("*"))}
 
@@ -60,6 +66,8 @@ def check_so_far(folder: Path, undisturbed: Path) -> None:
     expected = metrics(undisturbed)
     found = metrics(folder)
     assert found == expected[: len(found)]
+    links = chain(folder)
+    assert links == chain(undisturbed)[: len(links)]
     evaluations = whole_lines(folder / "eval.jsonl")
     assert evaluations == whole_lines(undisturbed / "eval.jsonl")[: len(evaluations)]
     completions = rollouts(undisturbed)
@@ -75,6 +83,7 @@ def check_so_far(folder: Path, undisturbed: Path) -> None:
 def check_same(folder: Path, undisturbed: Path) -> None:
     """The finished run left what the undisturbed one left, and nothing of its interruptions."""
     assert metrics(folder) == metrics(undisturbed)
+    assert chain(folder) == chain(undisturbed)
     assert (folder / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert (folder / "eval.jsonl").read_bytes() == (undisturbed / "eval.jsonl").read_bytes()
     assert rollouts(folder) == rollouts(undisturbed)

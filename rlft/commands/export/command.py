@@ -23,8 +23,10 @@ from rlft.config import compose as configs
 from rlft.config.choices import choice_remedy, closest
 from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
+from rlft.logger.jsonl import encode
 from rlft.runs import run_folder
-from rlft.runs.checkpoint import set_usual_mode
+from rlft.runs.chain import CHAIN, lines_until
+from rlft.runs.checkpoint import set_usual_mode, step_of
 from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
 from rlft.system import interrupt, locks
 from rlft.system.disk import blame_key, writing
@@ -188,6 +190,9 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
             weights.write_model(request, config, tokenizer, folder, say)
         if not names_ends and request.checkpoint_kind is not CheckpointKind.reward:
             weights.write_ends(folder, base_file, ends.ids)
+        chain = lines_until(request.source.run, step_of(request.checkpoint))
+        if chain:
+            (folder / CHAIN).write_bytes(b"".join(map(encode, chain)))
         card = model_card.Card(
             source=request.source,
             checkpoint=request.checkpoint,
@@ -201,6 +206,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
             ends=ends,
             eos=tokenizer.eos_token_id,
             names_ends=names_ends or request.kind is ExportKind.model,
+            chain=chain[-1]["digest"] if chain else None,
             defaults={} if base_file is None else json.loads(base_file.read_text(encoding="utf-8")),
         )
         text = card.text()

@@ -75,6 +75,7 @@ class Card:
         ends: what ends a turn.
         eos: the tokenizer's end token.
         names_ends: whether what loads the model finds all of them in its generation config.
+        chain: the digest of the run's chain after the checkpoint's step; None for a run without a chain.
         defaults: the fields of the base's generation_config.json.
     """
 
@@ -90,6 +91,7 @@ class Card:
     ends: TurnEnds
     eos: object
     names_ends: bool
+    chain: str | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -111,6 +113,7 @@ class Card:
             table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
             results(evaluations, config),
             usage(self, adapter),
+            provenance(self.chain, self.name, step),
         ]
         if kind is not CheckpointKind.reward:
             sections.append(card_section(self.name, None if self.is_model else adapter, base_id, end))
@@ -233,6 +236,15 @@ def num_samples(line: Config) -> str:
     """The number of samples per prompt, which is the largest k of pass@k."""
     sizes = [int(match[1]) for name in line if (match := re.fullmatch(r"eval/pass@(\d+)", name))]
     return str(max(sizes)) if sizes else "-"
+
+
+def provenance(chain: str | None, name: str, step: int) -> str:
+    """The section that cites the run's chain; empty without one."""
+    if chain is None:
+        return ""
+    cited = f"`chain.jsonl` has the sha256 of all that the run made, up to step {step}. It ends with\n`{chain}`."
+    checked = f"`rlft audit {name}` verifies it, and `rlft audit <run>` recomputes and replays steps of the run."
+    return f"## Provenance\n\n{cited}\n{checked}"
 
 
 # -- use ---------------------------------------------------------------------------------------------------------------
