@@ -31,6 +31,7 @@ import numpy
 from bench_work import table, where_and_when
 from cluster_model import Group, Layout, StageCosts, StepTime, apart, lane_costs, parts, simulate
 
+from rlft.logger.forecast import BETWEEN
 from rlft.logger.jsonl import METRICS, read_lines, rollout_files
 
 LENGTHS = Path(__file__).resolve().parents[1] / "tests" / "trainer" / "row_lengths.json"
@@ -338,7 +339,8 @@ def steps_of(folder: Path) -> list[Step]:
                 teaching.add(line["prompt_id"])
         prompt = round(metrics[step]["tokens/prompt"] / len(lengths))
         groups: dict[str, Group] = {name: (prompt, own) for name, own in lengths.items()}
-        seconds = {name[5:]: value for name, value in metrics[step].items() if name.startswith("time/")}
+        times = {name: value for name, value in metrics[step].items() if name not in BETWEEN}
+        seconds = {name[5:]: value for name, value in times.items() if name.startswith("time/")}
         trained = [group for name, group in groups.items() if name in teaching]
         steps.append(Step(groups=list(groups.values()), trained=trained, at_once=at_once, seconds=seconds))
     return steps

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.config.bounds import NonNegativeFloat
+from rlft.logger.forecast import Forecast, Pace
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, counted
 
 STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
-PACE_STEPS = 20  # the ETA is computed from the last steps, with the evaluations and checkpoints between them
 TREND_WIDTH = 24
 REFRESHES_PER_SECOND = 4
 
@@ -110,17 +110,17 @@ class Progress:
         self.evaluations: list[Evaluation] = []
         self.current = "starting"
         self.started = self.now()
-        self._step_times: list[float] = []  # the time when the first stage began, then those when steps ended
+        self._pace = Pace(run.config, run.steps)
+        self._last_step_at = self.started
 
     def stage(self, name: str) -> None:
         self.current = name
-        if name in (STAGES[0], "update") and not self._step_times:
-            self._step_times.append(self.now())
 
     def step(self, record: StepRecord) -> None:
         self.done, self.metrics = record.step, record.metrics
         self.watched.append(record.metrics.get(self.run.watched[1], 0.0))
-        self._step_times = [*self._step_times, self.now()][-PACE_STEPS - 1 :]
+        self._pace.add(record.step, record.metrics)
+        self._last_step_at = self.now()
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -133,17 +133,14 @@ class Progress:
     def elapsed(self) -> float:
         return self.now() - self.started
 
-    def seconds_left(self) -> float | None:
-        """The remaining seconds at the pace of the last steps; None before the first step."""
-        times = self._step_times
-        if len(times) < 2:
-            return None
-        pace = (times[-1] - times[0]) / (len(times) - 1)
-        return max(0.0, pace * (self.run.steps - self.done) - (self.now() - times[-1]))
+    def left(self) -> Forecast | None:
+        """How long the run still takes; None before it has done a few steps."""
+        left = self._pace.forecast()
+        return None if left is None else left.after(self.now() - self._last_step_at)
 
     def eta(self) -> str:
-        left = self.seconds_left()
-        return "-:--" if left is None else duration(left)
+        left = self.left()
+        return "-:--" if left is None else str(left)
 
     def tokens_per_second(self) -> float | None:
         """Sampled completion tokens per second of the whole step."""
@@ -212,7 +209,7 @@ class PlainView:
 
 
 def step_line(progress: Progress) -> str:
-    """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56`.
+    """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56 (2:21 to 3:40)`.
 
     It leaves out the accuracy: an evaluation has its own line, and later steps would repeat an outdated value.
     """

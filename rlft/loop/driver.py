@@ -26,6 +26,7 @@ from rlft.logger.alarms import Hint
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
+from rlft.loop.metrics import Clock
 from rlft.plan.fit import in_words
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import BaseCopies, Facts
@@ -93,7 +94,8 @@ class RunDriver(ABC):
         self.shared_base = None if generator is None else generator.shared_base
         root = run_folder.checkpoints(run.folder)
         self.chain = Chain(run.folder)
-        self.saver = Saver(root, self.config.checkpoint, run.interrupt, run.plan.num_steps)
+        self.saver = Saver(root, self.config.checkpoint, run.interrupt, run.plan.num_steps, self.chain.flush)
+        self.between = Clock(run.logger.stage)  # what is done between two steps; the later one's metrics have its times
 
     # -- what a command's run implements -------------------------------------------------------------------------------
     @abstractmethod
@@ -184,8 +186,12 @@ class RunDriver(ABC):
     # -- after a step --------------------------------------------------------------------------------------------------
     def log(self, record: StepRecord, hints: Iterable[Hint]) -> None:
         """Hands a finished step and its hints to the loggers. Raises BrokenRunError: a hint is fatal."""
+        before, self.between = self.between, Clock(self.logger.stage)
+        start = time.monotonic()
+        record = replace(record, metrics={**record.metrics, **before.stages()})
         self.logger.step(record)
         self.chain.add_step(record)
+        self.between.seconds["log"] = time.monotonic() - start
         for hint in hints:
             if hint.fatal:
                 raise BrokenRunError(hint.text)
@@ -196,8 +202,9 @@ class RunDriver(ABC):
         every = self.config.eval.every
         if not every or (step % every and step != self.plan.num_steps):
             return
-        self.stage("evaluate")
-        evaluation = self.evaluation(step)
+        self.interrupt.check()
+        with self.between("evaluate"):
+            evaluation = self.evaluation(step)
         self.logger.evaluation(evaluation)
         self.chain.add_evaluation(evaluation)
         for text in evaluation.alarms.values():
@@ -209,12 +216,7 @@ class RunDriver(ABC):
         `make(for_chain=True)` leaves out what takes a forward pass, other ranks, or a pass over the base.
         """
         self.chain.seal(step, checkpoint.parts_of(make(for_chain=True)) if self.chains_state else {})
-
-        def stage(name: str) -> None:
-            self.logger.stage(name)
-            self.chain.flush()
-
-        self.saver.after_step(step, make, stage)
+        self.saver.after_step(step, make, self.between)
 
     def state_values(self, *, for_chain: bool = False) -> dict[str, Any]:
         """The values that the state.json of every checkpoint holds; `for_chain`: without checksums of the base."""
@@ -290,11 +292,19 @@ class Saver:
 
     `interrupted` says whether a signal ends the run before its next step. If a step may be abandoned
     (checkpoint.on_signal), the state after the last finished step is kept in main memory until it is on disk, because
-    the next step changes weights and optimizer.
+    the next step changes weights and optimizer. `before_saving` is called before each checkpoint.
     """
 
-    def __init__(self, root: Path, settings: CheckpointConfig, interrupt: Interrupt, num_steps: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        settings: CheckpointConfig,
+        interrupt: Interrupt,
+        num_steps: int,
+        before_saving: Callable[[], None],
+    ) -> None:
         self._root, self._settings, self._interrupt, self._num_steps = root, settings, interrupt, num_steps
+        self._before_saving = before_saving
         self._finished = 0
         self._unsaved: Checkpoint | None = None
         self.interrupted = False
@@ -305,16 +315,16 @@ class Saver:
         self._interrupt.in_step = step < self._num_steps
         self.interrupted = self._interrupt.requested
 
-    def after_step(self, step: int, make: Callable[[], Checkpoint], stage: Callable[[str], None]) -> None:
-        """Called after `step` steps. `make` returns their state; `stage` is called when it is written."""
+    def after_step(self, step: int, make: Callable[[], Checkpoint], clock: Clock) -> None:
+        """Called after `step` steps. `make` returns their state; `clock` measures how long it takes to write it."""
         every, last = self._settings.every, step == self._num_steps
         with self._interrupt.saving():
             self.interrupted = self._interrupt.requested
             self._interrupt.in_step = not last
             self._finished = step
             if last or self.interrupted or (every and step % every == 0):
-                stage("checkpoint")
-                self._save(make())
+                with clock("checkpoint"):
+                    self._save(make())
                 self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too
             elif self._settings.on_signal != "step":
                 self._unsaved = in_memory(make())
@@ -327,6 +337,7 @@ class Saver:
         return self._finished
 
     def _save(self, state: Checkpoint) -> None:
+        self._before_saving()
         checkpoint.save(self._root, state, self._settings.keep)
         self._unsaved = None
 

@@ -58,8 +58,11 @@ class Clock:
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
 
+    def stages(self) -> dict[str, float]:
+        return {f"time/{stage}": seconds for stage, seconds in self.seconds.items()}
+
     def metrics(self) -> dict[str, float]:
-        return {f"time/{stage}": s for stage, s in self.seconds.items()} | {"time/step": time.monotonic() - self.start}
+        return self.stages() | {"time/step": time.monotonic() - self.start}
 
 
 def rollout_metrics(rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor) -> dict[str, float]:

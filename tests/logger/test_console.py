@@ -175,32 +175,28 @@ def test_the_eta_follows_the_pace_of_the_last_steps(make_run, make_step, monkeyp
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = Progress(make_run(steps=50), UNICODE)
     assert progress.eta() == "-:--"
-    progress.stage("evaluate")
-    now[0] = 110.0  # a slow start is no step
-    progress.stage("sample")
     for step in range(1, 31):
-        now[0] += 9.0 if step <= 10 else 2.0
-        progress.step(make_step(step))
-        progress.stage("sample")
-    # the last 20 steps took 2 s each: 20 more take 40 s
-    assert progress.seconds_left() == pytest.approx(40.0, abs=1e-9)
+        now[0] += 1.0
+        progress.step(make_step(step, **{"time/step": 9.0 if step <= 20 else 2.0}))
+    # the last ten steps took 2 s each: 20 more take 40 s
+    left = progress.left()
+    assert left is not None
+    assert (left.seconds, left.low < 40.0 < left.high) == (pytest.approx(40.0, abs=1e-9), True)
     now[0] += 1.5
-    assert progress.seconds_left() == pytest.approx(38.5, abs=1e-9)
+    assert progress.left() == left.after(1.5)
 
 
 def test_a_resumed_run_counts_on_from_its_step(make_run, make_step, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = Progress(make_run(step=40, steps=50), UNICODE)
-    progress.stage("evaluate")
-    now[0] = 100.0  # the evaluation before the first step says nothing of the steps' pace
-    progress.stage("sample")
-    now[0] = 102.0
-    progress.stage("update")
-    now[0] = 103.0
-    progress.step(make_step(41))
-    assert progress.seconds_left() == pytest.approx(27.0, abs=1e-9)  # one step took 3 s, nine are left
-    assert step_line(progress) == "step 41/50  reward 41.500  elapsed 1:43  ETA 0:27"
+    for step in range(41, 46):
+        now[0] += 3.0
+        assert progress.eta() == "-:--"
+        progress.step(make_step(step, **{"time/step": 3.0}))
+    # five steps of 3 s are left, in an interval of exp(1.2816 x 0.25) = 1.378 up and down
+    end = "3.00 s/step  elapsed 0:15  ETA 0:15 (0:11 to 0:21)"
+    assert step_line(progress) == f"step 45/50  {end}"
 
 
 def test_finish_before_start_does_no_harm(monkeypatch):

@@ -94,6 +94,7 @@ const CHARTS = [
 ];
 
 const STAGES = ["sample", "score", "credit", "inspect", "update", "publish"].map((stage) => `time/${stage}`);
+const OUTSIDE = ["step", "evaluate", "checkpoint", "log"].map((name) => `time/${name}`); // no stages of the step
 
 const charts = [];
 let curves = { report: null, smoothing: 1, band: true };
@@ -243,7 +244,7 @@ function drawChart(chart) {
 /** Seconds of a run's step by stage, one on top of the other; what no stage has is the last. */
 function drawStages(run) {
   const known = STAGES.filter((name) => run.metrics[name]);
-  const names = [...known, ...Object.keys(run.metrics).filter((name) => name.startsWith("time/") && name !== "time/step" && !known.includes(name))];
+  const names = [...known, ...Object.keys(run.metrics).filter((name) => name.startsWith("time/") && !OUTSIDE.includes(name) && !known.includes(name))];
   if (!names.length) return;
   const whole = run.metrics["time/step"] || [];
   const stages = names.map((name) => ({ label: name.slice(5), values: run.metrics[name].map((value) => value || 0) }));

@@ -20,8 +20,9 @@ from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.overrides import unquoted
 from rlft.logger.console import open_terminal
+from rlft.logger.forecast import Forecast, Pace
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
-from rlft.logger.text import visible
+from rlft.logger.text import duration, visible
 from rlft.runs import run_status
 from rlft.runs.config_file import NewerError
 from rlft.runs.find import named_folder, run_folders
@@ -37,7 +38,8 @@ usage: rlft runs [<folder>] [status=<status>] [name=<text>] [command=<command>] 
 Every run below the folder (runs, if none is named), one line each, the newest last: whether it is running, finished,
 interrupted, stopped by itself (and why) or killed; its step; the last reward, or the last loss of a supervised run (of
 a command that has another such metric: that one, under reward if more is better, else under loss); held-out accuracy,
-age and size. A narrow terminal gets fewer columns; in a pipe or a file the columns are all there, separated by tabs.
+the time that a running one still takes, age and size. A narrow terminal gets fewer columns; in a pipe or a file the
+columns are all there, separated by tabs.
 
   status, name, command  show only those; name: part of the run's name or folder
   sort                   age, name, status, step, reward, loss, accuracy or size
@@ -49,11 +51,11 @@ age and size. A narrow terminal gets fewer columns; in a pipe or a file the colu
 
 WORDS = ("status", "name", "command", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
-TITLES = ("run", "command", "status", "step", "reward", "loss", "accuracy", "age", "size")
+TITLES = ("run", "command", "status", "step", "reward", "loss", "accuracy", "left", "age", "size")
 LEFT_OUT_FIRST = ("size", "command", "age")
 """Columns that are left out, in this order, until folders fit in full length."""
 
-LEFT_OUT_LAST = ("accuracy", "step")
+LEFT_OUT_LAST = ("accuracy", "left", "step")
 """Columns that are left out until the last LEAST_ROOM characters of a folder fit."""
 
 LEAST_ROOM = 12
@@ -84,7 +86,8 @@ class RunRow:
 
     `reward` or `loss` is the last value of the command's headline metric (reward/mean or loss/total for rlft's own):
     `reward` if more is better, else `loss`. `age` is the number of seconds since anything was written, `size` the bytes
-    of the whole folder. `steps` is None if it is not known before the run starts.
+    of the whole folder. `steps` is None if it is not known before the run starts. `left` is how long it still takes;
+    None if it does not run, or has not done enough steps to say.
     """
 
     folder: str
@@ -97,6 +100,7 @@ class RunRow:
     reward: float | None = None
     loss: float | None = None
     accuracy: float | None = None
+    left: Forecast | None = None
     age: float
     size: int
 
@@ -146,6 +150,7 @@ def _read(folder: Path, say: Say) -> RunRow:
     value = None if headline is None else last.get(headline.metric)
     is_loss = headline is not None and headline.lower_is_better
     age, size = _age_and_size(folder)
+    steps = run_status.num_steps(folder) or config.get("steps")
     return RunRow(
         folder=str(folder),
         name=str(config.get("name", "")),
@@ -153,13 +158,23 @@ def _read(folder: Path, say: Say) -> RunRow:
         status=str(status),
         reason=reason,
         step=int(last.get("step", counted_steps(folder))),
-        steps=run_status.num_steps(folder) or config.get("steps"),
+        steps=steps,
         reward=None if is_loss else value,
         loss=value if is_loss else None,
         accuracy=accuracy,
+        left=_left(folder, config, steps, say) if status is Status.running and steps else None,
         age=age,
         size=size,
     )
+
+
+def _left(folder: Path, config: Mapping[str, Any], steps: int, say: Say) -> Forecast | None:
+    """How long a running run still takes; None if it has not done enough steps to say."""
+    pace = Pace(config, steps)
+    for line in read_lines(folder / METRICS, say):
+        pace.add(line["step"], line)
+    left = pace.forecast()
+    return left and left.after(max(0.0, time.time() - (folder / METRICS).stat().st_mtime))
 
 
 def counted_steps(folder: Path) -> int:
@@ -227,6 +242,7 @@ def cells_of(row: RunRow) -> dict[str, str]:
         "status": row.status,
         "step": f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}",
         **{name: "" if value is None else f"{value:.3f}" for name, value in numbers.items()},
+        "left": "" if row.left is None else duration(row.left.seconds),
         "age": age_text(row.age),
         "size": size_text(row.size),
     }

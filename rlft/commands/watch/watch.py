@@ -12,6 +12,7 @@ from rlft.commands.watch.runs import read_words
 from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
+from rlft.logger.forecast import BETWEEN
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines
 from rlft.logger.loggers import is_declared
@@ -57,7 +58,7 @@ class Tail:
 
 
 class RunClock:
-    """Counts the seconds of the run's steps, plus those since the last step."""
+    """Counts the seconds of the run's steps and of what it does between them, plus those since the last step."""
 
     def __init__(self) -> None:
         self.total, self.last = 0.0, time.monotonic()
@@ -114,7 +115,7 @@ def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], Non
             for line in tails[1].new():
                 progress.evaluation(_evaluation(line))
             for line in tails[0].new():
-                clock.add(line.get("time/step") or 0.0)
+                clock.add(sum(line.get(name) or 0.0 for name in (*BETWEEN, "time/step")))
                 progress.step(_record(line))
                 view.step()
             state = run_status.read(folder)

@@ -80,6 +80,37 @@ def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.Capture
     assert third["loss"] > 0, "of a supervised run its loss, under that name"
 
 
+def test_a_step_has_the_seconds_of_what_was_done_before_it(made: Path) -> None:
+    lines = [json.loads(line) for line in (made / "first" / "a" / "metrics.jsonl").read_text().splitlines()]
+    between = ("time/evaluate", "time/log", "time/checkpoint")
+    # The evaluation before the first step, then the logging of each step but the last; the run saves only at its end.
+    assert [[name for name in between if name in line] for line in lines] == [
+        ["time/evaluate"],
+        ["time/log"],
+        ["time/log"],
+    ]
+    assert all(0 < line[name] < 600 for line in lines for name in between if name in line)
+
+
+def test_a_running_run_says_how_long_it_still_takes(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "long"
+    shutil.copytree(made / "first" / "a", folder)
+    with run_folder.held(folder), run_status.recording_status(folder, 50):
+        for steps, expected in ((4, None), (6, 44 * 100.0)):
+            lines = [{"step": step, "reward/mean": 0.5, "time/step": 100.0} for step in range(1, steps + 1)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            os.utime(folder / "metrics.jsonl", (time.time() + 3600, time.time() + 3600))  # no time passes since then
+            (row,) = listed(capsys, str(tmp_path / "runs"))
+            assert (row["left"] and row["left"]["seconds"]) == expected
+            assert (row["status"], row["steps"]) == ("running", 50)
+        assert row["left"]["low"] < expected < row["left"]["high"]
+        assert cli.run(["runs", str(tmp_path / "runs")]) == 0
+        head, line = (text.split("\t") for text in capsys.readouterr().out.splitlines())
+        assert line[head.index("left")] == "1:13:20"
+
+
 @each(
     ("words", "expected"),
     [

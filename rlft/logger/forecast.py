@@ -1,0 +1,138 @@
+"""How long a run still takes, with an interval, from the seconds of what it has done so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, median, variance
+from typing import Any
+
+from rlft.logger.text import duration
+
+FIRST = 5
+"""A run is forecast once it has done so many steps."""
+
+WINDOW = 10
+"""The pace is that of so many newest steps."""
+
+OUTLIER = 4.0
+"""A step counts as at most this many times the median of those beside it: a machine that slept says nothing of pace."""
+
+DRIFT, PRIOR_WEIGHT = 0.25, 2
+"""Standard deviation of log(pace of the rest / pace so far) before a run has shown its own, and the number of the run's
+own earlier forecasts that weigh as much. It is from the runs in recipes/chains.json (docs/performance.md)."""
+
+COVERAGE = 0.8
+Z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
+PAUSES = {"time/evaluate": "eval", "time/checkpoint": "checkpoint"}
+"""{metric: the section whose `every` says after which steps it happens}."""
+LOG = "time/log"
+BETWEEN = (*PAUSES, LOG)
+"""Metrics of what was done between a step and the one before it, which `time/step` does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Seconds that are left, and the ends of their 80 % interval."""
+
+    seconds: float
+    low: float
+    high: float
+
+    def after(self, seconds: float) -> Forecast:
+        """What is left once so many seconds have passed without news."""
+        return Forecast(*(max(0.0, value - seconds) for value in (self.seconds, self.low, self.high)))
+
+    def __str__(self) -> str:
+        """Such as `2:56 (2:30 to 3:40)`."""
+        ends = [duration(value) for value in (self.low, self.high)]
+        return duration(self.seconds) if ends[0] == ends[1] else f"{duration(self.seconds)} ({' to '.join(ends)})"
+
+
+class Pace:
+    """Collects the seconds of a run's steps, evaluations and checkpoints from its metrics, and forecasts the rest.
+
+    Args:
+        config: the run's plain config, whose sections say when it evaluates and saves.
+        num_steps: steps of the whole run.
+    """
+
+    def __init__(self, config: Mapping[str, Any], num_steps: int) -> None:
+        self._config, self._num_steps, self._done = config, num_steps, 0
+        self._steps: list[float] = []
+        self._pauses: dict[str, list[float]] = {name: [] for name in PAUSES}
+        self._forecast: Forecast | None = None
+        self._is_new = True
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of a finished step; those in BETWEEN precede it."""
+        self._done, self._is_new = step, True
+        if seconds := metrics.get("time/step"):
+            self._steps.append(seconds + (metrics.get(LOG) or 0.0))
+        for name, seconds in self._pauses.items():
+            if metrics.get(name):
+                seconds.append(metrics[name])
+
+    def forecast(self) -> Forecast | None:
+        """From the end of the last step to the end of the run; None before FIRST steps."""
+        if self._is_new:
+            pauses = sum(pace(seconds) * self._pauses_left(PAUSES[name]) for name, seconds in self._pauses.items())
+            self._forecast, self._is_new = forecast(self._steps, self._num_steps - self._done, pauses), False
+        return self._forecast
+
+    def _pauses_left(self, section: str) -> int:
+        """The number of evaluations or checkpoints from the one after the last step to the one after the run's last."""
+        every = int((self._config.get(section) or {}).get("every") or 0)
+        if not every and section == "eval":
+            return 0
+        due = (self._num_steps - 1) // every - max(0, self._done - 1) // every if every else 0
+        return due + 1  # the last step is always evaluated and saved
+
+
+def forecast(steps: Sequence[float], left: int, pauses: float = 0.0) -> Forecast | None:
+    """The seconds that `left` more steps take, besides `pauses`; None before FIRST steps.
+
+    The pace is the mean of the newest steps. The interval is log-normal. Its variance is that of the mean of such
+    steps, and that of a drift of the pace, as other work on the machine or longer texts bring it: DRIFT, and how wrong
+    this run's forecasts were that were made after half, a quarter, .. of its steps. A drift has less room where fewer
+    steps are left than were done.
+
+    Args:
+        steps: seconds of the finished steps, oldest first.
+    """
+    if left <= 0:
+        return Forecast(pauses, pauses, pauses)
+    if len(steps) < FIRST:
+        return None
+    newest = clipped(steps[-WINDOW:])
+    mean = fmean(newest)
+    noise = variance(newest) / mean**2 * (1 / len(newest) + 1 / left)
+    drift = drift_variance(steps) * min(1.0, left / len(steps))
+    factor = math.exp(Z * math.sqrt(noise + drift))
+    seconds = mean * left + pauses
+    return Forecast(seconds, seconds / factor, seconds * factor)
+
+
+def drift_variance(steps: Sequence[float]) -> float:
+    """The variance of the logarithm of a forecast's error: of DRIFT, and of the run's own forecasts so far."""
+    errors, half = [], len(steps) // 2
+    while half >= FIRST:
+        errors.append(math.log(fmean(clipped(steps[half:])) / pace(steps[:half])))
+        half //= 2
+    return (PRIOR_WEIGHT * DRIFT**2 + sum(error**2 for error in errors)) / (PRIOR_WEIGHT + len(errors))
+
+
+def pace(seconds: Sequence[float]) -> float:
+    """The mean of the newest; 0 if there are none yet."""
+    return fmean(clipped(seconds[-WINDOW:])) if seconds else 0.0
+
+
+def clipped(seconds: Sequence[float]) -> list[float]:
+    """The seconds, of which none counts for more than OUTLIER times their median.
+
+    >>> clipped([1.0, 2.0, 3600.0])
+    [1.0, 2.0, 8.0]
+    """
+    most = OUTLIER * median(seconds)
+    return [min(value, most) for value in seconds]

@@ -1,0 +1,133 @@
+"""How long a run still takes: on the runs in recipes/chains.json, on made ones, and from lines of metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from in_one_test import each
+
+from rlft.logger.forecast import DRIFT, FIRST, Forecast, Pace, Z, forecast
+
+CHAINS = Path(__file__).parents[2] / "recipes" / "chains.json"
+
+
+def share_within(runs: Sequence[Sequence[float]], share_done: float) -> float:
+    """The share of runs whose rest took as long as the interval says that was made at this share of its steps."""
+    inside = 0
+    for seconds in runs:
+        done = max(FIRST, round(share_done * len(seconds)))
+        told = forecast(seconds[:done], len(seconds) - done)
+        assert told is not None
+        inside += told.low <= sum(seconds[done:]) <= told.high
+    return inside / len(runs)
+
+
+@each("share_done", [0.1, 0.25, 0.5, 0.75, 0.9])
+def test_intervals_hold_seven_to_nine_tenths_of_the_recorded_runs(share_done: float) -> None:
+    # Runs of rlft on two machines beside other work, 28 or 40 steps each; a tenth of them is less than FIRST steps.
+    runs = [run["seconds"] for run in json.loads(CHAINS.read_text())["runs"] if run["name"] != "trl_grpo"]
+    assert len(runs) == 95
+    assert 0.7 <= share_within(runs, share_done) <= 0.9
+
+
+def growing(random: Random, steps: int) -> list[float]:
+    """Completions become longer or shorter during the run, by a factor of e**0.4 as often as not."""
+    factor = math.exp(random.gauss(0, 0.45))
+    return [2 * factor ** (step / steps) * math.exp(random.gauss(0, 0.1)) for step in range(steps)]
+
+
+def beside_other_work(random: Random, steps: int) -> list[float]:
+    """Other programs come and go, and make a step 1.6 times as long."""
+    busy, seconds = random.random() < 0.4, []
+    for _ in range(steps):
+        busy ^= random.random() < 0.03
+        seconds.append((1.6 if busy else 1.0) * math.exp(random.gauss(0, 0.08)))
+    return seconds
+
+
+def heavy_tailed(random: Random, steps: int) -> list[float]:
+    """Some steps have a much longer completion: the variance of their seconds is infinite."""
+    return [1 + 0.3 * random.paretovariate(1.8) for _ in range(steps)]
+
+
+def with_pauses(random: Random, steps: int) -> list[float]:
+    """In one step of 200 the machine does nothing for as long as 20 steps take."""
+    return [math.exp(random.gauss(0, 0.1)) + 20 * (random.random() < 0.005) for _ in range(steps)]
+
+
+@each(
+    ("make", "least", "most"),
+    [(growing, 0.7, 0.9), (beside_other_work, 0.7, 0.9), (heavy_tailed, 0.9, 0.99), (with_pauses, 0.7, 0.99)],
+)
+def test_intervals_hold_for_trends_other_work_heavy_tails_and_pauses(
+    make: Callable[[Random, int], list[float]], least: float, most: float
+) -> None:
+    random = Random(make.__name__)
+    runs = [make(random, steps) for steps in (50, 100) for _ in range(400)]
+    assert least <= share_within(runs, 0.1) <= most
+
+
+def test_of_steady_steps_the_interval_is_that_of_the_drift() -> None:
+    told = forecast([2.0] * 5, 45)
+    # No noise, and no forecast of its own yet: the drift alone, sd DRIFT of the logarithm.
+    ends = [90 * math.exp(side * Z * DRIFT) for side in (-1, 1)]
+    assert told is not None
+    assert [told.seconds, told.low, told.high] == pytest.approx([90.0, *ends], rel=1e-12)
+    # After 40 steps three forecasts (after 20, 10, 5) were exact, and weigh as three beside the two of before;
+    # 10 of 40 are left: a quarter of the room.
+    told = forecast([2.0] * 40, 10)
+    assert told is not None
+    assert told.high == pytest.approx(20 * math.exp(Z * DRIFT * math.sqrt(2 / 5 / 4)), rel=1e-12)
+
+
+def test_a_slept_night_is_no_pace() -> None:
+    told = forecast([1.0] * 9 + [30_000.0], 10)
+    assert told is not None
+    assert told.seconds == pytest.approx(10 * (9 + 4) / 10)  # it counts as four steps
+
+
+CONFIG = {"eval": {"every": 4}, "checkpoint": {"every": 5}}
+
+
+def told_after(steps: int, num_steps: int, config: dict[str, dict[str, int]]) -> float | None:
+    """Seconds left of a run with steps of 1 s, log of 0.5 s, evaluations of 10 s and checkpoints of 100 s."""
+    pace = Pace(config, num_steps)
+    for step in range(1, steps + 1):
+        metrics = {"time/step": 1.0, "time/log": 0.5}
+        metrics |= {"time/evaluate": 10.0} if (step - 1) % 4 == 0 else {}
+        metrics |= {"time/checkpoint": 100.0} if step > 1 and (step - 1) % 5 == 0 else {}
+        pace.add(step, metrics)
+    told = pace.forecast()
+    return None if told is None else told.seconds
+
+
+@each(
+    ("steps", "num_steps", "config", "expected"),
+    [
+        (4, 20, CONFIG, None),
+        (6, 20, CONFIG, 14 * 1.5 + 4 * 10 + 3 * 100),  # evaluations after 8, 12, 16, 20, checkpoints after 10, 15, 20
+        (8, 20, CONFIG, 12 * 1.5 + 4 * 10 + 3 * 100),  # that after step 8 is still to come when the step is logged
+        (9, 21, CONFIG, 12 * 1.5 + 4 * 10 + 4 * 100),  # the last step is not one of every 4 or 5: one of each more
+        (5, 20, CONFIG, 15 * 1.5 + 4 * 10),  # no checkpoint yet: how long one takes is not known
+        (20, 20, CONFIG, 10 + 100),  # the last step is evaluated and saved
+        (6, 20, {"eval": {"every": 0}, "checkpoint": {"every": 0}}, 14 * 1.5 + 100),  # the last one is saved
+        (2, 2, {}, 0.0),
+    ],
+)
+def test_evaluations_and_checkpoints_count_by_their_own_seconds(
+    steps: int, num_steps: int, config: dict[str, dict[str, int]], expected: float | None
+) -> None:
+    told = told_after(steps, num_steps, config)
+    assert told == (None if expected is None else pytest.approx(expected))
+
+
+def test_time_without_news_is_taken_off() -> None:
+    told = Forecast(176.0, 150.0, 220.0)
+    assert str(told) == "2:56 (2:30 to 3:40)"
+    assert str(told.after(160.0)) == "0:16 (0:00 to 1:00)"
+    assert str(told.after(300.0)) == "0:00"
