@@ -26,7 +26,7 @@ RUNS = [
     (*TRAIN, "algorithm=ppo_ptx", "critic.kind=adapter", "snapshot.reference=base", "eval.kl_base=true",
      "pretrain.path=embedded:arithmetic-text"),
     (*TRAIN, "algorithm=grpo", "algorithm.kl_coef=0.1", "snapshot.reference=base", "algorithm.kl_controller=adaptive",
-     "algorithm.kl_target=0.1", "dynamic_sampling.max_rounds=1", "cluster.lanes=2"),
+     "algorithm.kl_target=0.1", "dynamic_sampling.max_rounds=1", "cluster.lanes=2", "curriculum.running=true"),
     (*TRAIN, "algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "algorithm.teacher_in=loss",
      "algorithm.mismatch=token_truncate", "algorithm.off_policy_limit=0.1", "algorithm.reward_coef=1"),
     ("sft", *SMALL, *SAMPLED, "demonstrations.path=embedded:arithmetic-demonstrations", "data=arithmetic",

@@ -70,6 +70,23 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumConfig:
+    """The `curriculum` section; its YAML, with meanings and defaults, is in configs/train.yaml."""
+
+    running: bool
+    path: Annotated[str | None, Key(free=True)]
+    weight: typing.Literal["variance", "uniform"]
+    above: Fraction | None
+    below: Fraction | None
+    replay: Fraction
+    memory: PositiveFraction
+
+    @property
+    def is_on(self) -> bool:
+        return self.running or self.path is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapConfig:
     lag: typing.Literal[0, 1]
 
@@ -349,6 +366,7 @@ class RunConfig(SamplingRoot):
     rollouts: Annotated[RolloutsConfig, Key(free=True, only_trains=True)]
     algorithm: Annotated[Mapping[str, Any], Key(only_trains=True)]
     logger: Annotated[Mapping[str, Any], Key(free=True, only_trains=True)]
+    curriculum: Annotated[CurriculumConfig | None, Key(only_trains=True)] = None  # runs from before it have none
 
     @property
     def completions_per_step(self) -> int:

@@ -1,5 +1,6 @@
 """Samples the groups of a step; its prompts and seeds are functions of (seed, step).
 
+With a curriculum its prompts are functions of (seed, step) and of what was counted before (rlft/data/curriculum.py).
 With dynamic sampling, groups of fresh prompts replace groups that are all right or all wrong (arXiv 2503.14476).
 
 With a lag of 1 the loop samples ahead: step k trains on what policy version max(0, k - lag) sampled. The groups of step
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import islice
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlft.config.schema import RunConfig
+from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import permutation, prompts_for_step
 from rlft.generation.engine import Generator
 from rlft.logger.jsonl import turn_of
@@ -34,13 +36,41 @@ from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout,
 class StepSampler:
     """Samples the groups of each step from the training prompts, with the adapter that the generator has loaded."""
 
-    def __init__(self, generator: Generator, prompts: Sequence[Prompt], config: RunConfig) -> None:
-        self.generator, self.prompts, self.config = generator, prompts, config
+    def __init__(
+        self,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        config: RunConfig,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        self.generator, self.prompts, self.config, self.curriculum = generator, prompts, config, curriculum
+        self._index_of: dict[str, int] = {}  # with a curriculum, of each prompt that was taken: {id: index}
 
     def prompts_at(self, step: int) -> list[Prompt]:
-        """The prompts of the step that follows `step` finished steps; no cursor is needed."""
-        indices = prompts_for_step(len(self.prompts), self.config.prompts_per_step, self.config.seed, step)
-        return [self.prompts[i] for i in indices]
+        """The prompts of the step that follows `step` finished steps; no cursor is needed.
+
+        With a curriculum the first call decides, by what has been counted up to then.
+        """
+        number = self.config.prompts_per_step
+        if self.curriculum is None:
+            indices = prompts_for_step(len(self.prompts), number, self.config.seed, step)
+        else:
+            indices = self.curriculum.of_step(step, number)
+        return list(self._taken(indices))
+
+    def _taken(self, indices: Iterable[int]) -> Iterator[Prompt]:
+        for index in indices:
+            prompt = self.prompts[index]
+            if self.curriculum is not None:
+                self._index_of[prompt.id] = index
+            yield prompt
+
+    def count(self, groups: Sequence[Group], scores: Scores) -> None:
+        """Counts the right completions of these groups for the curriculum, if there is one."""
+        if self.curriculum is not None:
+            right_PG = _right(scores, self.config.eval.correct_at)
+            indices = [self._index_of[group.prompt.id] for group in groups]
+            self.curriculum.count(indices, right_PG.sum(1).tolist(), right_PG.shape[1])
 
     def sample(self, step: int) -> list[Group]:
         """The groups of the step that follows `step` finished steps."""
@@ -59,8 +89,12 @@ class StepSampler:
 
     def fresh_prompts(self, step: int, purpose: str, num: int, used_ids: set[str]) -> list[Prompt]:
         """Up to `num` prompts whose ids are not in `used_ids`, in an order that derives from (seed, step, purpose)."""
-        order = permutation(len(self.prompts), derive(self.config.seed, step, purpose), 0)
-        fresh = (prompt for prompt in (self.prompts[i] for i in order) if prompt.id not in used_ids)
+        order: Iterable[int]
+        if self.curriculum is None:
+            order = permutation(len(self.prompts), derive(self.config.seed, step, purpose), 0)
+        else:
+            order = self.curriculum.order(step, purpose)
+        fresh = (prompt for prompt in self._taken(order) if prompt.id not in used_ids)
         return list(islice(fresh, num))
 
 
@@ -104,8 +138,13 @@ def replace_uninformative_groups(
 
 def uninformative(scores: Scores, correct_at: float) -> list[int]:
     """Indices of the groups whose completions are all right, or all wrong, by the first reward."""
-    right_PG = next(iter(scores.by_reward.values())) >= correct_at
+    right_PG = _right(scores, correct_at)
     return (right_PG.all(1) | ~right_PG.any(1)).nonzero()[:, 0].tolist()
+
+
+def _right(scores: Scores, correct_at: float) -> Tensor:
+    """Whether each completion is right by the first reward, bool `[P, G]`."""
+    return next(iter(scores.by_reward.values())) >= correct_at
 
 
 def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequence[int]) -> Scores:

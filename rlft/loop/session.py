@@ -14,6 +14,7 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.batch import collate, select
 from rlft.config.schema import RunConfig
+from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import left_out
 from rlft.data.texts import teacher_prompts
 from rlft.environment.endpoint.played import Traces
@@ -41,6 +42,9 @@ from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
 from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
+
+CURRICULUM = "curriculum"
+"""Name of the curriculum's tensors and values in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,9 @@ class Session(RunDriver):
         self._failures_noted = 0
         rows = roles.model.config.get_text_config().vocab_size
         self._unknown = ids_without_token(roles.backbone.tokenizer, rows)
-        self.sampler = StepSampler(generator, self.plan.train_prompts.prompts, self.config)
+        prompts, seed = self.plan.train_prompts.prompts, self.config.seed
+        curriculum = Curriculum.of(self.config.curriculum, self.plan.pass_rates, len(prompts), seed)
+        self.sampler = StepSampler(generator, prompts, self.config, curriculum)
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
@@ -98,7 +104,16 @@ class Session(RunDriver):
         self.hints.restore(state["hints"])
         if self.alarms is not None and "alarms" in state:
             self.alarms.restore(state["alarms"])
+        self._restore_curriculum(saved)
         self._restore_samples(saved)
+
+    def _restore_curriculum(self, saved: Checkpoint) -> None:
+        """Continues with what had been counted of the same prompts; a fork may have others, or no curriculum."""
+        curriculum, data = self.sampler.curriculum, "data_fingerprint"
+        if curriculum is None or CURRICULUM not in saved.tensors or saved.state[data] != self.plan.fingerprints[data]:
+            return
+        arrays = {name: tensor.numpy() for name, tensor in saved.tensors[CURRICULUM].items()}
+        curriculum.restore(arrays, saved.state[CURRICULUM], self.config.prompts_per_step)
 
     def _restore_samples(self, saved: Checkpoint) -> None:
         """Restores the groups that were sampled ahead, or the adapter that samples them, unless a fork needs others."""
@@ -152,6 +167,9 @@ class Session(RunDriver):
 
     def _sample_ahead(self, step: int) -> None:
         """Samples the groups of `step` with the adapter that is published now, if there is a lag and such a step."""
+        if self.ahead.lag:
+            # Chosen before this step's groups are counted, and also if only a continued run has that step.
+            self.sampler.prompts_at(step)
         if step < self.config.steps:
             self.ahead.start(step)
 
@@ -173,7 +191,9 @@ class Session(RunDriver):
         self.trainer.after_freshness_check()
 
     def score(self, groups: Sequence[Group]) -> Scores:
-        return self.scorer(groups)
+        scores = self.scorer(groups)
+        self.sampler.count(groups, scores)
+        return scores
 
     def replace_uninformative(self, clock: Clock, step: int, groups: list[Group], scores: Scores) -> Rollouts:
         """Applies dynamic sampling if it is switched on."""
@@ -222,6 +242,8 @@ class Session(RunDriver):
         groups, scores = rollouts.groups, rollouts.scores
         self.chain.add_batch(batch)
         metrics = metrics | unknown_token_metrics(groups, self._unknown)
+        if self.sampler.curriculum is not None:
+            metrics |= self.sampler.curriculum.metrics()
         shape = scores.total.shape
         advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
         mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
@@ -277,6 +299,9 @@ class Session(RunDriver):
         tensors, sampled = self._samples(state.step)
         if sampled:
             values["sampled"] = sampled
+        if self.sampler.curriculum is not None:
+            counts, values[CURRICULUM] = self.sampler.curriculum.state(state.step)
+            tensors[CURRICULUM] = {name: torch.from_numpy(array) for name, array in counts.items()}
         return Checkpoint(
             step=state.step,
             adapters=trainer.adapters,

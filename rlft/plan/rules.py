@@ -34,6 +34,7 @@ def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -
         _weights(config, algorithm)
         _sampling(config, algorithm)
         _overlap(config, algorithm)
+        _curriculum(config)
     check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
     check_engine(config.generation, config.model)
@@ -196,6 +197,23 @@ def _resampling(config: RunConfig, algorithm: Objective) -> None:
         problem = "replaces groups that are all right or all wrong, and with group_size=1 each of them is"
         remedy = "set group_size=8, or dynamic_sampling.max_rounds=0"
         require(config.group_size != 1, key, problem, got=rounds, remedy=remedy)
+
+
+def _curriculum(config: RunConfig) -> None:
+    settings = config.curriculum
+    if settings is None:
+        return
+    above, below = settings.above, settings.below
+    for key, value in (("above", above), ("below", below), ("replay", settings.replay or None)):
+        problem, remedy = "is read where pass rates are known", "set curriculum.running=true or curriculum.path"
+        require(settings.is_on or value is None, f"curriculum.{key}", problem, got=value, remedy=remedy)
+    problem = f"is not below curriculum.below={below}, so that every prompt would be left out"
+    is_open = above is None or below is None or above < below
+    require(is_open, "curriculum.above", problem, got=above, remedy="use a lower one")
+    key, got = ("curriculum.path", settings.path) if settings.path else ("curriculum.running", "true")
+    problem = "counts completions that are right by the first reward, and there is none"
+    has_reward = bool(config.reward) or (config.environment is not None and settings.path is None)
+    require(not settings.is_on or has_reward, key, problem, got=got, remedy="set reward=[exact_match]")
 
 
 def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ...]:

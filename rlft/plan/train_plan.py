@@ -14,7 +14,8 @@ from rlft.config.instantiate import instantiate
 from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
-from rlft.data.prompts import PromptSet, left_out, scan
+from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
+from rlft.data.prompts import PromptSet, left_out, scan, untokenised
 from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes
@@ -64,7 +65,7 @@ from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
-from rlft.types import Split, UserError, counted
+from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -82,6 +83,7 @@ class TrainPlan(Plan):
     held_out: PromptSet | None
     pretrain_text: PretrainText | None
     environment: Environment | None = None
+    pass_rates: PassRates | None = None  # of the train prompts, from curriculum.path
     teacher_row_tokens: int = 0  # number of tokens of the longest row that a teacher reads
     placement: Placement | None = None  # where engines and ranks are; None until their GPUs are known
 
@@ -127,6 +129,7 @@ class TrainPlan(Plan):
             *facts.base_rows(),
             *facts.forward_rows(),
             ("prompts", f"{len(self.train_prompts.prompts):,}", f"train; {evaluated}"),
+            *self._curriculum_rows(),
             ("completions a step", f"{completions:,}", f"{groups}, up to {longest}"),
             *self.end_rows(),
             ("updates a step", str(run.updates_per_step), minibatches),
@@ -152,6 +155,17 @@ class TrainPlan(Plan):
         if keys.get("mismatch") == AUTO:
             reason = "engine and trainer compute log-probs in 16 bits, each with its own roundings"
         return [("mismatch", str(getattr(self.algorithm, "mismatch", "corrected")), reason)]
+
+    def _curriculum_rows(self) -> list[TableRow]:
+        """The row about how prompts are chosen; none where each is chosen once an epoch."""
+        settings, num_prompts = self.config.curriculum, len(self.train_prompts.prompts)
+        curriculum = Curriculum.of(settings, self.pass_rates, num_prompts, self.config.seed)
+        if settings is None or curriculum is None:
+            return []
+        known, out = (round(share * num_prompts) for share in curriculum.metrics().values())
+        words = [f"{known:,} prompts with a pass rate, {out:,} of them left out"]
+        words += ["the run's own groups count as well"] if settings.running else []
+        return [("curriculum", settings.weight, "; ".join(words))]
 
     def _ranks_rows(self) -> list[TableRow]:
         """The row about ranks; none where the run's own process trains alone, in one lane."""
@@ -324,6 +338,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
     data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
     check_fresh_prompts(config, len(train_prompts.prompts))
+    pass_rates = known_pass_rates(config, train_prompts) if trains else None
     pretrain_text = scan_pretrain_text(config, tokenizer)
     teacher, teacher_row_tokens = None, 0
     if trains and config.snapshot.teacher != "none":
@@ -344,6 +359,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         fingerprints={
             "data_fingerprint": train_prompts.fingerprint,
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
+            **({} if pass_rates is None else {"curriculum_fingerprint": pass_rates.fingerprint}),
             **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
             "base_fingerprint": base_fingerprint,
             **({} if teacher is None else {"teacher_fingerprint": teacher}),
@@ -352,6 +368,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         pretrain_text=pretrain_text,
         environment=environment,
         ends=ends,
+        pass_rates=pass_rates,
         teacher_row_tokens=teacher_row_tokens,
         notes=(
             *(warnings_of_config(config, algorithm) if trains else ()),
@@ -367,6 +384,27 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             *ends.notes,
         ),
     )
+
+
+def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates | None:
+    """What the curriculum's file says of the train prompts; None if it names none.
+
+    Raises:
+        UserError: the file is not of these prompts, or a step takes more of them than the curriculum leaves.
+    """
+    settings, prompts = config.curriculum, untokenised(train_prompts)
+    if settings is None or not settings.is_on:
+        return None
+    known = None
+    if settings.path is not None:
+        known = read_pass_rates(settings.path, next(iter(config.reward)), config.eval.correct_at, prompts)
+    curriculum = Curriculum.of(settings, known, len(prompts), config.seed)
+    assert curriculum is not None, "it is on"
+    left = len(prompts) - int(curriculum.left_out().sum())
+    problem = f"the curriculum leaves {left} of {len(prompts)} train prompts, of which a step takes different ones"
+    remedy = f"use at most {left}, more data, or other curriculum.above and curriculum.below"
+    require(left >= config.prompts_per_step, "prompts_per_step", problem, got=config.prompts_per_step, remedy=remedy)
+    return known
 
 
 def longest_read_by_the_teacher(

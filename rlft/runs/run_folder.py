@@ -235,6 +235,7 @@ TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
 NAMED_INPUTS = {
     "data": ("training data", "data.path", "put the data back as they were, or start a new run"),
     "held_out": ("held-out data", "data.path", "put the data back as they were, or start a new run"),
+    "curriculum": ("file of pass rates", "curriculum.path", "put it back as it was, or start a new run"),
     "pretrain": ("pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
     "replay": ("replayed preferences", "replay.path", "put them back as they were, or start a new run"),
     "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model, wherever it is now"),

@@ -92,6 +92,11 @@ CASES = {
         kills=(("rlft.loop.sampling:uninformative", 4), ("rlft.loop.sampling:replaced", 2)),
         moves=is_resampled,
     ),
+    "a curriculum that counts the run's own groups": Case(
+        keys=("curriculum.running=true", "curriculum.replay=0.5", "curriculum.below=1", "data.size=8"),
+        kills=((UPDATE, 2), (SAVED, 2)),
+        moves=lambda folder: metrics(folder)[-1]["curriculum/known_fraction"] > 3 / 8,
+    ),
     "old and reference copies": Case(
         keys=(
             "snapshot.old=copy", "snapshot.reference=copy", "snapshot.refresh_every=2", "algorithm.kl_coef=0.1",

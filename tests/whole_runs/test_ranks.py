@@ -10,7 +10,7 @@ from run_processes import Nursery, happens, marked
 
 KEYS = (
     "steps=3", "cluster.lanes=4", "checkpoint.every=1", "checkpoint.keep=99", "checkpoint.on_signal=now",
-    "dynamic_sampling.max_rounds=1", "minibatches=3", "eval.every=0",
+    "dynamic_sampling.max_rounds=1", "minibatches=3", "eval.every=0", "curriculum.running=true",
 )  # fmt: skip
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 
