@@ -48,6 +48,7 @@ PLACES = {
     "trackio": {"logger/trackio"},
     "reasoning_gym": {"data/reasoning_gym", "reward/reasoning_gym"},
     "math_verify": {"reward/math"},
+    "mcp": {"environment/mcp"},
     "datasets": {"data/hub"},
     "py3langid": {"reward/language"},
     "httpx2": {"reward/http"},

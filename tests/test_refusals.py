@@ -336,8 +336,8 @@ TABLE = [
     ("train data=jsonl data.path=good.jsonl prompts_per_step=64 dynamic_sampling.max_rounds=2",
      "dynamic_sampling.max_rounds", "are in each step, got 2; use a lower prompts_per_step"),
     # Curricula
-    ("train curriculum.above=0", "curriculum.above", "is read where pass rates are known, got 0.0; set curriculum.runn"),
-    ("train curriculum.below=1", "curriculum.below", "is read where pass rates are known, got 1.0; set curriculum.runn"),
+    ("train curriculum.above=0", "curriculum.above", "is read where pass rates are known, got 0.0; set curriculum.r"),
+    ("train curriculum.below=1", "curriculum.below", "is read where pass rates are known, got 1.0; set curriculum.r"),
     ("train curriculum.replay=0.5", "curriculum.replay", "is read where pass rates are known, got 0.5; set curriculum"),
     ("train curriculum.running=true curriculum.above=0.5 curriculum.below=0.5", "curriculum.above",
      "is not below curriculum.below=0.5, so that every prompt would be left out, got 0.5"),

@@ -246,8 +246,8 @@ def serve(connection: Connection, environment: Environment) -> None:
     while True:
         message = connection.recv()
         if isinstance(message, list):
-            for key in message:
-                plays.pop(key, None)
+            for play in (plays.pop(key) for key in message if key in plays):
+                play.close()
             continue
         key, order, limit_s = message
         reply = obeyed(plays, key, order, environment, limit_s)

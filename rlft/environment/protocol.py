@@ -86,6 +86,9 @@ class Play:
         """The reward of the whole conversation, at its end; None for none."""
         return None
 
+    def close(self) -> None:
+        """Called when the conversation is over; must not wait for anything."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(ABC):

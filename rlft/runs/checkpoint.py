@@ -6,6 +6,7 @@
       model/                  a complete Hugging Face model, where its own weights are trained
       sampled.safetensors     token ids and log-probs of the groups that are sampled ahead (overlap.lag=1), whose texts
                               are in state.json; or sampler.safetensors: the adapter that samples them
+      curriculum.safetensors  right and wrong completions of the prompts so far, where a curriculum counts them
       reference_logprobs.safetensors  for preference optimisation: the reference's log-probs of the rankings so far
       optimizer.safetensors   moments by parameter name, for every role that learns; the reward model's pairs of tokens
       state.json              the step and everything else that changes

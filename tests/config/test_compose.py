@@ -281,6 +281,7 @@ NEEDS = {
     ("environment", "tools"): ["environment.tools=[mine.search]"],
     ("environment", "class"): ["environment.factory=mine.Shop"],
     ("environment", "game"): ["environment.factory=mine.Game"],
+    ("environment", "mcp"): ["environment.command=[python,server.py]"],
     ("environment", "textarena"): ["environment.game=GuessTheNumber-v0"],
 }
 COMMAND_OF = {"demonstrations": "sft", "preferences": "rm"}

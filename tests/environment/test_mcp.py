@@ -1,0 +1,218 @@
+"""Tools of servers of the Model Context Protocol, made with the official SDK and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_processes import happens, is_alive
+
+from rlft import cli
+from rlft.environment.mcp import Mcp, checked
+from rlft.environment.pool import EnvironmentPool, Job, Kind, Order, Reply
+from rlft.environment.protocol import Cause
+from rlft.types import UserError
+from tests.environment.test_conversations import LIMITS
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+COMMAND = (sys.executable, str(HELPERS / "mcp_server.py"))
+# Starting a server takes seconds of processor time, on a machine that may have other work.
+SERVER = Mcp(**LIMITS | {"call_timeout": 300.0, "timeout": 900.0}, command=COMMAND, env={}, shared=False)
+
+
+def bare(how: str, **changed: Any) -> Mcp:
+    return replace(SERVER, command=(sys.executable, str(HELPERS / "bare_mcp_server.py"), how), **changed)
+
+
+def job(key: int, *calls: tuple[str, dict[str, Any]]) -> Job:
+    orders = [Order(kind=Kind.call, seed=0, name=name, values=values) for name, values in calls]
+    return Job(key=key, orders=orders, left_s=SERVER.timeout)
+
+
+def texts(replies: list[Reply]) -> list[str]:
+    return [reply.text for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
+    opened = EnvironmentPool(SERVER)
+    yield opened
+    opened.close()
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+def test_each_conversation_has_a_server_of_its_own_with_its_state(pool: EnvironmentPool) -> None:
+    first, second = pool.run([job(0, ("add", {"number": 2}), ("add", {"number": 3})), job(1, ("add", {"number": 10}))])
+    assert (texts(first), texts(second)) == (["2", "5"], ["10"])
+    [again] = pool.run([job(0, ("add", {"number": 4}), ("say", {"text": "hello", "times": 2}))])
+    assert texts(again) == ["9", "hello\nhello"]
+    pool.forget([0, 1])
+
+
+def test_errors_are_answers_with_a_cause(pool: EnvironmentPool) -> None:
+    [replies] = pool.run(
+        [
+            job(
+                2,
+                ("subtract", {}),
+                ("add", {"number": "two"}),
+                ("add", {}),
+                ("misbehave", {"how": "fail"}),
+                ("say", {"text": "x" * 1000}),
+                ("add", {"number": 1}),
+                ("misbehave", {"how": "exit"}),
+                ("add", {"number": 1}),
+            )
+        ]
+    )
+    causes = [reply.cause for reply in replies]
+    malformed, raised = Cause.malformed, Cause.raised
+    assert causes == [malformed, malformed, malformed, raised, None, None, raised, raised]
+    assert texts(replies)[0] == "Error: there is no tool 'subtract'; the tools are add, say, pids, misbehave"
+    assert texts(replies)[1] == "Error: add: 'two' is not of type 'integer'"
+    assert texts(replies)[2] == "Error: add: 'number' is a required property"
+    assert "misbehave" in texts(replies)[3]
+    assert texts(replies)[4] == "x" * 400 + " [cut: 600 more characters]"
+    assert texts(replies)[5] == "1"
+    # The state of a server that has ended is lost: no other one takes its place.
+    assert texts(replies)[6] == "Error: RuntimeError: the tool's server has ended"
+    assert texts(replies)[7].startswith("Error: RuntimeError: the tool's server has ended: it has closed")
+    pool.forget([2])
+
+
+def test_nothing_that_a_server_has_started_outlives_its_conversation_or_its_worker(pool: EnvironmentPool) -> None:
+    [[own], [other]] = pool.run([job(3, ("pids", {})), job(4, ("pids", {}))])
+    of_own, of_other = ([int(pid) for pid in reply.text.split()] for reply in (own, other))
+    assert all(map(is_alive, [*of_own, *of_other]))
+    pool.forget([3])
+    assert happens(lambda: not any(map(is_alive, of_own)), within_s=60)
+    assert all(map(is_alive, of_other))
+    os.kill(pool._workers.all[0].pid, signal.SIGKILL)
+    assert happens(lambda: not any(map(is_alive, of_other)), within_s=60)
+
+
+def test_a_server_that_stays_after_its_input_has_ended_is_ended_with_the_worker() -> None:
+    pool = EnvironmentPool(bare("stays"))
+    try:
+        [[first]] = pool.run([job(0, ("tool_0", {}))])
+        pids = [int(pid) for pid in first.text.split()]
+        assert all(map(is_alive, pids))
+        os.kill(pool._workers.all[0].pid, signal.SIGKILL)
+        assert happens(lambda: not any(map(is_alive, pids)), within_s=60)
+    finally:
+        pool.close()
+
+
+def test_a_call_that_takes_too_long_ends_its_server() -> None:
+    pool = EnvironmentPool(bare("hangs in calls", call_timeout=20.0))
+    try:
+        [replies] = pool.run([job(0, ("tool_0", {}), ("tool_0", {}))])
+    finally:
+        pool.close()
+    assert [reply.cause for reply in replies] == [Cause.time, Cause.raised]
+    assert texts(replies)[0] == "Error: no answer within 20 s"
+    assert texts(replies)[1] == "Error: RuntimeError: the tool's server has ended: an earlier call took too long"
+
+
+def test_a_shared_server_keeps_its_state_between_conversations_and_is_replaced() -> None:
+    pool = EnvironmentPool(replace(SERVER, shared=True))
+    try:
+        replies = pool.run([job(key, ("add", {"number": 1})) for key in range(3)])
+        assert sorted(map(texts, replies)) == [["1"], ["2"], ["3"]]
+        [replies] = pool.run([job(4, ("misbehave", {"how": "exit"}), ("add", {"number": 1}))])
+        assert texts(replies)[1] == "1"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("garbage", "one\n[image]"), ("refuses", "Error: RuntimeError: not today"), ("answers", "one\n[image]")],
+)
+def test_what_is_no_message_is_skipped_and_other_content_is_named(how: str, text: str) -> None:
+    play = bare(how).make()
+    try:
+        if how == "refuses":
+            with pytest.raises(RuntimeError, match=r"^not today$"):
+                play.call("tool_2", {})
+        else:
+            assert play.call("tool_2", {}) == text
+    finally:
+        play.close()
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+def test_the_list_of_tools_is_shown_page_by_page() -> None:
+    schemas = bare("answers").schemas()
+    assert [schema["function"]["name"] for schema in schemas] == ["tool_0", "tool_1", "tool_2"]
+    assert schemas[0]["function"]["parameters"] == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("how", "fragment"),
+    [("hangs", r"\(Error: no answer within 3 s\)"), ("ends", r"\(Error: RuntimeError: the tool's server has ended\)")],
+)
+def test_a_server_that_does_not_list_its_tools_is_refused(how: str, fragment: str) -> None:
+    with pytest.raises(UserError, match=f"^environment.command: its server does not list its tools {fragment}, got"):
+        bare(how, call_timeout=3.0 if how == "hangs" else 300.0).schemas()
+
+
+TOOL = {"name": "add", "description": "", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "fragment"),
+    [
+        ([], "its server lists no tool"),
+        ([TOOL, TOOL], "its server lists two tools called add"),
+        ([TOOL | {"name": ""}], "its server lists a tool without a name"),
+        ([TOOL | {"input_schema": {}}], "the arguments of its tool add are not an object, but of type None"),
+        ([TOOL | {"input_schema": {"type": "array"}}], "add are not an object, but of type 'array'"),
+        (
+            [TOOL | {"input_schema": {"type": "object", "properties": {"x": {"type": "int"}}}}],
+            "the arguments of its tool add have no valid JSON schema",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused(tools: list[dict[str, Any]], fragment: str) -> None:
+    assert checked([TOOL], "serve") == [TOOL]
+    with pytest.raises(UserError, match=f"^environment.command: .*{fragment}.*, got serve; "):
+        checked(tools, "serve")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"command": ()}, r"environment.command: is empty, .*environment.command=\[python,server.py\]"),
+        ({"command": ("no-such-program",)}, r"environment.command: there is no such program, got no-such-program; "),
+        ({"env": {"PORT": 5}}, r"environment.env.PORT: must be a string, got 5; "),
+    ],
+)
+def test_keys_that_start_no_server_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(SERVER, **changed).check()
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+def test_a_policy_calls_a_servers_tools(tmp_path: Path) -> None:
+    words = (
+        "train", "+recipe=grpo_calculator", "environment=mcp", f"environment.command=[{','.join(COMMAND)}]",
+        "environment.call_timeout=300", "environment.timeout=900", "environment.workers=1", "steps=1",
+        "prompts_per_step=2", "group_size=2", "eval.every=0", "generation=transformers", "model.device=cpu",
+        "logger=[jsonl]", "scoring.workers=0",
+    )  # fmt: skip
+    assert cli.run([*words, f"hydra.run.dir={tmp_path}"]) == 0
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    # The model has been taught to call `calculate`, which this server lacks.
+    assert metrics["turns/calls"] > 0
+    assert metrics["calls/malformed_fraction"] == 1
+    [first, *_] = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert "the tools are add, say, pids, misbehave" in first
