@@ -214,6 +214,9 @@ class Recomputing:
             for reward, scores in computed.items():
                 recorded = [line["rewards"].get(reward) for line in lines]
                 apart = [i for i in range(len(lines)) if _apart(scores[i], recorded[i])]
+                if failed := [i for i in apart if self._fixed_score(reward) in (scores[i], recorded[i])]:
+                    apart = [i for i in apart if i not in failed]
+                    self._leave_open("rewards", f"{reward} may have failed, in step {step} {_place(lines[failed[0]])}")
                 if apart and any(self._scores(groups)[reward] != scores for _ in range(REPEATS)):
                     self.unrepeatable.add(reward)
                     self._leave_open("rewards", f"{reward} scores the same completions differently each time")
@@ -230,6 +233,12 @@ class Recomputing:
             if _apart(sum(weighted.values()), line["reward"]):
                 how = f"total reward is {line['reward']}, its parts give {sum(weighted.values()):g}"
                 self._differ("rewards", name, f"step {step}, {_place(line)}: {how}")
+
+    def _fixed_score(self, reward: str) -> float | None:
+        """The score of completions on which the reward fails, for instance by its time limit; None: that ends a run."""
+        own = self.rewards[reward].on_error
+        score = self.plan.config.scoring.on_error if own is None else own
+        return None if score == "stop" else float(score)
 
     def _weight(self, reward: str) -> float:
         return 1.0 if reward == TURNS else self.rewards[reward].weight
