@@ -295,8 +295,19 @@ class Server:
                 await anyio.sleep_forever()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(error if isinstance(error, Exception) else RuntimeError("it was ended"))
+                ready.set_exception(_cause_of(error))
             raise
+
+
+def _cause_of(error: BaseException) -> Exception:
+    """What has failed in a task of the SDK, which raises groups."""
+    from anyio import BrokenResourceError, ClosedResourceError
+
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, Exception) and not isinstance(error, BrokenResourceError | ClosedResourceError):
+        return error
+    return RuntimeError("the tool's server has ended")
 
 
 def text_of(result: CallToolResult) -> str:

@@ -133,19 +133,16 @@ def test_a_shared_server_keeps_its_state_between_conversations_and_is_replaced()
 
 
 @pytest.mark.parametrize(
-    ("how", "text"),
-    [("garbage", "one\n[image]"), ("refuses", "Error: RuntimeError: not today"), ("answers", "one\n[image]")],
+    ("how", "text", "cause"),
+    [("garbage", "one\n[image]", None), ("refuses", "Error: RuntimeError: not today", Cause.raised)],
 )
-def test_what_is_no_message_is_skipped_and_other_content_is_named(how: str, text: str) -> None:
-    play = bare(how).make()
+def test_what_is_no_message_is_skipped_and_other_content_is_named(how: str, text: str, cause: Cause | None) -> None:
+    pool = EnvironmentPool(bare(how))
     try:
-        if how == "refuses":
-            with pytest.raises(RuntimeError, match=r"^not today$"):
-                play.call("tool_2", {})
-        else:
-            assert play.call("tool_2", {}) == text
+        [[reply]] = pool.run([job(0, ("tool_2", {}))])
+        assert (reply.text, reply.cause) == (text, cause)
     finally:
-        play.close()
+        pool.close()
 
 
 # -- lists -------------------------------------------------------------------------------------------------------------
