@@ -72,7 +72,26 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         turn_ends=turn_ends_BT,
         previous=previous_columns(rollouts, shape),
         truncated=torch.tensor([r.completion.finish_reason.is_limit for r in rollouts]),
+        experts=experts_of(rollouts, shape),
     )
+
+
+def experts_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
+    """The experts that the engine has chosen, `[B, T, layers, k]`; None if it has not said any."""
+    noted = [rollout.completion.experts for rollout in rollouts]
+    first = next((torch.tensor(experts) for experts in noted if experts is not None), None)
+    if first is None:
+        return None
+    experts_BTLK = first.new_full((*shape, *first.shape[1:]), unknown_expert(first.dtype))
+    for b, experts in enumerate(noted):
+        if experts is not None:
+            experts_BTLK[b, : len(experts)] = torch.tensor(experts)
+    return experts_BTLK
+
+
+def unknown_expert(dtype: torch.dtype) -> int:
+    """The number that stands for no expert."""
+    return torch.iinfo(dtype).max
 
 
 def single_rewards(scores: Scores) -> tuple[Tensor | None, Tensor | None]:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor
 
 Message = Mapping[str, Any]
@@ -192,6 +193,8 @@ class Completion:
             the policy reads it and is not trained on it. None: all were sampled.
         turns: in order; empty for a completion of a single turn that nothing answered.
         branches: in order; empty where each token was read behind all tokens that stand before it.
+        experts: uint8 or int16 `[tokens of prompt and completion, layers, k]`, the experts that the engine has chosen
+            for each token (`Sampling.notes_experts`); the dtype's largest number where it has chosen none.
     """
 
     text: str
@@ -201,6 +204,7 @@ class Completion:
     mask: Sequence[bool] | None = None
     turns: tuple[Turn, ...] = ()
     branches: tuple[Branch, ...] = ()
+    experts: ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_sampled(self) -> int:
@@ -333,6 +337,7 @@ class Batch:
     turn_ends: Tensor | None = None  # bool: a turn ends with this token; None: each completion is one turn
     previous: Tensor | None = None  # int64: the column of the token read before; None: it is the column before
     truncated: Tensor | None = None  # bool [B]: a limit ended the completion; None: none was
+    experts: Tensor | None = None  # uint8 or int16 [B, T, layers, k]: of each token; the largest number: unknown
     advantages: Tensor | None = None
     returns: Tensor | None = None
 
@@ -391,6 +396,7 @@ class Sampling:
         stop: a completion ends with the token that completes one of these texts; it is the last of its token_ids.
         stop_token_ids: a completion ends with one of these tokens.
         include_stop_str_in_output: whether the completion's text includes the stop; otherwise it ends before it.
+        notes_experts: whether the completion says which experts its tokens went to (`Completion.experts`).
     """
 
     max_tokens: int
@@ -401,6 +407,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
+    notes_experts: bool = False
 
     def tokens_of(self, prompt: Prompt) -> int:
         """The most tokens of a completion of this prompt."""

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import rlft
 from rlft.config.compose import compose
-from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, RoutingSource, SnapshotConfig
 from rlft.config.resolved import build
 from rlft.config.schema import RunConfig
 from rlft.data import reasoning_gym
@@ -130,7 +130,7 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
         lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
         lora |= {"use_rslora": False, "use_dora": False, "experts": False, "router": False}
         snapshot: dict[str, Any] = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
-        snapshot |= {"teacher": "none", "teacher_hint": None}
+        snapshot |= {"routing": RoutingSource.free, "teacher": "none", "teacher_hint": None}
         critic = {"kind": CriticKind.none, "init": "base", "lr": 1e-3, "warmup_steps": 0, "normalize_values": False}
         others = {"backbone": backbone, "temperature": 1.0, "token_budget": 10**6, "seed": 0}
         own_teacher = {"teacher": keys.pop("teacher_forward", None)}

@@ -43,6 +43,7 @@ and adapter. transformers {transformers}, vLLM {vllm}. `tests/helpers/write_fami
 - **Rows** are packed (each prompt once for its group, no padding) or padded, for the reason given.
 - **Decoding** is that of `generation=transformers`. Every run compares it with training before its first step.
 - **vLLM**: whether it has the family, and takes adapters on it. It may run others through its backend for transformers.
+- **Routing replay** (`snapshot.routing`) works in mixtures of experts; not in {routed}.
 - **Export** is `rlft export` with the adapter merged (`as=adapter` always works).
 - **GGUF**: llama.cpp's converter decides by `architectures` in config.json; `convert_hf_to_gguf.py
   --print-supported-models` lists what it takes.
@@ -155,4 +156,7 @@ def page() -> str:
     ]
     refused = [(f"`{kind}`", why_not(family)) for kind, family in families.by_type.items() if kind not in trained]
     tables = ["\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, refused)]
-    return PAGE.format(transformers=families.transformers, vllm=families.vllm, rows=tables[0], refused=tables[1])
+    routed = ", ".join(f"`{kind}`" for kind, family in trained.items() if family.routing is not None)
+    return PAGE.format(
+        routed=routed, transformers=families.transformers, vllm=families.vllm, rows=tables[0], refused=tables[1]
+    )

@@ -107,6 +107,14 @@ class Quantization(StrEnum):
     four_bit = "4bit"
 
 
+class RoutingSource(StrEnum):
+    """Who chooses the experts of tokens in the passes of the policy."""
+
+    free = "free"
+    old = "old"
+    engine = "engine"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     path: Annotated[str, Key(free=True, in_state=False, roles=("model",))]
@@ -174,6 +182,7 @@ class SnapshotConfig:
 
     Attributes:
         reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
+        routing: whose choice of experts the policy's passes take, in a mixture of experts.
         teacher: `none`, `base`, the folder of a PEFT adapter, or another model (a folder, a hub id, `embedded:<name>`).
         teacher_engine: what computes a teacher that is a separate model.
         teacher_dtype: of its weights; None: that of the base.
@@ -185,6 +194,7 @@ class SnapshotConfig:
     refresh_every: NonNegativeInt
     ema_decay: PositiveFraction | None
     old: Old
+    routing: Annotated[RoutingSource, Key(only_trains=True)] = RoutingSource.free
     teacher: Annotated[str, Key(only_trains=True, roles=("policy", "model"))] = "none"
     teacher_hint: Annotated[str | None, Key(only_trains=True)] = None
     teacher_engine: Annotated[Literal["transformers", "vllm"], Key(only_trains=True)] = "transformers"

@@ -34,6 +34,7 @@ from rlft.types import (
 )
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from transformers import PreTrainedTokenizerBase
 
 
@@ -52,9 +53,25 @@ class Transcript:
         self.logprobs: list[float] = []
         self.mask: list[bool] = []
         self.branches: list[Branch] = []
+        self._opening = len(self.context)
+        self.experts: ndarray | None = None
+        """As `Completion.experts`, of the opening and all tokens after it, as far as an engine has noted them."""
 
     def say(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         self._add(token_ids, logprobs, sampled=True)
+
+    def note_experts(self, experts: ndarray) -> None:
+        """Notes the experts `[tokens, layers, k]` of the context's tokens; those that are known already stay."""
+        import numpy as np
+
+        unknown = np.iinfo(experts.dtype).max
+        noted = np.full((self._opening + len(self.token_ids), *experts.shape[1:]), unknown, experts.dtype)
+        if self.experts is not None:
+            noted[: len(self.experts)] = self.experts
+        places = np.array(self._places[: len(experts)]) + self._opening
+        new = (noted[places] == unknown).all((1, 2))
+        noted[places[new]] = experts[new]
+        self.experts = noted
 
     def hear(self, token_ids: Sequence[int]) -> None:
         self._add(token_ids, [0.0] * len(token_ids), sampled=False)
@@ -387,8 +404,11 @@ def say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
     completion = rollout.completion
     ids = [int(token) for token in completion.token_ids[:limit]]
     is_cut = len(completion.token_ids) > limit or completion.finish_reason.is_limit
-    conversation.transcript.say(ids, completion.logprobs[:limit])
-    conversation.turns.append(Turn(end=len(conversation.transcript.token_ids), text=completion.text))
+    transcript = conversation.transcript
+    transcript.say(ids, completion.logprobs[:limit])
+    if completion.experts is not None:
+        transcript.note_experts(completion.experts[: len(transcript.context)])
+    conversation.turns.append(Turn(end=len(transcript.token_ids), text=completion.text))
     conversation.version = rollout.policy_version
     conversation.end = FinishReason.length if is_cut else None
 
@@ -436,6 +456,7 @@ def group_of(conversations: Sequence[Conversation]) -> Group:
             mask=None if all(mask) else mask,
             turns=tuple(replace(turn, end=turn.end + len(extra)) for turn in conversation.turns),
             branches=tuple(Branch(start=b.start + len(extra), after=b.after + len(extra)) for b in transcript.branches),
+            experts=transcript.experts,
         )
         rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=conversation.version))
     return Group(prompt=prompt, rollouts=tuple(rollouts))

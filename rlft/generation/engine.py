@@ -244,6 +244,8 @@ class Engine(ABC):
     """Whether a completion's tokens and log-probs do not depend on which prompts are sampled in the same call."""
     at_once_key: ClassVar[str | None] = None
     """Its key that sets `at_once`, if there is one."""
+    notes_experts: ClassVar[bool] = False
+    """Whether its completions can say to which experts their tokens went (`Sampling.notes_experts`)."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
     packages: ClassVar[tuple[str, ...]] = ()

@@ -8,8 +8,8 @@ stream of random numbers, so it depends on its seed alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlft.generation.loaded_adapter import LoadedAdapter
+    from rlft.model.routing import Routing
 
 FLOAT32 = 4  # bytes
 
@@ -40,6 +41,9 @@ AT_ONCE = 2**17
 
 COMPACT_AT = 0.25
 """Finished rows are dropped from the cache once they are this share of it: dropping copies the others."""
+
+NOTES_AT_ONCE = 64
+"""Number of tokens after which the experts that they went to leave the device."""
 
 READ_EVERY = 8
 """Number of tokens after which the host reads what a GPU has sampled, for which it has to wait; each one if somebody
@@ -61,6 +65,7 @@ class Transformers(Engine):
     title: ClassVar[str] = "the transformers engine"
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
+    notes_experts: ClassVar[bool] = True
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
     may_change: ClassVar[tuple[str, ...]] = ("batch_size",)
@@ -159,6 +164,69 @@ class AdapterSlot(Protocol):
 
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
+    @property
+    def routing(self) -> Routing: ...
+
+
+class NotingDecoder:
+    """A decoder that keeps the experts to which tokens go, `[tokens, layers, k]`, in main memory.
+
+    Args:
+        decoder: the one that computes.
+        noted: gives the experts of the tokens of its last pass.
+        lengths: number of tokens of each prompt.
+    """
+
+    def __init__(self, decoder: Decoder, noted: Callable[[], Tensor], lengths: Sequence[int]) -> None:
+        self._decoder, self._noted, self._lengths = decoder, noted, lengths
+        self._prompts: Sequence[Tensor] = ()
+        self._steps: list[tuple[Tensor, Tensor]] = []  # (rows, the experts of their tokens `[R, layers, k]`)
+        self._rows = torch.empty(0, dtype=torch.int64)
+
+    def prefill(self, n: int) -> Tensor:
+        logits, experts = self._decoder.prefill(n), self._noted().cpu()
+        width = len(experts) // len(self._lengths)
+        if len(experts) == sum(self._lengths):  # one after the other; else padded on the left
+            self._prompts = experts.split(list(self._lengths))
+        else:
+            rows = zip(experts.split(width), self._lengths, strict=True)
+            self._prompts = [row[width - length :] for row, length in rows]
+        self._rows = torch.arange(n * len(self._lengths))
+        return logits
+
+    def step(self, token_R: Tensor) -> Tensor:
+        logits = self._decoder.step(token_R)
+        self._steps.append((self._rows, self._noted()))
+        if len(self._steps) % NOTES_AT_ONCE == 0:
+            self._fetch()
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        self._decoder.keep(rows)
+        self._rows = self._rows[rows]
+
+    def fill(self) -> None:
+        self._decoder.fill()
+
+    def _fetch(self) -> None:
+        """Moves what was noted to main memory, for which a GPU has to be waited for."""
+        self._steps = [(rows, experts.cpu()) for rows, experts in self._steps]
+
+    def experts(self, lengths: Sequence[int]) -> list[Tensor]:
+        """The experts of each row's prompt and of its completion of this many tokens; those of the last token, which
+        nothing was sampled after, are unknown."""
+        from rlft.batch import unknown_expert
+
+        self._fetch()
+        each, n = self._prompts[0].shape[1:], len(lengths) // len(self._lengths)
+        unknown = unknown_expert(self._prompts[0].dtype)
+        shape = (len(lengths), max(len(self._steps), *lengths), *each)
+        completions = self._prompts[0].new_full(shape, unknown)
+        for t, (rows, experts) in enumerate(self._steps):
+            completions[rows, t] = experts
+        completions[range(len(lengths)), [length - 1 for length in lengths]] = unknown
+        return [torch.cat([self._prompts[r // n], completions[r, :length]]) for r, length in enumerate(lengths)]
+
 
 class TransformersGenerator(Generator):
     """The live generator of the transformers engine.
@@ -238,15 +306,20 @@ class TransformersGenerator(Generator):
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
         own_ends = end_tokens(model, self.tokenizer) if self.ends is None else frozenset(self.ends)
         ends = own_ends | frozenset(sampling.stop_token_ids)
-        decoder = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens)
+        decoder, experts = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens), None
         watch = None
         if sampling.stop:
             prompt_of_row = [prompt.token_ids for prompt in prompts for _ in range(n)]
             watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), prompt_of_row)
         callback = self.token_callback
         report = None if callback is None else lambda row, token: callback(first + row, token)
-        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, report)
+        with self.slot.routing.noting() if sampling.notes_experts else nullcontext() as noted:
+            if noted is not None:
+                decoder = NotingDecoder(decoder, noted, [len(prompt.token_ids) for prompt in prompts])
+            tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, report)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
+        if isinstance(decoder, NotingDecoder):
+            experts = decoder.experts([len(row) for row in rows])
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
         texts = shown_texts(self.tokenizer, rows, stopped, sampling, own_ends)
         groups = []
@@ -258,6 +331,7 @@ class TransformersGenerator(Generator):
                     token_ids=tuple(rows[r]),
                     logprobs=tuple(logprobs_RT[r, : len(rows[r])].tolist()),
                     finish_reason=FinishReason.stop if stopped[r] else FinishReason.length,
+                    experts=None if experts is None else experts[r].numpy(),
                 )
                 rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=self.version))
             groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlft.config.model import RoutingSource
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import permutation, prompts_for_step
@@ -83,7 +84,9 @@ class StepSampler:
         """
         run = self.config
         seeds = sampling_seeds(run.seed, step, len(prompts), run.group_size, purpose)
-        groups = self.generator.sample(prompts, run.group_size, seeds, run.generation.sampling)
+        notes_experts = run.snapshot.routing is RoutingSource.engine
+        sampling = replace(run.generation.sampling, notes_experts=notes_experts)
+        groups = self.generator.sample(prompts, run.group_size, seeds, sampling)
         self.generator.sleep()
         return groups
 
@@ -253,8 +256,8 @@ def packed(groups: Sequence[Group], step_prompts: Sequence[Prompt]) -> tuple[dic
     """(tensors, plain values) of groups that a checkpoint keeps; `step_prompts` are the prompts of their step.
 
     Tensors: token_ids int64 `[N]` and logprobs float64 `[N]` of all completions, one after the other, and their
-    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any. Prompts are included only if an
-    environment has extended some of them.
+    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any; experts `[.., layers, k]`, of prompts
+    and completions, if the engine has noted them. Prompts are included only if an environment has extended some.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [rollout.completion for rollout in rollouts]
@@ -273,6 +276,8 @@ def packed(groups: Sequence[Group], step_prompts: Sequence[Prompt]) -> tuple[dic
         masks = [sampled for c in completions for sampled in c.mask or [True] * len(c.token_ids)]
         tensors["mask"] = torch.tensor(masks, dtype=torch.bool)
         values["masked"] = [c.mask is not None for c in completions]
+    if all(c.experts is not None for c in completions):
+        tensors["experts"] = torch.cat([torch.tensor(c.experts) for c in completions])
     if any(c.turns for c in completions):
         values["turns"] = [[asdict(turn) for turn in c.turns] for c in completions]
     if any(c.branches for c in completions):
@@ -299,6 +304,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
     turns, branches = (values.get(name, [[]] * len(lengths)) for name in ("turns", "branches"))
     columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns, branches)
     completions = iter(zip(*columns, strict=True))
+    experts, start = tensors.get("experts"), 0
     versions, groups = iter(values["versions"]), []
     prompts = sampler.prompts_at(step)
     for p, saved_prompt in enumerate(values.get("prompts", ())):
@@ -308,6 +314,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
         rollouts = []
         for _ in range(size):
             text, ids, token_logprobs, reason, mask, turn_values, branch_values = next(completions)
+            end = start + len(prompt.token_ids) + len(ids)
             completion = Completion(
                 text=text,
                 token_ids=tuple(ids.tolist()),
@@ -316,7 +323,9 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
                 mask=None if mask is None else tuple(mask.tolist()),
                 turns=tuple(map(turn_of, turn_values)),
                 branches=tuple(Branch(**branch) for branch in branch_values),
+                experts=None if experts is None else experts[start:end].numpy(),
             )
+            start = end
             rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=next(versions)))
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
     return groups

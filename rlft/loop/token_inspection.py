@@ -73,10 +73,9 @@ class Inspection:
         """The current policy's log-probs and entropies `[B, T]`."""
         roles, logprobs, entropy = self.roles, torch.zeros_like(self.old_BT), torch.zeros_like(self.old_BT)
         with torch.no_grad():
-            parts = roles.forward.micro_batches(self.batch, torch.arange(len(self.rows)), roles.token_budget)
-            micros = roles.forward.placed([select(self.batch, part) for part in parts])
-            for part, micro in zip(parts, micros, strict=True):
-                outputs = roles.forward(micro.batch, roles.temperature, True, layout=micro.layout)
+            for part, micro in roles.forward.parts(self.batch, roles.token_budget):
+                with roles.replaying(micro.batch, micro.layout):
+                    outputs = roles.forward(micro.batch, roles.temperature, True, layout=micro.layout)
                 assert outputs.entropy is not None, "it was requested"
                 logprobs[part], entropy[part] = outputs.logprobs.to(logprobs), outputs.entropy.to(entropy)
         return logprobs, entropy

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from peft.utils import transformers_weight_conversion
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -90,41 +89,6 @@ def _matrices(module: nn.Module) -> tuple[str, ...]:
 def _has_matrix(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 2
-
-
-class ExpertLoads:
-    """How unevenly tokens go to experts, in passes with gradient.
-
-    Args:
-        model: the model, with its adapters.
-        mixture: its experts, found before there were adapters.
-    """
-
-    def __init__(self, model: nn.Module, mixture: Mixture) -> None:
-        self._largest: Tensor | None = None
-        names = [name for name, matrices in mixture.stacked.items() if matrices]
-        self._hooks = [model.get_submodule(name).register_forward_pre_hook(self._note) for name in names]
-
-    def metrics(self) -> dict[str, Tensor]:
-        """`router/load_max`: in the most uneven layer, the tokens of its busiest expert as a multiple of an even share.
-
-        Of what was computed since the last call; empty without experts.
-        """
-        largest, self._largest = self._largest, None
-        return {} if largest is None else {"router/load_max": largest}
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note(self, experts: Any, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        chosen = inputs[1].reshape(-1)
-        ones = torch.ones(len(chosen), device=chosen.device)
-        counts = ones.new_zeros(experts.num_experts).index_add_(0, chosen, ones)
-        largest = counts.max() * (len(counts) / len(chosen))
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
 
 # -- PEFT's names of what is adapted -----------------------------------------------------------------------------------

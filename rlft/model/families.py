@@ -31,6 +31,7 @@ class Family:
         refused: what a rule refuses such a model for.
         wrong: what was seen to be wrong with it in training.
         decoding: what was seen to be wrong with its decoding in the transformers engine.
+        routing: why no choice of its experts can be imposed (`snapshot.routing`); None if it can, or it has none.
         adapted: the layers that `lora.target_modules: all-linear` adapts.
         not_adapted: the layers that it leaves out.
         padded: why its rows are padded; None if they are packed.
@@ -42,6 +43,7 @@ class Family:
     refused: str | None = None
     wrong: str | None = None
     decoding: str | None = None
+    routing: str | None = None
     adapted: str = ""
     not_adapted: str = ""
     padded: str | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from rlft.batch import select, to_device
+from rlft.batch import select, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer, recurrent
 from rlft.model.kernels.attention import (
@@ -113,6 +113,8 @@ class Forward:
             return padded_layout(batch)
         packed = pack(batch, prompts_first=self.model.device.type == "cuda")
         prepare(packed, self.model)
+        if batch.experts is not None:
+            packed.sources(batch.token_ids.shape[1])
         if self.model.device.type != "cpu" and recurrent.keeps_states(self.model):
             _ = packed.state_rows
         return packed
@@ -178,10 +180,14 @@ class Forward:
         """float32 `[B, T]` of every row, on the batch's device, without gradient."""
         result = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad():
-            parts = self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
-            for part, micro in zip(parts, self.placed([select(batch, part) for part in parts]), strict=True):
+            for part, micro in self.parts(batch, token_budget):
                 result[part] = self(micro.batch, temperature, layout=micro.layout).logprobs.to(result)
         return result
+
+    def parts(self, batch: Batch, token_budget: int) -> Iterator[tuple[Tensor, MicroBatch]]:
+        """All rows of a batch in main memory as micro-batches, each with the indices of its rows."""
+        parts = self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
+        yield from zip(parts, self.placed([select(batch, part) for part in parts]), strict=True)
 
     def values(self, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
@@ -197,6 +203,29 @@ class Forward:
         if self.model.dtype == torch.float16:
             scale_up(values_BT)
         return values_BT
+
+    # -- the experts of tokens, in the order in which these go through the network ---------------------------------
+    def experts_by_token(self, batch: Batch, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(`batch.experts` as `[N, layers, k]`, bool `[N]`: whether the token was sampled) of the tokens of a pass."""
+        if isinstance(layout, PackedRows):
+            assert batch.experts is not None, "an engine or an earlier pass has chosen experts"
+            sources_N = layout.sources(batch.token_ids.shape[1])
+            return batch.experts.flatten(0, 1)[sources_N], batch.loss_mask.flatten()[sources_N]
+        rows, width = _rows_of(batch, layout)
+        assert rows.experts is not None, "an engine or an earlier pass has chosen experts"
+        return rows.experts[:, :width].flatten(0, 1), rows.loss_mask[:, :width].flatten()
+
+    def experts_by_row(self, noted: Tensor, batch: Batch, layout: Layout) -> Tensor:
+        """`[B, T, layers, k]` from the experts `[N, layers, k]` of a pass's tokens; of padding they are unknown."""
+        if isinstance(layout, PackedRows):
+            experts_BTLK = noted[layout.places(batch.token_ids.shape[1])]
+        else:
+            rows, width = _rows_of(batch, layout)
+            experts_BTLK = noted.unflatten(0, (-1, width))
+            missing = (0, 0, 0, 0, 0, rows.token_ids.shape[1] - width)
+            experts_BTLK = nn.functional.pad(experts_BTLK, missing)
+            experts_BTLK = experts_BTLK if layout.paths is None else layout.paths.fold(experts_BTLK)
+        return experts_BTLK.where(batch.attention_mask[..., None, None], unknown_expert(noted.dtype))
 
     def _check_lengths(self, batch: Batch) -> None:
         """Refuses rows that a plan refuses, too, for callers without a plan."""
@@ -339,12 +368,17 @@ def _of_padded_rows(batch: Batch, compute: OfRows, layout: Layout | None) -> lis
     Each path of a row with branches is a row of its own. Padding becomes token 0, whatever it was.
     """
     layout = layout if isinstance(layout, PaddedLayout) else padded_layout(batch)
-    paths = layout.paths
-    rows, width = (batch, layout.width) if paths is None else (paths.batch, paths.batch.token_ids.shape[1])
+    paths, (rows, width) = layout.paths, _rows_of(batch, layout)
     mask_BT = rows.attention_mask[:, :width]
     found = compute(rows, rows.token_ids[:, :width].where(mask_BT, 0), mask_BT.long())
     shifted = [None if x is None else _shifted(x, rows) for x in found]
     return shifted if paths is None else [None if x is None else paths.fold(x) for x in shifted]
+
+
+def _rows_of(batch: Batch, layout: PaddedLayout) -> tuple[Batch, int]:
+    """(the padded rows, or the paths that stand in their place; their width in the network)."""
+    paths = layout.paths
+    return (batch, layout.width) if paths is None else (paths.batch, paths.batch.token_ids.shape[1])
 
 
 def _shifted(values: Tensor, batch: Batch) -> Tensor:

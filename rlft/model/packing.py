@@ -122,6 +122,7 @@ def paths_of(batch: Batch) -> Paths:
             teacher_top_k_ids=None
             if batch.teacher_top_k_ids is None
             else batch.teacher_top_k_ids[rows.unsqueeze(1), columns],
+            experts=None if batch.experts is None else batch.experts[rows.unsqueeze(1), columns],
         ),
         index=index,
     )
@@ -143,6 +144,7 @@ class PackedRows:
         rows: int64 `[M]`, the row of the sampled token in the Batch.
         columns: int64 `[M]`, its column.
         branches: the span of each branch, and the spans that it reads.
+        runs: of each row of the Batch its runs of columns, each with the packed position where it begins.
     """
 
     token_ids: Tensor
@@ -155,6 +157,7 @@ class PackedRows:
     rows: Tensor
     columns: Tensor
     branches: tuple[BranchSpans, ...] = ()
+    runs: tuple[tuple[tuple[Span, int], ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +185,31 @@ class PackedRows:
     def state_rows(self) -> StateRows:
         """The runs for layers with a state, which are made once for all layers, forward and backward."""
         return state_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
+
+    def sources(self, width: int) -> Tensor:
+        """int64 `[N]`: where each packed token stands in the flattened rows of a Batch of this width; of a prompt's
+        tokens, in the first row that has it."""
+
+        def make(device: torch.device) -> Tensor:
+            sources_N = torch.empty(self.num_tokens, dtype=torch.int64)
+            for b, runs in reversed([*enumerate(self.runs)]):
+                for (first, size), place in runs:
+                    sources_N[place : place + size] = torch.arange(b * width + first, b * width + first + size)
+            return sources_N.to(device)
+
+        return self._made(f"sources {width}", make)
+
+    def places(self, width: int) -> Tensor:
+        """int64 `[B, width]`: the packed position of each token of the rows; 0 for padding."""
+
+        def make(device: torch.device) -> Tensor:
+            places_BT = torch.zeros(len(self.runs), width, dtype=torch.int64)
+            for b, runs in enumerate(self.runs):
+                for (first, size), place in runs:
+                    places_BT[b, first : first + size] = torch.arange(place, place + size)
+            return places_BT.to(device)
+
+        return self._made(f"places {width}", make)
 
     def _exceeded(self, window: int | None) -> int | None:
         """The window, or None if no row exceeds it."""
@@ -380,6 +408,7 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
         rows=torch.cat([empty, *rows]),
         columns=torch.cat([empty, *columns]),
         branches=tuple(branches),
+        runs=tuple(map(tuple, placed)),
     )
     return to_device(packed, batch.token_ids.device)
 

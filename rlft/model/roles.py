@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.batch import score_sequences, select
-from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, RoutingSource, SnapshotConfig
 from rlft.model.adapter_folder import (
     OLD,
     POLICY,
@@ -36,12 +36,13 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone, BaseWeights, load_backbone, set_training_mode
 from rlft.model.critic import CRITIC, Critic, ScalarHead
-from rlft.model.experts import ExpertLoads, mixture_of
+from rlft.model.experts import mixture_of
 from rlft.model.forward import Forward, choose, scale_down
 from rlft.model.kernels import selection
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside
 from rlft.model.packing import Layout
+from rlft.model.routing import Routing
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
 from rlft.system.seeds import derive
@@ -84,7 +85,7 @@ class Roles:
         self._teacher_engine = None if isinstance(teacher, Forward) else teacher
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
-        self._loads: ExpertLoads | None = None
+        self._routing: Routing | None = None
         self.lora = lora_config(lora, backbone.model)
         self._base = BaseWeights(backbone.model)
         mixture = mixture_of(backbone.model)
@@ -111,7 +112,10 @@ class Roles:
                 self._add_critic(critic)
             self._activate(POLICY)
             self.model.eval()  # PEFT's new modules are in training mode, with dropout
-            self._loads = ExpertLoads(self.model.get_base_model(), mixture)
+            self._routing = Routing(self.model.get_base_model(), mixture)
+            if snapshot.routing is not RoutingSource.free and (problem := self._routing.check()) is not None:
+                remedy = "set it to free, or use another model"
+                raise UserError("snapshot.routing", problem, got=snapshot.routing, remedy=remedy)
             undo.pop_all()
 
     @property
@@ -275,6 +279,8 @@ class Roles:
             fields_by_role[OLD].add("old_logprobs")
         elif old is Old.recompute or needs_old:
             fields_by_role[POLICY].add("old_logprobs")
+        if self.snapshot.routing is RoutingSource.old:
+            fields_by_role[OLD if old is Old.copy else POLICY].add("experts")
         if reference != "none":
             fields_by_role[self.reference_role].add("reference_logprobs")
         if self.critic is not None:
@@ -299,26 +305,41 @@ class Roles:
     def _without_gradient(
         self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
     ) -> dict[str, Tensor]:
-        """{field: float32 `[B, T]` on the batch's device} of log-probs and values by this role, without dropout."""
-        result = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields}
+        """{field: float32 `[B, T]` on the batch's device} of log-probs and values by this role, without dropout.
+
+        `experts` are those of the same pass, as in Batch. The passes of the policy and of the old one are replays of
+        what the engine chose, if `snapshot.routing` says so.
+        """
+        result = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields - {"experts"}}
+        if "experts" in fields:
+            result["experts"] = self.routing.unknown(batch.token_ids.shape)
         with torch.no_grad(), self.using(role):
             for part, micro, layout in parts:
-                if fields == {"old_values"}:
-                    outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro, layout))
-                elif "old_values" in fields:
-                    outputs = self.outputs(micro, entropy=False, layout=layout)
-                else:
-                    outputs = self.forward(micro, self.temperature, layout=layout)
-                for field, values in result.items():
+                noting = self.routing.noting() if "experts" in fields else self._replaying_as(role, micro, layout)
+                with noting as noted:
+                    if fields == {"old_values"}:
+                        outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro, layout))
+                    elif "old_values" in fields:
+                        outputs = self.outputs(micro, entropy=False, layout=layout)
+                    else:
+                        outputs = self.forward(micro, self.temperature, layout=layout)
+                    if noted is not None:
+                        result["experts"][part] = self.forward.experts_by_row(noted(), micro, layout).cpu()
+                for field in fields - {"experts"}:
                     computed = outputs.values if field == "old_values" else outputs.logprobs
                     assert computed is not None, "the pass computes what is requested"
-                    values[part] = computed.to(values)
+                    result[field][part] = computed.to(result[field])
         return result
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
+        result = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad(), self.using(role):
-            return self.forward.logprobs(batch, self.token_budget, self.temperature)
+            for part, micro in self.forward.parts(batch, self.token_budget):
+                with self._replaying_as(role, micro.batch, micro.layout):
+                    outputs = self.forward(micro.batch, self.temperature, layout=micro.layout)
+                result[part] = outputs.logprobs.to(result)
+        return result
 
     def scalars(self, role: str, batch: Batch, layout: Layout | None = None) -> Tensor:
         """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
@@ -384,13 +405,30 @@ class Roles:
 
     def close(self) -> None:
         """Removes every adapter, which leaves the base as it was before. Safe to call twice."""
-        if self._loads is not None:
-            self._loads.close()
+        if self._routing is not None:
+            self._routing.close()
         self.tuner.unload()
 
-    def routing(self) -> dict[str, Tensor]:
-        """Metrics `[]` of the passes with gradient since the last call: how unevenly tokens went to experts."""
-        return {} if self._loads is None else self._loads.metrics()
+    # -- which experts tokens go to ------------------------------------------------------------------------------------
+    @property
+    def routing(self) -> Routing:
+        """The choices of the base's routers, which are none without experts."""
+        assert self._routing is not None, "the roles are complete"
+        return self._routing
+
+    @contextmanager
+    def replaying(self, micro: Batch, layout: Layout | None) -> Iterator[None]:
+        """Inside, passes over these rows send tokens to `micro.experts`, unless `snapshot.routing` leaves them free."""
+        if self.snapshot.routing is RoutingSource.free or micro.experts is None:
+            yield
+            return
+        assert layout is not None, "the trainer lays out its rows before their passes"
+        with self.routing.imposing(*self.forward.experts_by_token(micro, layout)):
+            yield
+
+    def _replaying_as(self, role: str | None, micro: Batch, layout: Layout | None) -> AbstractContextManager[None]:
+        """`replaying` for the policy and the old one; other roles choose experts themselves."""
+        return self.replaying(micro, layout) if role in (POLICY, OLD) else nullcontext()
 
     # -- roles with a head -------------------------------------------------------------------------------------------
     def add_scalar_role(self, role: str, path: str | None, key: str, *, learns: bool) -> None:

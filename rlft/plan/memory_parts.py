@@ -116,6 +116,7 @@ class Demand:
         through_head: whether the LM head computes log-probs (values alone need none).
         entropy: whether the loss needs the entropy.
         top_k: of how many of a teacher's most likely tokens distributions are compared.
+        choice: bytes of the numbers of a token's experts that a step keeps for a replay.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
         beside: bytes of learned rewards that have networks of their own.
         teacher: the demand of a teacher that is a separate model; None if there is no such teacher.
@@ -146,6 +147,7 @@ class Demand:
     through_head: bool = True
     entropy: bool = False
     top_k: int = 0
+    choice: int = 0
     own_critic: bool = False
     frozen: int = 0
     beside: int = 0
@@ -301,7 +303,11 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
         MemoryPart(name=ACTIVATIONS, bytes=kept, when=When.updating, key="token_budget"),
         MemoryPart(name="gradients of activations", bytes=gradients, when=When.updating, key="token_budget"),
         MemoryPart(name="LM head", bytes=head, when=When.updating, key="token_budget"),
-        always("batch", demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k), "prompts_per_step"),
+        always(
+            "batch",
+            demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k + demand.choice),
+            "prompts_per_step",
+        ),
     ]
 
 

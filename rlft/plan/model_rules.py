@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
 from rlft.config.choices import choice_remedy
-from rlft.config.model import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig, check_local
+from rlft.config.model import (
+    ALL_LINEAR,
+    DEVICES,
+    DTYPES,
+    HEAD,
+    LoraSettings,
+    ModelConfig,
+    RoutingSource,
+    SnapshotConfig,
+    check_local,
+)
 from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
@@ -305,6 +315,20 @@ def check_adapted(
     if problem is not None:
         remedy = "set it to false, or use generation.vllm.weights=adapter or generation=transformers"
         raise UserError("lora.experts", problem, got="true", remedy=remedy)
+
+
+def check_routing(snapshot: SnapshotConfig, engine: Engine, settings: ModelConfig, model: PreTrainedConfig) -> None:
+    """Checks that the model has experts whose choice can be imposed, and that the engine can say what it has chosen."""
+    from rlft.model.routing import obstacle
+
+    source, key = snapshot.routing, "snapshot.routing"
+    if source is RoutingSource.free:
+        return
+    problem = obstacle(empty_model(settings, model))
+    problem = problem or recorded_family(model.model_type, model.get_text_config().model_type).routing
+    require(problem is None, key, problem or "", got=source, remedy="set it to free")
+    problem, remedy = f"{engine.title} does not say which experts it chooses", "use old, or generation=transformers"
+    require(source is not RoutingSource.engine or engine.notes_experts, key, problem, got=source, remedy=remedy)
 
 
 def has_bitsandbytes() -> bool:

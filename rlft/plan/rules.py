@@ -222,6 +222,9 @@ def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ..
     if keys.get("kl_to") == "old" and keys.get("kl_coef", 0) > 0 and config.updates_per_step == 1:
         problem = "with one update per step the policy is still the old one, so the KL is 0"
         texts.append(f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
+    if config.snapshot.routing == "old" and config.updates_per_step == 1:
+        problem = "with one update per step the policy is still the old one and chooses the same experts"
+        texts.append(f"snapshot.routing: {problem}, got old; use free or engine, or several epochs or minibatches")
     if keys.get("reward_aggregation") == "normalize_then_sum" and config.environment is None:
         weighted = [name for name, section in config.reward.items() if section.get("weight") != 0]
         if len(weighted) < 2:

@@ -107,6 +107,10 @@ def check_environment(config: SamplingRoot) -> None:
     problem = "has no turns: only a chat template says how the policy's turns and the answers to them are separated"
     remedy = "set prompts.style=chat, or environment=null"
     require(config.prompts.style != "raw", "prompts.style", problem, got="raw", remedy=remedy)
+    if isinstance(config, RunConfig) and environment.plays_itself:
+        problem = "a resume repeats conversations of environment=endpoint from a record, which holds no experts"
+        by_engine = config.snapshot.routing == "engine"
+        require(not by_engine, "snapshot.routing", problem, got="engine", remedy="use old or free")
     if isinstance(config, RunConfig) and config.cluster.engines:
         problem = "agents of environment=endpoint speak to the engine of the run's own process"
         remedy = "set it to 0, or use another environment"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rlft.algorithm.objective import Objective
 from rlft.config.instantiate import instantiate
-from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
+from rlft.config.model import CriticKind, ModelConfig, Old, RoutingSource, SnapshotConfig, teacher_settings
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
@@ -24,6 +24,7 @@ from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import decoder_layers, ends_of, fingerprint, load_tokenizer, read_config
 from rlft.model.positions import limit_of
+from rlft.model.routing import bytes_of_choice
 from rlft.plan.adapters import check_adapters, empty_model, fingerprints_of, uses
 from rlft.plan.memory_parts import Demand, TeacherDemand
 from rlft.plan.model_rules import (
@@ -32,6 +33,7 @@ from rlft.plan.model_rules import (
     check_context,
     check_machine,
     check_optimizer,
+    check_routing,
     check_targets,
     choose_engine,
     resolve_mismatch,
@@ -225,6 +227,7 @@ class TrainPlan(Plan):
             token_budget=run.token_budget,
             entropy=self.algorithm.needs_entropy,
             top_k=self.algorithm.teacher_top_k,
+            choice=self._choice_bytes(),
             recompute=recompute,
             own_critic=critic is CriticKind.adapter,
             beside=sum(networks),
@@ -234,6 +237,14 @@ class TrainPlan(Plan):
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             **self._sampling_demand(),
         )
+
+    def _choice_bytes(self) -> int:
+        """Bytes of a token's experts that a step holds: of batches, and of completions where the engine notes them."""
+        source = self.config.snapshot.routing
+        if source is RoutingSource.free:
+            return 0
+        of_a_token = bytes_of_choice(empty_model(self.config.model, read_config(self.config.model)))
+        return of_a_token * (2 if source is RoutingSource.engine else 1)
 
     def _teacher_demand(self) -> TeacherDemand | None:
         """The demand of a teacher that is a separate model."""
@@ -319,6 +330,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     check_context(config, model_config)
     check_targets(config.lora, config.model, model_config)
     check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
+    if trains:
+        check_routing(config.snapshot, config.generation.named(engine), config.model, model_config)
     if trains and config.cluster.shard_base:
         check_layers(config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)

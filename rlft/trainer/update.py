@@ -69,16 +69,17 @@ def backward(
             values = roles.values(batch, layout)
             algorithm.value_loss(values, batch, scale).backward()
         roles.check_gradients(roles.critic_adapter)
-    with torch.set_grad_enabled(policy_learns or values is None):
-        outputs = roles.outputs(batch, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
-        outputs = outputs if values is None else replace(outputs, values=values.detach())
-        loss = algorithm.loss(outputs, batch, scale)
-    routing = roles.routing()
-    if loss.total.requires_grad:
-        loss.total.backward()
-        roles.check_gradients()
-        if algorithm.needs_values and values is None:
-            roles.check_gradients(CRITIC)
+    with roles.replaying(batch, layout):  # also while layers are recomputed
+        with torch.set_grad_enabled(policy_learns or values is None):
+            outputs = roles.outputs(batch, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
+            outputs = outputs if values is None else replace(outputs, values=values.detach())
+            loss = algorithm.loss(outputs, batch, scale)
+        routing = roles.routing.metrics(scale.num_tokens)
+        if loss.total.requires_grad:
+            loss.total.backward()
+            roles.check_gradients()
+            if algorithm.needs_values and values is None:
+                roles.check_gradients(CRITIC)
     return {**loss.metrics, **routing}
 
 

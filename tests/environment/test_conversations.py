@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -432,6 +433,23 @@ def test_what_goes_on_is_put_behind_what_was_said() -> None:
     assert transcript.logprobs == [-1.0, -2.0, 0.0, 0.0, -3.0]
     assert transcript.branches == []
     assert transcript.context == [1, 2, 10, 11, 3, 4, 12]
+
+
+def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> None:
+    def noted(number: int, size: int) -> numpy.ndarray:
+        experts = numpy.full((size, 1, 2), number, numpy.uint8)
+        experts[-1] = 255  # nothing was sampled after the last token
+        return experts
+
+    transcript = Transcript([1, 2])
+    transcript.say([10, 11, 12], [-1.0] * 3)
+    transcript.note_experts(noted(0, 5))
+    transcript.turn_to([1, 2, 10, 12, 3])  # 11 is dropped
+    transcript.say([13, 14], [-1.0] * 2)
+    transcript.note_experts(noted(1, 7))
+    assert transcript.token_ids == [10, 11, 12, 12, 3, 13, 14]
+    assert transcript.experts is not None
+    assert transcript.experts[:, 0, 0].tolist() == [0, 0, 0, 0, 255, 1, 1, 1, 255]
 
 
 def test_history_that_is_written_anew_makes_a_branch_of_what_differs() -> None:

@@ -24,9 +24,11 @@ from rlft.model import backbone as backbones
 from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import load_file, own_tensors
 from rlft.model.backbone import Backbone, read_backbone, read_config
+from rlft.model.experts import mixture_of
 from rlft.model.families import DECODES_OTHERWISE, FAILS_TO_DECODE, NO_CACHE, WRONG_FORWARD, Family
 from rlft.model.lora_config import adapted_words
 from rlft.model.roles import Roles, policy_alone
+from rlft.model.routing import obstacle
 from rlft.plan.model_rules import check_targets
 from rlft.plan.sizes import sizes_of
 from rlft.types import Adapter, Batch, Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
@@ -119,7 +121,7 @@ def _of_roles(folder: Path, backbone: Backbone, roles: Roles) -> Family:
         found = roles.forward.logprobs(batch, 64)
     adapter = roles.publish(1)
     not_reached = _without_gradient(roles, batch)
-    decoding = _decoding(backbone, roles, adapter)
+    decoding, routing = _decoding(backbone, roles, adapter), _routing(roles)
     adapted, others, _ = adapted_words(roles.model)
     forward = roles.forward
     roles.close()
@@ -133,6 +135,7 @@ def _of_roles(folder: Path, backbone: Backbone, roles: Roles) -> Family:
         not_adapted=others,
         padded=None if forward.packed else forward.reason.removeprefix("padded rows: "),
         decoding=decoding,
+        routing=routing,
         exported=export is not None and _gap(found, export) <= TOLERANCE,
     )
 
@@ -142,6 +145,13 @@ def _without_gradient(roles: Roles, batch: Batch) -> str | None:
     with roles.training():
         roles.outputs(batch, entropy=False).logprobs.sum().backward()
     return next((name for name, parameter in roles.named_parameters() if parameter.grad is None), None)
+
+
+def _routing(roles: Roles) -> str | None:
+    """Why no choice of experts can be imposed on the model; None if it can, or if there are none."""
+    mixture = mixture_of(roles.backbone.model)
+    has_experts = bool(mixture.stacked or mixture.linear)
+    return (obstacle(roles.backbone.model) or roles.routing.check()) if has_experts else None
 
 
 def _decoding(backbone: Backbone, roles: Roles, adapter: Adapter) -> str | None:

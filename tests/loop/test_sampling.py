@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from run_folders import check_same, metrics
@@ -403,6 +405,23 @@ def test_groups_come_back_from_a_checkpoint_as_they_were(tmp_path: Path) -> None
     groups = sampler.sample(2)
     tensors, values = packed(groups, sampler.prompts_at(2))
     assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups
+
+
+def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen() -> None:
+    sampler = sampler_with(Engine(), "group_size=3")
+    groups = sampler.sample(2)
+    numbers = itertools.count()
+    for p, group in enumerate(groups):
+        sizes = [len(r.prompt.token_ids) + len(r.completion.token_ids) for r in group.rollouts]
+        noted = [numpy.full((size, 2, 1), next(numbers), numpy.uint8) for size in sizes]
+        completions = [replace(r.completion, experts=each) for r, each in zip(group.rollouts, noted, strict=True)]
+        rollouts = [replace(r, completion=c) for r, c in zip(group.rollouts, completions, strict=True)]
+        groups[p] = replace(group, rollouts=tuple(rollouts))
+    tensors, values = packed(groups, sampler.prompts_at(2))
+    again = unpacked(tensors, json.loads(json.dumps(values)), sampler, 2)
+    for group, found in zip(groups, again, strict=True):
+        for rollout, other in zip(group.rollouts, found.rollouts, strict=True):
+            assert numpy.array_equal(rollout.completion.experts, other.completion.experts)
 
 
 def test_a_checkpoint_keeps_masks_turns_and_branches() -> None:

@@ -113,8 +113,8 @@ def progress_in(memory: int) -> Progress:
 
 
 def pack(task: Task) -> bytes:
-    """The task for sending, with completions as plain tuples."""
-    rows = [(r.completion.as_tuple(), r.policy_version) for r in task.group.rollouts]
+    """The task for sending, with completions as plain tuples, which say nothing of experts."""
+    rows = [(replace(r.completion, experts=None).as_tuple(), r.policy_version) for r in task.group.rollouts]
     return pickle.dumps((task.key, task.rewards, task.group.prompt, rows))
 
 
