@@ -118,7 +118,7 @@ def check_files(run: Audited) -> None:
 def _check_config(run: Audited) -> None:
     digest, findings = digests.of_file(run.folder / CONFIG), run.findings
     steps = [step for step, line in run.lines.items() if line["sha256"].get("config") == digest]
-    with findings.checking(CONFIG, f"is the one of {_range(steps)}"):
+    with findings.checking(CONFIG, f"is the one of {steps_text(steps)}" if steps else ""):
         if run.last not in steps:
             findings.differ(CONFIG, f"step {run.last} was made with another one")
         elif min(steps) > 0:
@@ -309,7 +309,3 @@ def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) ->
 
 def _roles(line: Line) -> set[str]:
     return {part.partition("/")[2] for part in line["sha256"] if part.startswith(("adapters/", "heads/"))}
-
-
-def _range(steps: Sequence[int]) -> str:
-    return f"steps {min(steps)} to {max(steps)}" if steps else "no step"
