@@ -346,8 +346,8 @@ TABLE = [
     ("train curriculum.path=good.jsonl", "curriculum.path", "is no line of rlft sample with the reward exact_match"),
     ("train data=jsonl data.path=good.jsonl prompts_per_step=64 curriculum.running=true", "prompts_per_step",
      "train prompts, of which a step takes different ones, got 64; use at most"),
-    ("train environment=game reward=null curriculum.path=good.jsonl", "curriculum.path",
-     "counts completions that are right by the first reward, and there is none"),
+    (f"train environment=game environment.factory={OWN}.Guessing reward=null curriculum.path=good.jsonl",
+     "curriculum.path", "counts completions that are right by the first reward, and there is none"),
     # The critic
     ("train algorithm=ppo", "critic.kind", "needs values, and only a critic gives them, got none; set critic.kind=ada"),
     ("train algorithm=a2c", "critic.kind", "or shared (a value head on the policy's features)"),
