@@ -31,7 +31,7 @@ from rlft.logger.jsonl import turn_of
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.metrics import Clock
 from rlft.system.seeds import derive, sampling_seeds
-from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
+from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Sampling, Scores
 
 
 class StepSampler:
@@ -46,6 +46,12 @@ class StepSampler:
     ) -> None:
         self.generator, self.prompts, self.config, self.curriculum = generator, prompts, config, curriculum
         self._index_of: dict[str, int] = {}  # with a curriculum, of each prompt that was taken: {id: index}
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the completions of a step are drawn."""
+        notes_experts = self.config.snapshot.routing is RoutingSource.engine
+        return replace(self.config.generation.sampling, notes_experts=notes_experts)
 
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of the step that follows `step` finished steps; no cursor is needed.
@@ -84,9 +90,7 @@ class StepSampler:
         """
         run = self.config
         seeds = sampling_seeds(run.seed, step, len(prompts), run.group_size, purpose)
-        notes_experts = run.snapshot.routing is RoutingSource.engine
-        sampling = replace(run.generation.sampling, notes_experts=notes_experts)
-        groups = self.generator.sample(prompts, run.group_size, seeds, sampling)
+        groups = self.generator.sample(prompts, run.group_size, seeds, self.sampling)
         self.generator.sleep()
         return groups
 
@@ -335,5 +339,5 @@ def derived_from(sampler: StepSampler, step: int) -> str:
     """The sha256 of everything besides the policy that the groups of that step derive from, which a fork may change."""
     run = sampler.config
     prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
-    values = [run.seed, run.group_size, asdict(run.generation.sampling), run.overlap.lag, prompts]
+    values = [run.seed, run.group_size, asdict(sampler.sampling), run.overlap.lag, prompts]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()

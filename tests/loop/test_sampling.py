@@ -419,6 +419,9 @@ def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen() -> None:
         groups[p] = replace(group, rollouts=tuple(rollouts))
     tensors, values = packed(groups, sampler.prompts_at(2))
     again = unpacked(tensors, json.loads(json.dumps(values)), sampler, 2)
+    noting = sampler_with(Engine(), "group_size=3", "snapshot.routing=engine")
+    assert derived_from(noting, 2) != derived_from(sampler, 2)  # a fork that turns the replay on samples again
+    assert (noting.sampling.notes_experts, sampler.sampling.notes_experts) == (True, False)
     for group, found in zip(groups, again, strict=True):
         for rollout, other in zip(group.rollouts, found.rollouts, strict=True):
             assert numpy.array_equal(rollout.completion.experts, other.completion.experts)

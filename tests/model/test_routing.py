@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_experts import FAMILIES, LATENT, ROUTED
+from mixtures import FAMILIES, LATENT, ROUTED
 from torch import Tensor
 
 from rlft.batch import collate, select, unknown_expert
