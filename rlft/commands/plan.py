@@ -17,14 +17,18 @@ from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_tok
 from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
 from rlft.logger.console import open_terminal
+from rlft.logger.price import Price
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer
+from rlft.plan import schedule as schedules
+from rlft.plan.advice import Advice, advice_for
 from rlft.plan.attack import brief_summary
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.schedule import Schedule, schedule_of
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
 from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
@@ -63,6 +67,7 @@ class Planned:
         attack: what texts that a policy may find get from the rewards, in two lines.
         named_limit: whether device_memory= named that limit.
         disk: {part of the run's folder: the most bytes that it may take}.
+        price: of an hour of the machine, where it was given.
     """
 
     sizes: Sequence[TableRow]
@@ -79,6 +84,9 @@ class Planned:
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
     disk: Mapping[str, int]
+    schedule: Schedule
+    advice: Sequence[Advice]
+    price: Price | None = None
 
     def memory(self, *, recompute: bool) -> list[MemoryPart]:
         return parts(self.model, replace(self.demand, recompute=recompute), self.process)
@@ -157,6 +165,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room, **kept)
     demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
     facts = planned_facts(plan, model, demand)
+    advice = list(advice_for(plan.config, model.parameters))
     return Planned(
         sizes=plan.startup_rows(facts),
         parameters=plan.parameters(model),
@@ -170,8 +179,15 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         trials=trials_of(plan),
         attack=attack_on(plan),
         conversation=conversation_of(plan),
-        notes=[*notes_of(plan), *facts.notes, *_notes_of_demand(plan, demand, on_gpus)],
+        notes=[
+            *notes_of(plan),
+            *(one.warning for one in advice if one.warning),
+            *facts.notes,
+            *_notes_of_demand(plan, demand, on_gpus),
+        ],
         disk=plan.disk_bytes(model),
+        schedule=schedule_of(plan),
+        advice=advice,
     )
 
 
@@ -334,6 +350,9 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "disk": [
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
         ],
+        "schedule": asdict(planned.schedule),
+        "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
+        "price": planned.price and asdict(planned.price),
         "notes": [cut(note) for note in (*planned.notes, *doubts(planned.trials))],
     }
 
@@ -346,6 +365,11 @@ def print_plan(planned: Planned) -> None:
     terminal.print(grid([(role, f"{number:,}", "") for role, number in planned.parameters.items()]))
     print_memory(terminal, planned)
     print_disk(terminal, planned)
+    heading(terminal, "Time")
+    terminal.print(grid(schedules.rows(planned.schedule, planned.price)))
+    if planned.advice:
+        heading(terminal, "Learning rate and rank")
+        terminal.print(grid([one.row for one in planned.advice]))
     for lengths in planned.lengths:
         print_lengths(terminal, lengths)
     if planned.trials:

@@ -13,13 +13,14 @@ from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
+from rlft.logger.price import read_price
 from rlft.runs.find import with_named_runs
 from rlft.types import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 USAGE = """\
-usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [--json]
+usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [price=2.5/h] [--json]
 
 Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
 which key to change where it does not, how long the data are, what every reward says of right and wrong answers, and in
@@ -28,6 +29,7 @@ Whatever the run itself would refuse is refused here.
 
   <command>       of the run: by default the recipe's, else train
   device_memory   of the device that the run is planned for; by default that of this machine
+  price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h
   --json          the same as one JSON object of at most 64 KiB, for scripts
 
 An environment is tried with a policy that calls its first tool once. The exit code is 0 where it fits, its rewards can
@@ -43,7 +45,8 @@ def command(arguments: list[str]) -> int:
     words = [word for word in arguments if word != "--json"]
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
     parsed = only_overrides(words, command)
-    overrides = [o for o in parsed.overrides if not o.startswith("device_memory=")]
+    overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "price="))]
+    price = read_price(parsed.value("price"))
     run = compose_run(overrides, parsed.config_dir, command)
     plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
     memory = None if device_memory is None else read_bytes(device_memory)
@@ -52,7 +55,7 @@ def command(arguments: list[str]) -> int:
     from rlft.commands import plan
     from rlft.plan.sizes import note_of_disk
 
-    planned = plan.plan_of(resolved, memory)
+    planned = replace(plan.plan_of(resolved, memory), price=price)
     if disk_note := note_of_disk(planned.disk, run.folder):
         planned = replace(planned, notes=[*planned.notes, disk_note])
     if "--json" in arguments:

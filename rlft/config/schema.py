@@ -39,7 +39,7 @@ from rlft.config.model import (
     SnapshotConfig,
 )
 from rlft.config.suggest import unknown_in_section
-from rlft.config.trainer import CheckpointConfig, ClusterConfig, TrainerConfig
+from rlft.config.trainer import CheckpointConfig, ClusterConfig, StopConfig, TrainerConfig
 from rlft.types import Sampling, UserError, require
 
 AUTO = "auto"
@@ -361,6 +361,7 @@ class RunConfig(SamplingRoot):
     pretrain: Annotated[PretrainConfig, Key(only_trains=True)]
     eval: Annotated[EvalConfig, Key(free=True, measured=True)]
     checkpoint: Annotated[CheckpointConfig, Key(free=True, only_trains=True)]
+    stop: Annotated[StopConfig, Key(free=True, measured=True, only_trains=True)]
     alarms: Annotated[AlarmsConfig | None, Key(measured=False, only_trains=True, in_trial="always")]
     token_values: Annotated[TokenValuesConfig | None, Key(free=True, only_trains=True)]
     rollouts: Annotated[RolloutsConfig, Key(free=True, only_trains=True)]
@@ -389,6 +390,7 @@ class SftConfig(SamplingRoot):
     trainer: TrainerConfig
     eval: Annotated[EvalConfig, Key(free=True, measured=True)]
     checkpoint: Annotated[CheckpointConfig, Key(free=True)]
+    stop: Annotated[StopConfig, Key(free=True, measured=True)]
     demonstrations: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True)})]
     logger: Annotated[Mapping[str, Any], Key(free=True)]
 
@@ -405,6 +407,7 @@ class RankingRoot(Root):
     trainer: TrainerConfig
     eval: Annotated[RankingEvalConfig, Key(free=True, measured=True)]
     checkpoint: Annotated[CheckpointConfig, Key(free=True)]
+    stop: Annotated[StopConfig, Key(free=True, measured=True)]
     preferences: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True)})]
     logger: Annotated[Mapping[str, Any], Key(free=True)]
 

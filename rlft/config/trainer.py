@@ -46,6 +46,15 @@ class CheckpointConfig:
     on_signal: PositiveFloat | typing.Literal["step", "now"]
 
 
+NEVER, FLAT = "never", "flat"
+"""When a run ends before its last step (stop.when)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopConfig:
+    when: typing.Literal["never", "flat"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """The `cluster` section. The defaults: one process does all."""

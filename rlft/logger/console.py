@@ -19,6 +19,7 @@ from rich.text import Text
 from rlft.config.bounds import NonNegativeFloat
 from rlft.logger.forecast import Forecast, Pace
 from rlft.logger.interface import RunInfo, StepRecord
+from rlft.logger.price import Price
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, counted
@@ -99,10 +100,15 @@ def print_start(terminal: Terminal, run: RunInfo) -> None:
 
 
 class Progress:
-    """The progress of a run, and its texts for both views; `now` is a clock in seconds, `time.monotonic` by default."""
+    """The progress of a run, and its texts for both views; `now` is a clock in seconds, `time.monotonic` by default.
 
-    def __init__(self, run: RunInfo, glyphs: Glyphs, now: Callable[[], float] | None = None) -> None:
-        self.run, self.glyphs = run, glyphs
+    price: of the machine, where its cost is to be shown.
+    """
+
+    def __init__(
+        self, run: RunInfo, glyphs: Glyphs, now: Callable[[], float] | None = None, price: Price | None = None
+    ) -> None:
+        self.run, self.glyphs, self.price = run, glyphs, price
         self.now = now or (lambda: time.monotonic())
         self.done = run.step
         self.metrics: Mapping[str, float] = {}
@@ -142,6 +148,9 @@ class Progress:
         left = self.left()
         return "-:--" if left is None else str(left)
 
+    def cost(self) -> str | None:
+        return None if self.price is None else self.price.so_far(self.elapsed, self.left())
+
     def tokens_per_second(self) -> float | None:
         """Sampled completion tokens per second of the whole step."""
         tokens, seconds = self.metrics.get("tokens/completion"), self.metrics.get("time/step")
@@ -164,7 +173,8 @@ class Progress:
 
     def closing_line(self, status: str) -> str:
         if status == "finished":
-            return f"finished {counted(self.run.steps, 'step')} in {duration(self.elapsed)}"
+            first = f"{self.done} of " if self.done < self.run.steps else ""
+            return f"finished {first}{counted(self.run.steps, 'step')} in {duration(self.elapsed)}"
         progress_text = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
         return (
             f"interrupted {progress_text}"
@@ -221,7 +231,8 @@ def step_line(progress: Progress) -> str:
     speed = progress.tokens_per_second()
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
     parts += [f"{seconds_text(metrics['time/step'])} s/step"] if "time/step" in metrics else []
-    return "  ".join([*parts, f"elapsed {duration(progress.elapsed)}", f"ETA {progress.eta()}"])
+    parts += [f"elapsed {duration(progress.elapsed)}", f"ETA {progress.eta()}"]
+    return "  ".join(parts if (cost := progress.cost()) is None else [*parts, f"cost {cost}"])
 
 
 def seconds_text(seconds: float) -> str:
@@ -265,7 +276,8 @@ class LiveView:
         body = Table.grid(padding=(0, 2, 0, 0))
         body.add_column(style="dim", no_wrap=True)
         body.add_column(overflow="fold")
-        for label, value in live_rows(progress):
+        cost = progress.cost()
+        for label, value in [*live_rows(progress), *([] if cost is None else [("cost", cost)])]:
             body.add_row(label, Text(value))
         title = Text(f" {visible(progress.run.name)} ", style="bold", overflow="ellipsis", no_wrap=True)
         return Panel(Stack(head, body), title=title, title_align="left")

@@ -32,6 +32,11 @@ BETWEEN = (*PAUSES, LOG)
 """Metrics of what was done between a step and the one before it, which `time/step` does not count."""
 
 
+def seconds_of(line: Mapping[str, Any]) -> float:
+    """The seconds of a step and of what was done between it and the one before, from its line of metrics."""
+    return sum(line.get(name) or 0.0 for name in (*BETWEEN, "time/step"))
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Seconds that are left, and the ends of their 80 % interval."""
@@ -84,10 +89,16 @@ class Pace:
     def _pauses_left(self, section: str) -> int:
         """The number of evaluations or checkpoints from the one after the last step to the one after the run's last."""
         every = int((self._config.get(section) or {}).get("every") or 0)
-        if not every and section == "eval":
-            return 0
-        due = (self._num_steps - 1) // every - max(0, self._done - 1) // every if every else 0
-        return due + 1  # the last step is always evaluated and saved
+        return number_due(every, self._num_steps, self._done) if every or section == "checkpoint" else 0
+
+
+def number_due(every: int, num_steps: int, first: int = 1) -> int:
+    """The number of steps from `first` on after which something is due: every `every` (0: none of these), and the last.
+
+    >>> number_due(4, 10), number_due(4, 10, first=8), number_due(0, 10)
+    (3, 2, 1)
+    """
+    return 1 + ((num_steps - 1) // every - max(0, first - 1) // every if every else 0)
 
 
 def forecast(steps: Sequence[float], left: int, pauses: float = 0.0) -> Forecast | None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.logger.console import open_terminal
+from rlft.logger.flat import trend_of
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
 from rlft.types import counted
@@ -57,6 +58,8 @@ def fact_rows(
         if evaluations[-1].get("eval/loss") is not None:
             loss = f" {glyphs.arrow} ".join(f"{line['eval/loss']:.3f}" for line in ends(evaluations))
             rows.append(("held-out loss", f"{loss}  (step {steps})"))
+        if (trend := trend_of(evaluations)) is not None and trend.is_flat:
+            rows.append(("flat", str(trend)))
     seconds = sum(line.get("time/step") or 0.0 for line in metrics)
     if seconds:
         rows.append(("training", f"{duration(seconds)} for {counted(metrics[-1]['step'], 'step')}"))

@@ -20,10 +20,12 @@ import torch
 
 from rlft.config import command as commands
 from rlft.config.command import LOSS
-from rlft.config.trainer import CheckpointConfig
+from rlft.config.trainer import FLAT, CheckpointConfig
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import Hint
+from rlft.logger.flat import newly_flat, trend_of
 from rlft.logger.interface import RunInfo, StepRecord
+from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
@@ -126,7 +128,7 @@ class RunDriver(ABC):
     @property
     def interrupted(self) -> bool:
         """Whether the run ends before its next step."""
-        return self.saver.interrupted
+        return self.saver.interrupted or self.saver.stopping
 
     def stage(self, name: str) -> None:
         """Enters a stage of the loop, unless the step is to be abandoned."""
@@ -167,6 +169,8 @@ class RunDriver(ABC):
                 self.logger.note(note)
         self.rehearse(step)
         self.saver.begin(step)
+        if saved is not None:
+            self.judge(step)
         if step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
             self.chain.seal(0)
@@ -209,6 +213,22 @@ class RunDriver(ABC):
         self.chain.add_evaluation(evaluation)
         for text in evaluation.alarms.values():
             self.logger.note(f"step {step}: {text}")
+        self.judge(step)
+
+    def judge(self, step: int) -> None:
+        """Notes that the held-out curve has gone flat; with stop.when=flat the run ends after this step.
+
+        It depends on eval.jsonl alone, so that a resumed run ends at the same step.
+        """
+        if not self.plan.writes_metrics:
+            return
+        lines, ends = read_lines(self.folder / EVALUATIONS, silent), self.config.stop.when == FLAT
+        trend = trend_of(lines) if ends else newly_flat(lines)
+        if trend is None or not trend.is_flat or trend.last != step:
+            return
+        self.saver.stopping = ends
+        todo = "the run ends here (stop.when=flat)" if ends else "with stop.when=flat the run would end here"
+        self.logger.note(f"step {step}: {trend}: {todo}")
 
     def checkpoint_if_due(self, step: int, make: Callable[..., Checkpoint]) -> None:
         """Adds the step to the chain, and saves a checkpoint if one is due; `make` returns the state after the step.
@@ -242,7 +262,7 @@ class RunDriver(ABC):
             try:
                 with self.run.explained():
                     yield
-                status = "interrupted" if self.interrupted else "finished"
+                status = "interrupted" if self.saver.interrupted else "finished"
             except Exception as error:
                 status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
                 raise
@@ -256,7 +276,7 @@ class RunDriver(ABC):
             step = loop()
         except StepAbandoned:
             return Outcome(step=self.saver.save_last_finished(), interrupted=True)
-        return Outcome(step=step, interrupted=self.interrupted and step < self.plan.num_steps)
+        return Outcome(step=step, interrupted=self.saver.interrupted and step < self.plan.num_steps)
 
 
 @contextlib.contextmanager
@@ -290,7 +310,8 @@ def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
 class Saver:
     """Writes the checkpoints of one run into the folder `root`.
 
-    `interrupted` says whether a signal ends the run before its next step. If a step may be abandoned
+    `interrupted` says whether a signal ends the run before its next step, `stopping` whether it has done enough.
+    If a step may be abandoned
     (checkpoint.on_signal), the state after the last finished step is kept in main memory until it is on disk, because
     the next step changes weights and optimizer. `before_saving` is called before each checkpoint.
     """
@@ -307,7 +328,7 @@ class Saver:
         self._before_saving = before_saving
         self._finished = 0
         self._unsaved: Checkpoint | None = None
-        self.interrupted = False
+        self.interrupted = self.stopping = False
 
     def begin(self, step: int) -> None:
         """Called before the first step, which follows `step` steps whose state is saved or initial."""
@@ -317,7 +338,7 @@ class Saver:
 
     def after_step(self, step: int, make: Callable[[], Checkpoint], clock: Clock) -> None:
         """Called after `step` steps. `make` returns their state; `clock` measures how long it takes to write it."""
-        every, last = self._settings.every, step == self._num_steps
+        every, last = self._settings.every, self.stopping or step == self._num_steps
         with self._interrupt.saving():
             self.interrupted = self._interrupt.requested
             self._interrupt.in_step = not last

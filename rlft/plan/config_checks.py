@@ -15,9 +15,10 @@ from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
 from rlft.config.instantiate import instantiate
 from rlft.config.model import LoraSettings
 from rlft.config.schema import AUTO, DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
+from rlft.config.trainer import FLAT
 from rlft.data.files import files_at
 from rlft.logger.interface import Logger
-from rlft.logger.loggers import loggers_of
+from rlft.logger.loggers import declares, loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan.adapters import AdapterUse, Use, check_folders, use_of_policy, uses, uses_of_rewards
 from rlft.plan.model_rules import check_engine, check_model, check_served
@@ -70,7 +71,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objecti
     check_roles(config, algorithm, rewards, trains=trains)
     check_stops_and_rewards(config.generation, rewards)
     check_folders(uses(config, rewards), config.lora)
-    return algorithm, loggers_of(config.logger)
+    return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
 
 
 def check_sft(config: SftConfig) -> tuple[Logger, ...]:
@@ -96,7 +97,7 @@ def check_sft(config: SftConfig) -> tuple[Logger, ...]:
     for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
         if section:
             check_data(section, key)
-    return loggers_of(config.logger)
+    return checked_loggers(config)
 
 
 def _check_whole(config: SftConfig) -> None:
@@ -187,7 +188,19 @@ def check_preferences(config: RmConfig | DpoConfig) -> tuple[RankingLoss, tuple[
     if isinstance(config, RmConfig) and config.replay.path is not None:
         with replay_is_meant():
             check_data(replayed(config), "preferences")
-    return loss, loggers_of(config.logger)
+    return loss, checked_loggers(config)
+
+
+def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tuple[Logger, ...]:
+    """The loggers of a run that trains, which write what stop.when needs."""
+    loggers = loggers_of(config.logger)
+    if config.stop.when == FLAT:
+        problem, got = "ends a run by its evaluations, and there are none", config.stop.when
+        require(config.eval.every, "stop.when", problem, got=got, remedy="set eval.every to a number of steps")
+        problem = "ends a run by eval.jsonl, which no logger writes"
+        writes = any(declares(logger, "writes_metrics") for logger in loggers)
+        require(writes, "stop.when", problem, got=got, remedy="add jsonl to logger")
+    return loggers
 
 
 def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:

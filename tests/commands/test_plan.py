@@ -51,6 +51,22 @@ def parts_of(found: dict[str, Any]) -> dict[str, int]:
     return {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
 
 
+def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(
+    no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("+recipe=grpo_arithmetic", *TASK, "steps=10", "checkpoint.every=3")
+    found = planned(capsys, *words, "eval.every=4", "price=2.5EUR/h")
+    # Evaluated at 0, 4, 8 and 10, saved at 3, 6, 9 and 10.
+    assert found["schedule"] == {"steps": 10, "first_evaluation": 4, "evaluations": 4, "checkpoints": 4}
+    assert found["price"] == {"per_hour": 2.5, "currency": "EUR"}
+    assert cli.run(["plan", *words, "eval.every=0", "price=$3/h"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "steps 10 seconds are measured: after 5 steps rlft watch says how long the run takes" in page
+    assert "evaluations 0 none checkpoints 4 of the last step as well price 3.00 $/h" in page
+    assert cli.run(["plan", *words, "price=3"]) == 2
+    assert capsys.readouterr().err == "rlft: price: must be an amount per hour, got 3; write it as 2.5/h or 2.5EUR/h\n"
+
+
 @pytest.mark.parametrize(
     ("recipe", "parameters", "data"),
     [

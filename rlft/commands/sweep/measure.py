@@ -22,6 +22,7 @@ from rlft.config.instantiate import locate
 from rlft.config.keys import flatten, keys_of
 from rlft.config.overrides import CONFIG_DIR, Arguments
 from rlft.config.schema import RunConfig
+from rlft.config.trainer import NEVER
 from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
 from rlft.logger.loggers import is_declared
 from rlft.plan.run_plan import Plan
@@ -113,6 +114,8 @@ def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     every, problem = (plain.get("eval") or {}).get("every"), "trials are compared by what evaluations measure"
     got = "null" if every is None else every
     require(every, "eval.every", f"{problem}, and there is none", got=got, remedy="set it to a number of steps")
+    when, problem = (plain.get("stop") or {}).get("when", NEVER), "ends runs, and trials are compared at the same steps"
+    require(when == NEVER, "stop.when", problem, got=when, remedy="leave it out: sweep.pruner ends what is no use")
     known = metrics_of(plain) if plain["command"] in commands.OWN else [metric]
     remedy = choice_remedy(metric, known)
     require(metric in known, "sweep.metric", "no evaluation has it", got=metric, remedy=remedy)

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from rlft.commands.watch.runs import read_words
 from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
-from rlft.logger.forecast import BETWEEN
+from rlft.logger.flat import newly_flat
+from rlft.logger.forecast import seconds_of
 from rlft.logger.interface import RunInfo, StepRecord
-from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines
+from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines, read_lines, silent
 from rlft.logger.loggers import is_declared
+from rlft.logger.price import Price, read_price
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
@@ -25,10 +29,12 @@ from rlft.system.terminal import say
 from rlft.types import Evaluation, UserError, require
 
 USAGE = """\
-usage: rlft watch <run>
+usage: rlft watch <run> [price=2.5/h]
 
 Shows the live view of a run from another terminal until the run ends; for a run that has ended, its closing page.
 Ctrl-C ends the view, not the run.
+
+  price   of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run has cost and will have cost
 
   rlft watch runs/grpo_arithmetic/<time>"""
 
@@ -71,13 +77,14 @@ class RunClock:
 
 
 def command(arguments: Sequence[str]) -> None:
-    folders = read_words("watch", arguments).folders
+    words = read_words("watch", arguments, ("price",))
+    folders, price = words.folders, read_price(words.values.get("price"))
     remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
     require(len(folders) == 1, "watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
-    watch(one_run(folders[0], "watch", say))
+    watch(one_run(folders[0], "watch", say), price)
 
 
-def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+def watch(folder: Path, price: Price | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
     """Shows the run until it ends. Raises UserError: the folder holds no run, or the run writes no metrics."""
     config = run_folder.read(folder, "watch")
     problem = f"a run of rlft {config['command']} writes no {METRICS}, which the view needs"
@@ -88,8 +95,11 @@ def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
     terminal = open_terminal()
     status, reason = run_status.read(folder)
     if status is Status.running:
-        status, reason = follow(folder, config, sleep)
+        status, reason = follow(folder, config, price, sleep)
     print_summary(folder, ())
+    if price is not None:
+        cost = price.so_far(sum(map(seconds_of, read_lines(folder / METRICS, silent))), None)
+        terminal.print(f"cost of its steps, evaluations and checkpoints: {cost}", soft_wrap=True)
     terminal.print(f"{folder} {status}{f': {visible(reason)}' if reason else ''}", soft_wrap=True)
 
 
@@ -101,21 +111,27 @@ def writes_metrics(config: Mapping[str, Any], folder: Path) -> bool:
         return (folder / METRICS).exists()
 
 
-def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], None]) -> tuple[Status, str]:
+def follow(
+    folder: Path, config: Mapping[str, Any], price: Price | None, sleep: Callable[[float], None]
+) -> tuple[Status, str]:
     """Draws the view until the run ends; returns its status and the reason."""
     terminal = open_terminal()
     in_place = sys.stdout.isatty() and not terminal.is_dumb_terminal
     while True:
         clock, tails = RunClock(), [Tail(folder / name) for name in (METRICS, EVALUATIONS)]
-        progress = Progress(_info(folder, config), glyphs_for(terminal.encoding), clock)
+        progress = Progress(_info(folder, config), glyphs_for(terminal.encoding), clock, price)
+        evaluations: list[Mapping[str, Any]] = []
         progress.stage("sample")
         progress.current = "running in another process"
         view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, 10.0)
         while not any(tail.was_cut for tail in tails):
             for line in tails[1].new():
                 progress.evaluation(_evaluation(line))
+                evaluations.append(line)
+                if (trend := newly_flat(evaluations)) is not None:
+                    view.print(Text(f"note: step {trend.last}: {trend}", style="yellow"))
             for line in tails[0].new():
-                clock.add(sum(line.get(name) or 0.0 for name in (*BETWEEN, "time/step")))
+                clock.add(seconds_of(line))
                 progress.step(_record(line))
                 view.step()
             state = run_status.read(folder)

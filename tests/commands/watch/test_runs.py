@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rich.console import Console as Terminal
 
 from rlft import cli
 from rlft.commands.watch import runs, watch
+from rlft.logger.price import Price
 from rlft.runs import run_folder, run_status
 from rlft.runs.run_status import Status
 
@@ -370,12 +372,16 @@ def test_it_follows_until_the_run_ends(going_on: Any, capsys: pytest.CaptureFixt
         return act
 
     capsys.readouterr()
-    torn = lines[1][:20]
-    watch.watch(folder, acts(write(lines[0]), write(torn), write(lines[1][20:] + lines[2]), end))
+    priced = [json.dumps(json.loads(line) | {"time/step": 1800.0}) + "\n" for line in lines]
+    steps = acts(write(priced[0]), write(priced[1][:20]), write(priced[1][20:] + priced[2]), end)
+    watch.watch(folder, Price(2.5, "EUR"), steps)
     page = capsys.readouterr().out
     assert "step 1/3  reward" in page
     assert "step 3/3  reward" in page
     assert "finished 3 steps in" in page
+    # The evaluation before them took seconds: less than 0.005 of 2.5 an hour are 7 s, so the first decimal is certain.
+    assert re.search(r"step 1/3 .* cost 1\.2\d EUR", page), "half an hour"
+    assert re.search(r"cost of its steps, evaluations and checkpoints: 3\.7\d EUR", page)
     assert f"{folder} finished" in page.replace("\n", "")
 
 
@@ -383,9 +389,8 @@ def test_it_begins_anew_when_the_run_went_back(going_on: Any, capsys: pytest.Cap
     folder, lines, end = going_on
     file = folder / "metrics.jsonl"
     capsys.readouterr()
-    watch.watch(
-        folder, acts(lambda: file.write_text("".join(lines[:2])), lambda: file.write_text(lines[0]), lambda: None, end)
-    )
+    steps = (lambda: file.write_text("".join(lines[:2])), lambda: file.write_text(lines[0]), lambda: None, end)
+    watch.watch(folder, sleep=acts(*steps))
     assert capsys.readouterr().out.count("step 1/3  reward") == 2
 
 
@@ -404,7 +409,8 @@ def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.Ca
         ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),
         (["nowhere"], "watch: there is no such folder, got nowhere"),
         (["nowhere", "--json"], "command line: there is no such option, got --json; use --help"),
-        (["a=b"], "a: is not a key of rlft watch, got b; name folders only"),
+        (["a=b"], "a: is not a key of rlft watch, got b; use price="),
+        (["nowhere", "price=cheap"], "price: must be an amount per hour, got cheap; write it as 2.5/h or 2.5EUR/h"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,49 @@
+"""How many steps, evaluations and checkpoints a planned run has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlft.logger.forecast import FIRST, number_due
+from rlft.logger.price import Price
+from rlft.plan.run_plan import Plan
+from rlft.plan.startup_table import TableRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Attributes:
+    first_evaluation: the number of steps before the first evaluation that follows a step; None without evaluations.
+    evaluations: how many there are, the one before the first step included.
+    """
+
+    steps: int
+    first_evaluation: int | None
+    evaluations: int
+    checkpoints: int
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    steps, evaluates, saves = plan.num_steps, *(getattr(plan.config, name, None) for name in ("eval", "checkpoint"))
+    every = 0 if evaluates is None else evaluates.every
+    return Schedule(
+        steps=steps,
+        first_evaluation=min(every, steps) if every else None,
+        evaluations=1 + number_due(every, steps) if every else 0,
+        checkpoints=0 if saves is None else number_due(saves.every, steps),
+    )
+
+
+def rows(schedule: Schedule, price: Price | None) -> list[TableRow]:
+    """The rows of the page: the numbers of the schedule, and when time and cost are known."""
+    first = schedule.first_evaluation
+    when = "none" if first is None else f"before the first step, after {first} of them, and so on to the last"
+    known = f"seconds are measured: after {FIRST} steps rlft watch says how long the run takes"
+    table = [
+        ("steps", f"{schedule.steps:,}", known),
+        ("evaluations", f"{schedule.evaluations:,}", when),
+        ("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"),
+    ]
+    if price is not None:
+        table.append(("price", str(price), f"with price= rlft watch says what the run costs, after {FIRST} steps"))
+    return table

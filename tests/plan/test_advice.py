@@ -1,0 +1,82 @@
+"""What rlft plan says of a learning rate and a rank, and of every recipe's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from in_one_test import each
+
+from rlft.config import catalog
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.plan.advice import RANKS, RATES, advice_for
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+LARGE, SMOLLM2, TINY = 494_000_000, 134_515_008, 823_424
+SFT = ("demonstrations.path=embedded:arithmetic-demonstrations",)
+PAIRS = ("preferences.path=embedded:arithmetic-preferences",)
+
+
+def warned(command: str, *words: str, parameters: int = LARGE) -> list[str]:
+    """The keys that are ten times off in a run of this command."""
+    config = resolve(compose(list(words), command=command), command).config
+    return [one.key for one in advice_for(config, parameters) if one.warning]
+
+
+@each(
+    ("command", "words", "expected"),
+    [
+        ("train", (), []),  # 1e-5
+        ("train", ("trainer.lr=1e-3",), []),  # ten times 1e-4, and no more
+        ("train", ("trainer.lr=1.1e-3",), ["trainer.lr"]),
+        ("train", ("trainer.lr=6e-7",), []),
+        ("train", ("trainer.lr=4e-7",), ["trainer.lr"]),
+        ("train", ("lora.rank=320",), []),
+        ("train", ("lora.rank=321", "trainer.lr=0.1"), ["trainer.lr", "lora.rank"]),
+        ("train", ("trainer.optimizer=muon", "trainer.lr=0.1"), []),  # no rule
+        ("train", ("trainer.optimizer=adamw8bit", "trainer.lr=0.1", "model.device=cuda"), ["trainer.lr"]),
+        ("sft", (*SFT, "trainer.lr=1e-5"), []),
+        ("sft", (*SFT, "trainer.lr=9e-6"), ["trainer.lr"]),
+        ("sft", (*SFT, "lora=null", "trainer.lr=9e-6"), []),  # of all weights a tenth of an adapter's
+        ("sft", (*SFT, "lora=null", "trainer.lr=1.1e-3"), ["trainer.lr"]),
+        ("sft", (*SFT, "trainer.lr=1e-3", "lora.rank=2"), ["lora.rank"]),
+        ("dpo", (*PAIRS, "trainer.lr=2e-3"), ["trainer.lr"]),
+        ("rm", (*PAIRS, "trainer.lr=10"), []),  # no rule
+    ],
+)
+def test_a_value_more_than_ten_times_off_is_warned_of(
+    command: str, words: tuple[str, ...], expected: list[str]
+) -> None:
+    assert warned(command, *words) == expected
+    assert warned(command, *words, parameters=TINY) == [], "nothing is published of so small a model"
+
+
+def test_the_words_name_the_value_the_range_and_the_sources() -> None:
+    config = resolve(compose(["trainer.lr=0.01", "trainer.optimizer=adamw"]), "train").config
+    rate, rank = advice_for(config, LARGE)
+    assert rate.warning == (
+        "trainer.lr: is more than 10 times above published values (Unsloth's guide for GRPO and Tinker's cookbook for "
+        "mathematics), got 0.01; they are from 5e-06 to 0.0001"
+    )
+    assert rank.row[:2] == ("lora.rank", "32")
+    assert rank.row[2].startswith("published: 1 to 32, LoRA Without Regret")
+    (small, _) = advice_for(config, TINY)
+    assert small.row[2] == "no published value is for a model of 823,424 parameters"
+
+
+@pytest.mark.parametrize("recipe", catalog.choices("recipe"))
+def test_no_recipe_is_ten_times_off(recipe: str) -> None:
+    command = catalog.command_of(recipe)
+    plain = compose([f"+recipe={recipe}"], command=command)
+    trainer, lora = (plain[key] and SimpleNamespace(**plain[key]) for key in ("trainer", "lora"))
+    config, path = SimpleNamespace(command=command, trainer=trainer, lora=lora), plain["model"]["path"]
+    parameters = TINY if path.startswith("embedded:") else SMOLLM2 if "smollm2" in path.lower() else LARGE
+    assert not [one.warning for one in advice_for(config, parameters) if one.warning]
+
+
+def test_the_page_has_every_published_value() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for low, high, _ in (*RATES.values(), *RANKS.values()):
+        assert f"| {low:g} to {high:g} |" in page
