@@ -68,8 +68,7 @@ def main() -> None:
         parser.error(f"there is no {unknown[0]}; use {', '.join(ALL)}")
     FOLDER.mkdir(exist_ok=True)
     for name in options.names or ALL:
-        extras = [word for extra in ALL[name].extras for word in ("--extra", extra)]
-        pins = resolve(name, "\n".join(ALL[name].chosen), str(ROOT / "pyproject.toml"), *extras)
+        pins = resolve(name, "\n".join(ALL[name].chosen))
         head = (
             f"# {ALL[name].title}\n# Python {PYTHON}, Linux, x86-64. Made by `python scripts/write_pins.py {name}`.\n"
         )
@@ -77,14 +76,18 @@ def main() -> None:
         print(f"wrote {len(pins.splitlines())} versions to {FOLDER / name}.txt")
 
 
-def resolve(name: str, requirements: str, *arguments: str) -> str:
-    """The lines `package==version` with which pip fulfils all of these; ends the program where nothing does."""
+def resolve(name: str, requirements: str) -> str:
+    """The lines `package==version` with which pip fulfils these, and pyproject.toml with the extras of this file.
+
+    Ends the program where nothing does.
+    """
+    extras = [word for extra in ALL[name].extras for word in ("--extra", extra)]
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
     command += ["--python-version", PYTHON, "--python-platform", PLATFORM, "--no-python-downloads", "--system-certs"]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as left_out:
         left_out.write("\n".join(ALL[name].without))
         left_out.flush()
-        command += ["--excludes", left_out.name, *arguments, "-"]
+        command += ["--excludes", left_out.name, *extras, str(ROOT / "pyproject.toml"), "-"]
         result = subprocess.run(command, input=requirements, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"write_pins.py: {name}: {result.stderr.strip()}")

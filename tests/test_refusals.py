@@ -521,7 +521,7 @@ TABLE = [
     (f"train {SMALL} lora.path=torn", "lora.path", "the adapter cannot be read"),
     # Exports that are pushed or converted
     ("export run=run out=new push=a/b/c", "push", "is not a repository id of the Hugging Face hub"),
-    ("export run=run ot=new", "ot", "changes nothing of what was trained; did you mean out=new?"),
+    ("export run=run ot=new", "ot", "there is no such key, got new; did you mean out?"),
     ("export run exports/x", "export", "got exports/x; write out=exports/x"),
     ("export run=run out=new push=", "push", "is not a repository id of the Hugging Face hub"),
     ("export run=run out=new as=gguf", "as", "use as=model, then `python llama.cpp/convert_hf_to_gguf.py new --outf"),

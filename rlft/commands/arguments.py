@@ -12,6 +12,7 @@ from pathlib import Path
 from rlft.config import compose as configs
 from rlft.config.overrides import Arguments, check_no_options, parse
 from rlft.config.resolved import AUTO
+from rlft.config.suggest import check_own_keys
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import one_run
 from rlft.runs.fork import forking
@@ -57,10 +58,14 @@ def check_resume(parsed: Arguments) -> Arguments:
     return replace(parsed, overrides=overrides)
 
 
-def only_overrides(arguments: Sequence[str], command: str = "train") -> Arguments:
-    """Parses the words of a command that neither sweeps nor prints its config; makes the user's modules importable."""
+def only_overrides(arguments: Sequence[str], command: str = "train", own: Sequence[str] = ()) -> Arguments:
+    """Parses the words of a command that neither sweeps nor prints its config; makes the user's modules importable.
+
+    `own` are keys of the command itself beside those of the config, which has the keys of a run of `command`.
+    """
     parsed = parse(arguments, command)
     check_no_options(parsed)
+    check_own_keys(parsed.overrides, own, command)
     make_importable(parsed.config_dir)
     return parsed
 

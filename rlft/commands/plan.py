@@ -23,10 +23,10 @@ from rlft.loop.parts import needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer
 from rlft.plan import schedule as schedules
 from rlft.plan.advice import Advice, advice_for
-from rlft.plan.attack import brief_summary
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
+from rlft.plan.reward_try import brief_summary
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.schedule import Schedule, schedule_of
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
@@ -64,7 +64,7 @@ class Planned:
     Attributes:
         parameters: {role: number of parameters}.
         process: bytes that the process takes besides models and batches.
-        attack: what texts that a policy may find get from the rewards, in two lines.
+        reward_try: what rlft's own rewards give texts that a policy may find, in two lines.
         named_limit: whether device_memory= named that limit.
         disk: {part of the run's folder: the most bytes that it may take}.
         price: of an hour of the machine, where it was given.
@@ -80,7 +80,7 @@ class Planned:
     named_limit: bool
     lengths: Sequence[DataLengths]
     trials: Sequence[RewardTrial]
-    attack: Sequence[str]
+    reward_try: Sequence[str]
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
     disk: Mapping[str, int]
@@ -177,7 +177,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         named_limit=limit is not None,
         lengths=plan.lengths(),
         trials=trials_of(plan),
-        attack=attack_on(plan),
+        reward_try=reward_try_of(plan),
         conversation=conversation_of(plan),
         notes=[
             *notes_of(plan),
@@ -247,8 +247,8 @@ def trials_of(plan: Plan) -> list[RewardTrial]:
     return try_rewards(specs(config.reward), prompts.prompts[:TRIED_PROMPTS], tokenizer, sampling, ends, timeout_s)
 
 
-def attack_on(plan: Plan) -> list[str]:
-    """What the rewards pay for texts that a policy may find, in two lines; none if that takes long to try."""
+def reward_try_of(plan: Plan) -> list[str]:
+    """What the rewards pay for texts that a policy may find, in two lines; none unless all are rules of rlft's own."""
     prompts = plan.scored_prompts
     if prompts is None:
         return []
@@ -345,7 +345,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             for lengths in planned.lengths
         ],
         "rewards": [_cut_texts(asdict(trial)) for trial in planned.trials],
-        "attack": [cut(line) for line in planned.attack],
+        "reward_try": [cut(line) for line in planned.reward_try],
         "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
         "disk": [
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
@@ -374,7 +374,7 @@ def print_plan(planned: Planned) -> None:
         print_lengths(terminal, lengths)
     if planned.trials:
         print_trials(terminal, planned.trials)
-    for line in planned.attack:
+    for line in planned.reward_try:
         print_line(terminal, visible(line))
     if planned.conversation is not None:
         print_conversation(terminal, planned.conversation)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,7 +26,7 @@ usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory
 
 Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
 which key to change where it does not, how long the data are, what every reward says of right and wrong answers, and in
-two lines what rlft reward try finds.
+two lines what rlft reward try finds where all rewards are rules of rlft's own.
 Whatever the run itself would refuse is refused here.
 
   <command>       of the run: by default the recipe's, else train
@@ -44,18 +46,19 @@ def command(arguments: list[str]) -> int:
     """Prints the plan of this config's run; returns 0 if the run fits and its rewards can be computed, else 1."""
     words = [word for word in arguments if word != "--json"]
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
-    parsed = only_overrides(words, command)
+    parsed = only_overrides(words, command, ("device_memory", "price"))
     overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "price="))]
     price = read_price(parsed.value("price"))
-    run = compose_run(overrides, parsed.config_dir, command)
-    plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
-    memory = None if device_memory is None else read_bytes(device_memory)
-    resolved = resolve(plain, command)
-    import_libraries()
-    from rlft.commands import plan
-    from rlft.plan.sizes import note_of_disk
+    with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
+        run = compose_run(overrides, parsed.config_dir, command)
+        plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
+        memory = None if device_memory is None else read_bytes(device_memory)
+        resolved = resolve(plain, command)
+        import_libraries()
+        from rlft.commands import plan
+        from rlft.plan.sizes import note_of_disk
 
-    planned = replace(plan.plan_of(resolved, memory), price=price)
+        planned = replace(plan.plan_of(resolved, memory), price=price)
     if disk_note := note_of_disk(planned.disk, run.folder):
         planned = replace(planned, notes=[*planned.notes, disk_note])
     if "--json" in arguments:

@@ -35,8 +35,8 @@ def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments
     """
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
-    parsed = only_overrides(arguments)
     not_config_keys = ("run", "checkpoint", *words)
+    parsed = only_overrides(arguments, own=not_config_keys)
     run_name = parsed.value("run") or parsed.value("checkpoint")
     is_empty = not run_name and any(o.partition("=")[0] in ("run", "checkpoint") for o in parsed.overrides)
     require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +15,15 @@ from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.terminal import say
-from rlft.types import Prompt, UserError, counted, require
+from rlft.types import Prompt, counted, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rlft.config.schema import RunConfig
-    from rlft.reward.verdicts import Row, Tried
+    from rlft.reward.verdicts import Tried
     from rlft.reward.workers.reward_spec import RewardSpec
 
 USAGE = """\
@@ -31,82 +35,76 @@ endless and repeated texts, other languages, the prompt echoed, injections for j
 special tokens. It prints what gets which score, the cheapest text with the full reward, how long the rewards take, and
 what that says about their weights.
 
-  rows     rows of the data that are tried; each is some 150 texts, which a judge or a server of your own scores as well
+  rows     rows of the data that are tried; each is a few hundred texts, also for judges and servers of your own
   --json   one JSON object with every text and score, for scripts
 
-A row is ok, limit (to be known), wrong or skipped. The exit code is 1 if one is wrong, else 0.
+A row is ok, slow, limit (to be known), wrong or skipped (not tried). The exit code is 1 if one is wrong, else 0.
 
   rlft reward try +recipe=grpo_arithmetic
   rlft reward try --config-dir mine +recipe=grpo_gsm8k reward=[mine,format]"""
 
-ROWS = 4
-LIMIT_S = 60.0
-"""Seconds for each reward."""
-STYLES = {"ok": "green", "limit": "yellow", "wrong": "red", "skipped": "dim"}
-COMMAND = "train"
+TASK, COMMAND, ROWS = "try", "train", 4
 
 
 def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something is wrong, else 0."""
-    task, *words = arguments or [""]
-    require(task == "try", "reward", "has no such task", got=task or None, remedy="write rlft reward try")
-    words = [word for word in words if word != "--json"]
-    check_recipe(words)
-    parsed = only_overrides(words, COMMAND)
-    overrides = [o for o in parsed.overrides if not o.startswith("rows=")]
+    check_task(arguments[:1])
+    words = [word for word in arguments[1:] if word != "--json"]
+    check_recipe(words, "rlft reward try reward=[<reward>]")
+    parsed = only_overrides(words, COMMAND, ("rows",))
     num_rows = rows_of(parsed.value("rows"))
-    run = compose_run(overrides, parsed.config_dir, COMMAND)
-    config: RunConfig = resolve(with_named_runs(run.plain), COMMAND).config
-    rewards = tried_rewards(config)
-    interrupt.set_interrupt_message("nothing was changed")
-    prompts, tried = attack(config, rewards, num_rows)
-    rows = [*left_out(config, rewards), *tried.rows(config.completions_per_step, config.scoring.workers)]
+    overrides = [o for o in parsed.overrides if not o.startswith("rows=")]
+    with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
+        run = compose_run(overrides, parsed.config_dir, COMMAND)
+        config: RunConfig = resolve(with_named_runs(run.plain), COMMAND).config
+        rewards = specs_of(config)
+        interrupt.set_interrupt_message("nothing was changed")
+        prompts, tried = try_rewards(config, rewards, num_rows)
+    rows = tried.rows(config.completions_per_step, config.scoring.workers)
     if "--json" in arguments:
         print(json.dumps(as_dict(tried, rows), indent=1))
     else:
         print_scores(tried, len(prompts))
-        print_rows(rows, STYLES)
-    return 1 if any(row.status == "wrong" for row in rows) else 0
+        print_rows(rows)
+    return 1 if any(row.status is Status.wrong for row in rows) else 0
+
+
+def check_task(words: Sequence[str]) -> None:
+    """Requires the word `try` after `rlft reward`."""
+    is_word = bool(words) and "=" not in words[0] and not words[0].startswith("-")
+    require(is_word, "reward", "needs a word for what to do", remedy=f"write rlft reward {TASK}")
+    close = difflib.get_close_matches(words[0], [TASK], n=1)
+    remedy = f"did you mean rlft reward {TASK}?" if close else f"use rlft reward {TASK}"
+    require(words[0] == TASK, words[0], "there is no such command", remedy=remedy)
 
 
 def rows_of(text: str | None) -> int:
     """The number of rows to try. UserError if it is none."""
-    if text is None:
-        return ROWS
-    is_number = text.isascii() and text.isdigit() and int(text) > 0
+    is_number = text is None or (text.isascii() and text.isdigit() and int(text) > 0)
     require(is_number, "rows", "must be a number of rows of the data, at least 1", got=text, remedy=f"try rows={ROWS}")
-    return int(text)
+    return ROWS if text is None else int(text)
 
 
-def tried_rewards(config: RunConfig) -> dict[str, RewardSpec]:
-    """The rewards that can be tried. UserError if there is none, or if completions are conversations."""
+def specs_of(config: RunConfig) -> dict[str, RewardSpec]:
+    """The run's rewards. UserError if none can be tried, or if completions are conversations."""
     from rlft.reward.workers.reward_spec import specs
 
     problem = "holds conversations, and single completions are tried here"
     remedy = "leave it out with environment=null, or see one conversation scored with rlft plan"
-    require(
-        not config.environment, "environment", problem, got=(config.environment or {}).get("_target_"), remedy=remedy
-    )
-    rewards = {name: spec for name, spec in specs(config.reward).items() if not spec.runs_in_trainer}
-    if not rewards:
-        problem = "has none that can be tried without weights"
-        raise UserError("reward", problem, got=list(config.reward), remedy="choose one, such as reward=[exact_match]")
+    got = (config.environment or {}).get("_target_")
+    require(not config.environment, "environment", problem, got=got, remedy=remedy)
+    rewards, problem = specs(config.reward), "has none that can be tried without weights"
+    can_be_tried = not all(spec.runs_in_trainer for spec in rewards.values())
+    require(can_be_tried, "reward", problem, got=[*rewards], remedy="choose one, such as reward=[exact_match]")
     return rewards
 
 
-def left_out(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Row]:
-    from rlft.reward.verdicts import Row, Verdict
-
-    value = "needs weights, and is not part of the sums below"
-    return [Row(name=name, status=Verdict.skipped, value=value) for name in config.reward if name not in rewards]
-
-
-def attack(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
+def try_rewards(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
     """The rows of the data that were tried, and what came of it."""
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
     from rlft.model.backbone import ends_of, load_tokenizer
-    from rlft.plan.attack import Range
+    from rlft.plan.reward_try import RewardTester
     from rlft.plan.scoring_rules import check_metadata, prompt_additions
     from rlft.plan.trials import check_servers
     from rlft.reward.workers.reward_spec import check_with_rewards
@@ -123,19 +121,19 @@ def attack(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: int) 
     check_servers(rewards, prompts[0])
     for note in check_with_rewards(rewards, prompts):
         say(f"note: {note}")
-    return prompts, Range.of(config, rewards, tokenizer, ends, LIMIT_S).try_all(prompts)
+    return prompts, RewardTester(config, rewards, tokenizer, ends).try_all(prompts)
 
 
-def as_dict(tried: Tried, rows: Sequence[Row]) -> dict[str, Any]:
+def as_dict(tried: Tried, rows: Sequence[CheckRow]) -> dict[str, Any]:
     """What was tried and found, as values for JSON."""
     return {
-        "sound": all(row.status != "wrong" for row in rows),
+        "sound": all(row.status is not Status.wrong for row in rows),
         "rows": [asdict(row) for row in rows],
         "summary": tried.summary(),
         "form": tried.form,
         "weights": dict(tried.weights),
         "cheapest": tried.cheapest and asdict(tried.cheapest),
-        "texts": [asdict(shot) | {"total": shot.total(tried.weights)} for shot in tried.shots],
+        "texts": [asdict(text) | {"total": text.total(tried.weights)} for text in tried.texts],
     }
 
 

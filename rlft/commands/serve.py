@@ -76,14 +76,10 @@ def read_config(words: list[str]) -> ServeConfig:
     return from_mapping(ServeConfig, values, SECTION)
 
 
-def check_keys_are_read(words: Sequence[str]) -> None:
-    """Refuses a key of `serve` without its section, and a key of an environment."""
-    names = {field.name for field in fields(ServeConfig)} - {"name"}  # a run has a name, too
+def check_environment(words: Sequence[str]) -> None:
+    """Refuses a key of an environment."""
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
-        if key in names:
-            remedy = f"did you mean {SECTION}.{key}?"
-            raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
         if key.partition(".")[0] == "environment":
             problem = "is not read by rlft serve, whose clients bring their own environment"
             remedy = f"leave it out; the keys of this command begin with {SECTION}."
@@ -92,9 +88,10 @@ def check_keys_are_read(words: Sequence[str]) -> None:
 
 def command(arguments: list[str]) -> None:
     serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
-    check_keys_are_read(arguments)
+    check_environment(arguments)
     others = [word for word in arguments if word not in serve_words]
-    _, source, plain = sampled_by(others, "there is no model to serve")
+    own = [f"{SECTION}.{field.name}" for field in fields(ServeConfig)]
+    _, source, plain = sampled_by(others, "there is no model to serve", own)
     keys = read_config(serve_words)
     resolved = read(with_named_runs(plain))
     check_installed(SECTION)

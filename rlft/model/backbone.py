@@ -121,9 +121,10 @@ def load_tokenizer(config: ModelConfig, variables: Mapping[str, Any] | None = No
         UserError: it cannot be read, loses characters of a sentence, or has tokens that the model has not; or its
             template does not read a variable.
     """
+    rows = read_config(config).get_text_config().vocab_size  # first: it says what to do where the hub does not answer
     tokenizer = _read_tokenizer(config)
     check_sentence(tokenizer, config.path)
-    check_embedding(tokenizer, read_config(config).get_text_config().vocab_size, config.path)
+    check_embedding(tokenizer, rows, config.path)
     return with_variables(tokenizer, variables or {})
 
 

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_one_test import each
+from run_processes import Nursery
 
 from rlft import cli
 from rlft.commands import reward
+from rlft.config import catalog
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.model import backbone
+from rlft.plan import reward_try
+from rlft.system.check_rows import Status
 
+NOT_TRIED = {
+    *("grpo_gsm8k", "gspo_gsm8k", "ppo_gsm8k", "grpo_smollm2_sums"),  # need the hub
+    *("grpo_calculator", "ppo_calculator", "grpo_whom_to_ask"),  # hold conversations
+    *("opd_arithmetic", "r1_final_arithmetic", "rlhf_ppo_arithmetic"),  # need what another run has trained
+}
 WORDS = ("reward", "try", "+recipe=grpo_arithmetic", "rows=2")
 MINE = """\
 mine:
@@ -55,21 +68,55 @@ def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["rows"]}
     assert not found["sound"]
-    assert rows["learned"]["status"] == "skipped"
+    assert rows["learned"]["status"] == rows["weights"]["status"] == "skipped"
     assert rows["mine: failures"]["status"] == "wrong"
     assert "nothing said: empty" in rows["mine: failures"]["value"]
     assert "IndexError" in rows["mine: failures"]["value"]
-    assert rows["mine: prompt echoed"]["value"].startswith("accepted: alone (0.5)")
+    assert rows["mine: prompt echoed"]["value"].startswith("paid like an answer, or more: alone (0.5)")
     assert rows["exact_match: refused"]["status"] == "ok"
     empty = next(text for text in found["texts"] if text["kind"] == "empty")
     assert (empty["scores"], empty["total"]) == ({"exact_match": 0.0, "mine": None}, None)
 
 
+PRINTING = """\
+import os
+
+print("imported")
+
+
+class Loud:
+    def __init__(self):
+        print("built")
+
+    def __call__(self, group):
+        print("called")
+        os.write(1, b"called")
+        return [float(rollout.completion.text == group.prompt.answer) for rollout in group.rollouts]
+"""
+
+
+@each("words", [["reward", "try", "rows=1"], ["plan"]], ids=["try", "plan"])
+def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
+    words: list[str], tmp_path: Path, forks: Nursery
+) -> None:
+    (tmp_path / "reward").mkdir(exist_ok=True)
+    (tmp_path / "reward" / "loud.yaml").write_text("loud:\n  _target_: loud.Loud\n  weight: 1.0\n")
+    (tmp_path / "loud.py").write_text(PRINTING)
+    words = [*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(tmp_path), "reward=[loud]"]
+    done = forks.run(*words, cwd=tmp_path)
+    assert json.loads(done.out)["rows" if words[0] == "reward" else "rewards"]
+    for printed in ("imported", "built", "called"):
+        assert printed in done.err
+
+
 @each(
     ("words", "message"),
     [
-        (["reward"], "reward: has no such task; write rlft reward try"),
-        (["reward", "tries"], "reward: has no such task, got tries; write rlft reward try"),
+        (["reward"], "reward: needs a word for what to do; write rlft reward try"),
+        (["reward", "+recipe=grpo_arithmetic"], "reward: needs a word for what to do; write rlft reward try"),
+        (["reward", "tri"], "tri: there is no such command; did you mean rlft reward try?"),
+        (["reward", "score"], "score: there is no such command; use rlft reward try"),
+        ([*WORDS[:3], "row=4"], "row: there is no such key, got 4; did you mean rows?"),
         ([*WORDS[:3], "rows=0"], "rows: must be a number of rows of the data, at least 1, got 0; try rows=4"),
         ([*WORDS[:3], "rows=all"], "rows: must be a number of rows of the data, at least 1, got all; try rows=4"),
         ([*WORDS[:2], "+recipe=sft_arithmetic"], "+recipe: is for rlft sft, and a run of rlft train is tried"),
@@ -85,15 +132,37 @@ def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(
 def test_a_wrong_word_is_refused_in_one_line(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reward, "attack", lambda *args: pytest.fail("something was tried"))
+    monkeypatch.setattr(reward, "try_rewards", lambda *args: pytest.fail("something was tried"))
     assert cli.run(words) == 2
     told = capsys.readouterr()
     assert told.err.startswith(f"rlft: {message}")
     assert (told.out, told.err.count("\n")) == ("", 1)
 
 
+def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backbone, "hub_answers", lambda: False)
+    assert cli.run([*WORDS, "model.path=no/such"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.path: the model cannot be read (")
+    assert "connect to the network, or use local copies: model.path=<folder>, and for the data data.path=" in told
+
+
+@pytest.mark.slow
+@each("recipe", [name for name in catalog.choices("recipe") if catalog.command_of(name) == "train"])
+def test_the_rewards_of_a_recipe_have_no_fault(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_process = partial(reward_try.RewardTester, is_isolated=False)
+    monkeypatch.setattr(reward_try, "RewardTester", in_process)
+    config: Any = resolve(compose([f"+recipe={recipe}"]), "train").config
+    if recipe not in NOT_TRIED:
+        _, tried = reward.try_rewards(config, reward.specs_of(config), 1)
+        wrong = [row for row in tried.rows(config.completions_per_step, 2) if row.status is Status.wrong]
+        assert wrong == []
+
+
 def test_a_plan_says_in_two_lines_what_the_rewards_pay_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "+recipe=grpo_arithmetic", "--json"]) == 0
-    accepted, cheapest = json.loads(capsys.readouterr().out)["attack"]
+    accepted, cheapest = json.loads(capsys.readouterr().out)["reward_try"]
     assert accepted.endswith("wrong texts accepted: none")
     assert "<think>-</think><answer>41</answer>" in cheapest

@@ -56,6 +56,14 @@ def test_the_command_line_names_the_key_that_a_peers_name_means(name: str, capsy
 
 SAID = [
     ("train lr=1e-5", "lr", "did you mean trainer.lr?"),
+    ("reward try row=4", "row", "did you mean rows?"),
+    ("reward try lr=1", "lr", "did you mean trainer.lr?"),
+    ("plan device_mem=1GiB", "device_mem", "did you mean device_memory?"),
+    ("serve model.path=m prot=1", "prot", "did you mean serve.port?"),
+    ("chat model.path=m rwa=true", "rwa", "did you mean raw?"),
+    ("chat model.path=m temperature=0", "temperature", "did you mean generation.temperature?"),
+    ("eval rnu=x", "rnu", "did you mean run?"),
+    ("eval chekpoint=x", "chekpoint", "did you mean checkpoint?"),
     ("train +lr=1e-5", "lr", "got 1e-05; did you mean trainer.lr?"),
     ("train --lr 1e-5", "command line", "got --lr; keys have no dashes; did you mean trainer.lr=1e-5?"),
     ("train --learning_rate=1e-5", "command line", "did you mean trainer.lr=1e-5?"),

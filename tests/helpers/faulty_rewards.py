@@ -48,11 +48,6 @@ def crashes(text: str, gold: str, question: str) -> float:
     return float(text.split()[-1] == gold)
 
 
-def sleeps(text: str, gold: str, question: str) -> float:
-    time.sleep(0.15)
-    return sound(text, gold, question)
-
-
 def hangs(text: str, gold: str, question: str) -> float:
     while len(text) > 400:
         time.sleep(0.01)
@@ -104,7 +99,6 @@ FAULTY: dict[str, tuple[Any, str, str]] = {
         reward(lambda t, gold, q: float(t.count("<answer>") == 1 and tagged(t) == gold)),
         "the answer only in the reasoning", "and no answer",
     ),
-    "sleeps": (reward(sleeps), "seconds", "for a step"),
     "hangs on long texts": (reward(hangs), "failures", "exceeded its time limit"),
     "rewards length": (reward(lambda t, gold, q: sound(t, gold, q) + len(t) / 1000), "more words", "the more words"),
     "length alone": (reward(lambda t, gold, q: len(t) / 1000), "more words", "the more words"),

@@ -30,7 +30,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(data_prompts, "_tokenise", once(data_prompts._tokenise, of_tokens))
     patch.setattr(trials, "_scored", once(trials._scored, of_scores))
     patch.setattr(plan, "try_rewards", once(plan.try_rewards, of_trials))
-    patch.setattr(plan, "brief_summary", once(plan.brief_summary, of_attacks))
+    patch.setattr(plan, "brief_summary", once(plan.brief_summary, of_reward_try))
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def of_trials(rewards: Any, prompts: Any, tokenizer: Any, sampling: Any, ends: A
     return tokenizer.backend_tokenizer.to_str(), repr((rewards, contents, sampling, ends, timeout_s))
 
 
-def of_attacks(config: Any, rewards: Any, prompts: Any, tokenizer: Any, ends: Any) -> Any:
+def of_reward_try(config: Any, rewards: Any, prompts: Any, tokenizer: Any, ends: Any) -> Any:
     scoring = config.scoring.timeout, config.scoring.on_error, config.environment
     known = of_trials(rewards, prompts, tokenizer, config.generation.sampling, ends, config.scoring.timeout)
     return known and (known, repr(scoring))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Status, Subject, run_checks
+from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
@@ -19,6 +20,7 @@ from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging
 from rlft.system.locks import owned_folder
 from rlft.system.terminal import say
@@ -62,7 +64,7 @@ CHECKS = (
 )
 """The time limits of `versions` and `kernels` include the start of a process, which imports torch."""
 
-STYLES = {Status.ok: "green", Status.slow: "yellow", Status.wrong: "red", Status.skipped: "dim"}
+STYLES = {Status.ok: "green", Status.slow: "yellow", Status.limit: "yellow", Status.wrong: "red", Status.skipped: "dim"}
 COMMAND = "train"
 OWN = (
     "data=jsonl",
@@ -81,11 +83,12 @@ OWN = (
 def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something is wrong, else 0."""
     words = [word for word in arguments if word != "--json"]
-    check_recipe(words)
+    check_recipe(words, "rlft doctor model.path=<model>")
     parsed = only_overrides(words, COMMAND)
     run = compose_run(parsed.overrides, parsed.config_dir, COMMAND)
     plain = with_named_runs(run.plain)
-    resolve(plain, COMMAND)
+    with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
+        resolve(plain, COMMAND)
     return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)
 
 
@@ -110,11 +113,11 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
     return 0 if works else 1
 
 
-def check_recipe(words: Sequence[str]) -> None:
+def check_recipe(words: Sequence[str], example: str) -> None:
     """Refuses a recipe of another command, whose runs have other parts than those that the checks try."""
     for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
         if name in catalog.choices("recipe") and (command := catalog.command_of(name)) != COMMAND:
-            remedy = f"give the keys that matter, as in rlft doctor model.path=<model>, or a recipe of rlft {COMMAND}"
+            remedy = f"give the keys that matter, as in {example}, or a recipe of rlft {COMMAND}"
             problem = f"is for rlft {command}, and a run of rlft {COMMAND} is tried"
             raise UserError("+recipe", problem, got=name, remedy=remedy)
 
@@ -129,11 +132,8 @@ def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Setti
     return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)
 
 
-def print_rows(rows: Sequence[Any], styles: Mapping[Any, str] = STYLES) -> None:
-    """Prints every row (name, status, value, remedy) with its remedy below it, and how many rows have each status.
-
-    styles: the colour of each status, of which one is `wrong`.
-    """
+def print_rows(rows: Sequence[CheckRow]) -> None:
+    """Prints every row with its remedy below it, and how many rows have each status."""
     from rich.table import Table
     from rich.text import Text
 
@@ -148,9 +148,9 @@ def print_rows(rows: Sequence[Any], styles: Mapping[Any, str] = STYLES) -> None:
         text = Text(visible(row.value))
         if row.remedy:
             text.append(f"\n-> {visible(row.remedy)}", style="bold")
-        table.add_row(Text(row.name), Text(str(row.status), style=styles[row.status]), text)
+        table.add_row(Text(row.name), Text(str(row.status), style=STYLES[row.status]), text)
     terminal.print(table)
-    counts = {status: sum(row.status == status for row in rows) for status in styles}
+    counts = {status: sum(row.status == status for row in rows) for status in STYLES}
     counts_text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     terminal.print()
-    terminal.print(Text(counts_text, style=styles["wrong" if counts["wrong"] else "ok"]))
+    terminal.print(Text(counts_text, style=STYLES[Status.wrong if counts[Status.wrong] else Status.ok]))

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from rlft.batch import select
 from rlft.commands.doctor.steps import with_noise
-from rlft.commands.doctor.supervise import CheckRow, NotReadyError, Status, judged
+from rlft.commands.doctor.supervise import NotReadyError, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import KernelChoice
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.selection import decide
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.sizes import sizes_of
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import free_bytes
 from rlft.types import Batch
 

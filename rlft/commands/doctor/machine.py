@@ -21,9 +21,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from rlft.commands.doctor.supervise import CheckRow, Status, judged
+from rlft.commands.doctor.supervise import judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import resolve_path
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import OLDEST_WITH_BFLOAT16
 from rlft.system.disk import room, size_text
 from rlft.system.hub import hub_answers

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.commands.doctor.supervise import CheckRow, Status, judged
+from rlft.commands.doctor.supervise import judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.commands.doctor.work import Shape, step_flops
 from rlft.generation.adapter_files import memory_folder
@@ -25,6 +25,7 @@ from rlft.model.roles import POLICY, Roles
 from rlft.plan.fit import in_words
 from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import total_bytes
 
 SCORED_SEQUENCES, SCORED_TOKENS = 4, 64

@@ -11,13 +11,13 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from rlft.generation.adapter_files import memory_folder, remove_abandoned
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging, one_line
 from rlft.system.process.child import Child, Ended, function_of, wait_for
 from rlft.system.process.member import last_lines
@@ -30,32 +30,6 @@ MAX_SHOWN_CHARS = 300
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-class Status(StrEnum):
-    """The verdict of a row. `slow` works, but wastes time or leaves something unused; `skipped` could not be run."""
-
-    ok = "ok"
-    slow = "slow"
-    wrong = "wrong"
-    skipped = "skipped"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """A row of the table.
-
-    Attributes:
-        value: what was measured, in words; in a skipped row, the reason.
-        remedy: what to do; empty if the row is ok.
-        numbers: {name: measured number}, with the unit in the name.
-    """
-
-    name: str
-    status: Status
-    value: str
-    remedy: str = ""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-
-
 class NotReadyError(RuntimeError):
     """Something that a check needs is missing, because an earlier check failed; the message is the reason."""
 

@@ -20,7 +20,7 @@ from rlft.commands.export import model_card, push
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import of_a_run
 from rlft.config import compose as configs
-from rlft.config.choices import choice_remedy, closest
+from rlft.config.choices import choice_remedy
 from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
 from rlft.logger.jsonl import encode
@@ -71,9 +71,7 @@ def command(arguments: list[str]) -> None:
     if source is None:
         raise UserError("run", "is missing: there is nothing to export", remedy="write run=runs/<name>/<time>")
     for key in (o.partition("=")[0] for o in changes if not o.startswith("model.")):
-        close = closest(key, words)
-        remedy = f"did you mean {close}={parsed.value(key)}?" if close else "leave it out"
-        raise UserError(key, "changes nothing of what was trained", remedy=remedy)
+        raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
     config = configs.changed(source.config, changes, parsed.config_dir, source.config["command"])
     out, kind, dtype = (parsed.value(word) for word in WORDS)
     target = push.read_target(*(parsed.value(word) for word in PUSH_WORDS))

@@ -201,7 +201,7 @@ def _try_build(spec: RewardSpec, key: str) -> None:
         built = spec.build()
     except UserError as error:
         raise _below(key, error) from None
-    except Exception as error:  # the constructor is the reward's own code
+    except (Exception, SystemExit) as error:  # the constructor is the reward's own code
         cause = f"{type(error).__name__}: {error}"
         raise UserError(key, f"{spec.target} cannot be built ({cause})", remedy="check its keys") from error
     problem = "builds something that is not callable"

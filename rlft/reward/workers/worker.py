@@ -303,7 +303,7 @@ def _load(spec: RewardSpec) -> Loaded | Failure:
             start()
         largest = MAX_SCORE / (abs(spec.weight) or 1.0)
         return Loaded(reward=reward, scores_steps=spec.scores_steps, largest=largest)
-    except Exception as error:  # it is reported with the first group, so the worker must not die of it
+    except (Exception, SystemExit) as error:  # it is reported with the first group: the worker must not die of it
         problem = f"could not be started in its worker: {type(error).__name__}: {error}"[:MAX_PROBLEM]
         return Failure(cause=Cause.not_built, problem=problem, traceback=traceback_text())
 

@@ -321,7 +321,12 @@ def main() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Calls the child's function, until the parent closes its end of the connection or dies; then ends the process."""
+    """Calls the child's function, until the parent closes its end of the connection or dies; then ends the process.
+
+    What it prints goes to its standard error: the parent's standard output is for the parent's own results.
+    """
+    with contextlib.suppress(OSError):  # the parent has no standard error
+        os.dup2(2, 1)
     signals.outlive()
     os.setpgid(0, 0)
     with contextlib.suppress(EOFError, ConnectionError):

@@ -1,0 +1,372 @@
+"""Tries rewards on texts that a policy may find (`rlft.reward.attacks`), for rows of the run's own data.
+
+Completions are scored alone, one after the other, with the run's time limit, so that each has its own time and its own
+failure. First comes the form in which each reward pays most for the reference answer; then all texts in that form, row
+by row, as far as the time allows. No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from rlft.config.schema import SamplingRoot
+from rlft.generation.stops import shown_texts
+from rlft.plan.trials import as_sampled
+from rlft.reward.answer import AnswerKeys
+from rlft.reward.attacks import Aim, Attack, Family, Form, another_answer, attacks, filler, forms
+from rlft.reward.code import Code
+from rlft.reward.http import ServerKeys
+from rlft.reward.verdicts import AGAIN, EPS, SIBLINGS, ScoredText, Tried, rows_in_all_forms
+from rlft.reward.workers.pool import InProcess, RewardError, WorkerPool
+from rlft.reward.workers.reward_spec import RewardSpec
+from rlft.reward.workers.scorer import with_tail
+from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
+from rlft.tokens.ends import special_tokens
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, StepScores, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.tokens.ends import TurnEnds
+
+LIMIT_S = 60.0
+"""Seconds for each reward."""
+FOR_FORMS = 0.5
+"""The part of them after which no further row is scored in all forms."""
+MAX_TIME_LIMITS = 2
+"""After so many completions on which a reward exceeds its time limit it is tried no further."""
+NUM_TWICE = 12
+"""About so many texts, and the gold answer in each form, are scored again, and as siblings."""
+NUM_WORDS = 50
+"""Words of which the tokens are counted."""
+MAX_CHARS = 12
+"""Of a token, about: no more of an endless text is tokenised than a completion may hold."""
+MAX_REDUCED = 200
+"""Characters of the longest text that is made shorter: each of them is a try."""
+
+
+def brief_summary(
+    config: SamplingRoot,
+    rewards: Mapping[str, RewardSpec],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
+) -> list[str]:
+    """What `rlft plan` says of these rewards: nothing, unless all are rules of rlft's own, which have no side effects.
+
+    So a reward of the user's own, a server, a program or a reward with weights is called by `rlft reward try` alone.
+    """
+    is_rule = [
+        spec.target.startswith("rlft.") and not spec.runs_in_trainer and not isinstance(spec.build(), ServerKeys | Code)
+        for spec in rewards.values()
+    ]
+    if not is_rule or not all(is_rule) or config.environment or not all(prompt.answer.strip() for prompt in prompts):
+        return []
+    return RewardTester(config, rewards, tokenizer, ends, is_isolated=False).try_all(prompts).summary()
+
+
+@dataclass(slots=True)
+class RewardTester:
+    """Tries the rewards of a run.
+
+    Attributes:
+        rewards: all of them; those that need weights are left out.
+        limit_s: seconds that each reward may take for all texts; those that are left over have no scores by it. A
+            reward that sends several requests at once may take so many times as long: here it sends one.
+        is_isolated: whether rewards run in a process of their own.
+    """
+
+    config: SamplingRoot
+    rewards: Mapping[str, RewardSpec]
+    tokenizer: PreTrainedTokenizerBase
+    ends: TurnEnds
+    limit_s: float = LIMIT_S
+    is_isolated: bool = True
+    _run: Callable[..., Iterator[tuple[Task, Reply]]] = field(init=False)
+    _left_s: dict[str, float] = field(init=False)
+    _hangs: dict[str, int] = field(init=False)
+    _late: set[str] = field(default_factory=set)
+    _left_out: dict[str, str] = field(default_factory=dict)
+
+    def try_all(self, prompts: Sequence[Prompt]) -> Tried:
+        """Scores of all texts for these prompts. UserError: the workers that score cannot be started."""
+        self._left_out = {name: "needs weights" for name, spec in self.rewards.items() if spec.runs_in_trainer}
+        specs = tuple(spec for name, spec in self.rewards.items() if name not in self._left_out)
+        timeout_s = self.config.scoring.timeout
+        try:
+            with closing(WorkerPool(specs, 1, timeout_s) if self.is_isolated else InProcess(specs, timeout_s)) as pool:
+                self._run = pool.run
+                return self._try_all(prompts)
+        except RewardError as error:
+            raise UserError("reward", str(error), remedy="mend the reward") from error
+
+    def _try_all(self, prompts: Sequence[Prompt]) -> Tried:
+        built = {name: spec.build() for name, spec in self.rewards.items()}
+        at_once = {name: each.concurrency for name, each in built.items() if isinstance(each, ServerKeys)}
+        self._left_s = {name: self.limit_s * at_once.get(name, 1) for name in self.rewards}
+        self._hangs = dict.fromkeys(self.rewards, 0)
+        weights = {name: spec.weight for name, spec in self.rewards.items()}
+        known = forms(own_forms(self.rewards))
+        self._find_those_of_groups(prompts)
+        texts: list[ScoredText] = []
+        for prompt in prompts:
+            texts += self._in_forms(prompt, prompts, known, is_first=prompt is prompts[0])
+        tried = [name for name in self.rewards if name not in self._left_out]
+        best = {name: best_form(texts, known, {name: weights[name] or 1.0}) for name in tried}
+        total = best_form(texts, known, weights)
+        for prompt in prompts:
+            for form in {form.name: form for form in (total, *best.values()) if form}.values():
+                texts += self._score(prompt, form.name, self._attacks(prompt, prompts, form))
+        again = self._again(prompts[0], [text for text in texts if text.prompt == prompts[0].id])
+        main = next(iter(weights))
+        if again["differing"].get(main) == SIBLINGS and len({text.scores.get(main) for text in texts}) == 1:
+            self._left_out[main] = "compares siblings, and texts are tried one by one: alone, each gets the same"
+        cheapest = None if total is None else cheapest_of(texts, weights, total.name)
+        if cheapest is not None:
+            prompt = next(prompt for prompt in prompts if prompt.id == cheapest.prompt)
+            cheapest = self._reduced(prompt, cheapest, weights)
+        return Tried(
+            texts=tuple(texts),
+            weights=weights,
+            form=total.name if total else "",
+            forms={name: form.name if form else "" for name, form in best.items()},
+            left_out=self._left_out,
+            stopped={name: self._why(name) for name in tried if any(name not in text.scores for text in texts)},
+            at_once=at_once,
+            cheapest=cheapest,
+            **again,
+        )
+
+    def _find_those_of_groups(self, prompts: Sequence[Prompt]) -> None:
+        """Leaves out rewards that score siblings and fail on a completion alone. The worker starts here, untimed."""
+        prompt = prompts[0]
+        texts = [prompt.answer, another_answer([prompt.answer], [other.answer for other in prompts])]
+        completions = self._completions(prompt, texts)
+        for name in [name for name in self.rewards if name not in self._left_out]:
+            alone = [self._outcome(name, prompt, [completion]) for completion in completions]
+            failed = [outcome for outcome in alone if isinstance(outcome, Failure)]
+            fails_alone = len(failed) == len(alone) and failed[0].cause in (Cause.raised, Cause.invalid)
+            if fails_alone and isinstance(self._outcome(name, prompt, completions), list):
+                problem = failed[0].problem.rstrip(",")
+                self._left_out[name] = f"scores groups only, and texts are tried one by one: alone, one {problem}"
+
+    def _outcome(self, name: str, prompt: Prompt, completions: Sequence[Completion]) -> Outcome | None:
+        """What a reward makes of a group; None: a signal came meanwhile."""
+        [(_, reply)] = self._run([self._task(name, 0, prompt, completions)], lambda reply: False)
+        return reply.get(name)
+
+    def _task(self, name: str, key: int, prompt: Prompt, completions: Sequence[Completion]) -> Task:
+        rollouts = tuple(Rollout(prompt=prompt, completion=each, policy_version=0) for each in completions)
+        return with_tail(Task(key=key, group=Group(prompt=prompt, rollouts=rollouts), rewards=(name,)))
+
+    def _in_forms(
+        self, prompt: Prompt, prompts: Sequence[Prompt], known: Sequence[Form], *, is_first: bool
+    ) -> list[ScoredText]:
+        """The reference answer and another row's, in each form."""
+        if not prompt.answer.strip():
+            return []
+        aims = [self._aim(prompt, prompts, form) for form in known]
+        tries = [
+            Attack(family=family, kind=aim.form.name, text=aim.form(answer))
+            for aim in aims
+            for family, answer in ((Family.gold, aim.gold), (Family.wrong, aim.wrong))
+        ]
+        least_s = 0.0 if is_first else self.limit_s * FOR_FORMS
+        return [replace(text, form=text.kind) for text in self._score(prompt, "", tries, least_s)]
+
+    def _attacks(self, prompt: Prompt, prompts: Sequence[Prompt], form: Form) -> list[Attack]:
+        """All texts in this form, without spelled special tokens that the tokenizer takes for the tokens themselves."""
+
+        def can_be_said(text: str) -> bool:
+            try:
+                self._completions(prompt, [text])
+            except UserError:
+                return False
+            return True
+
+        found = attacks(self._aim(prompt, prompts, form))
+        return [attack for attack in found if attack.family is not Family.special or can_be_said(attack.text)]
+
+    def _aim(self, prompt: Prompt, prompts: Sequence[Prompt], form: Form) -> Aim:
+        golds = (prompt.answer.strip(), *prompt.other_answers)
+        per_word = max(1.0, len(self.tokenizer(filler(NUM_WORDS))["input_ids"]) / NUM_WORDS)
+        most = self.config.generation.sampling.max_tokens
+        few, many = (filler(max(2, int(most * part / per_word))) for part in (0.1, 0.4))
+        return Aim(
+            question=str(prompt.messages[-1]["content"]),
+            gold=golds[0],
+            others=golds[1:],
+            wrong=another_answer(golds, [other.answer.strip() for other in prompts]),
+            form=form,
+            rewards=tuple(self.rewards),
+            special=tuple(special_tokens(self.tokenizer)),
+            few=few,
+            many=many,
+        )
+
+    def _completions(self, prompt: Prompt, texts: Sequence[str]) -> list[Completion]:
+        """The texts as the policy would say them: none is longer than a completion may be."""
+        sampling = self.config.generation.sampling
+        most = sampling.max_tokens
+        said = as_sampled([(prompt, text[: MAX_CHARS * most]) for text in texts], self.tokenizer, sampling, self.ends)
+        for index, completion in enumerate(said):
+            if len(completion.token_ids) > most:
+                ids = tuple(completion.token_ids[:most])
+                [text] = shown_texts(self.tokenizer, [ids], [False], sampling, self.ends.ids)
+                said[index] = replace(completion, text=text, token_ids=ids, logprobs=(0.0,) * most,
+                                      finish_reason=FinishReason.length)  # fmt: skip
+        return said
+
+    def _score(self, prompt: Prompt, form: str, tries: Sequence[Attack], least_s: float = 0.0) -> list[ScoredText]:
+        completions = self._completions(prompt, [attack.text for attack in tries])
+        found: list[dict[str, Any]] = [{"scores": {}, "errors": {}, "seconds": {}} for _ in tries]
+        for name in self.rewards:
+            for index, outcome, seconds in self._by(name, prompt, completions, least_s):
+                score, error = self._settled(name, outcome)
+                found[index]["scores"][name], found[index]["seconds"][name] = score, seconds
+                if error:
+                    found[index]["errors"][name] = error
+                if tries[index].gives_gold and isinstance(outcome, Failure) and outcome.cause is Cause.time_limit:
+                    self._late.add(name)
+        return [
+            ScoredText(family=attack.family, kind=attack.kind, form=form, prompt=prompt.id, gold=prompt.answer,
+                       text=completion.text, tokens=len(completion.token_ids), **of_rewards)
+            for attack, completion, of_rewards in zip(tries, completions, found, strict=True)
+        ]  # fmt: skip
+
+    def _by(
+        self, name: str, prompt: Prompt, completions: Sequence[Completion], least_s: float = 0.0
+    ) -> Iterator[tuple[int, Outcome, float]]:
+        """(index of a completion, what came of it, seconds), each scored alone, while more than `least_s` are left."""
+        if name in self._left_out or self._left_s[name] <= least_s or self._hangs[name] >= MAX_TIME_LIMITS:
+            return
+        tasks = [self._task(name, key, prompt, [completion]) for key, completion in enumerate(completions)]
+        began = last = time.monotonic()
+
+        def enough(reply: Reply) -> bool:
+            outcome = reply.get(name)
+            self._hangs[name] += isinstance(outcome, Failure) and outcome.cause is Cause.time_limit
+            return self._left_s[name] <= time.monotonic() - began or self._hangs[name] >= MAX_TIME_LIMITS
+
+        for task, reply in self._run(tasks, enough):
+            now = time.monotonic()
+            if (outcome := reply.get(name)) is not None:
+                yield task.key, outcome, now - last
+            last = now
+        self._left_s[name] -= last - began
+
+    def _settled(self, name: str, outcome: Outcome) -> tuple[float | None, str]:
+        """(the first completion's score, or what a failure gives in the run; the error)."""
+        if isinstance(outcome, Failure):
+            own = self.rewards[name].on_error
+            on_error = self.config.scoring.on_error if own is None else own
+            stops = on_error == "stop" or outcome.cause is Cause.not_built
+            return (None if stops else float(on_error)), outcome.problem
+        return number(outcome[0]), ""
+
+    def _why(self, name: str) -> str:
+        """Why a reward has not scored all texts."""
+        if self._hangs[name] >= MAX_TIME_LIMITS:
+            return f"{MAX_TIME_LIMITS} texts took longer than scoring.timeout"
+        return f"its {self.limit_s:g} s were over"
+
+    def _again(self, prompt: Prompt, texts: Sequence[ScoredText]) -> dict[str, Any]:
+        """What `Tried` says of a few texts with different scores that are scored again: alone, and as a group."""
+        differing, noise, failed = {}, {}, {}
+        size = max(2, getattr(self.config, "group_size", NUM_TWICE))
+        for name in self.rewards:
+            scored = [text for text in texts if text.scores.get(name) is not None and name not in text.errors]
+            if not scored or self._hangs[name] >= MAX_TIME_LIMITS:
+                continue
+            golds = [text for text in scored if text.tries_form(Family.gold)]
+            chosen = [*golds, *scored[:: max(1, len(scored) // NUM_TWICE)]]
+            completions = self._completions(prompt, [text.text for text in chosen])
+            before = [text.scores[name] or 0.0 for text in chosen]
+            again = list(self._by(name, prompt, completions))
+            moved = [abs(number(o[0]) - before[index]) for index, o, _ in again if not isinstance(o, Failure)]
+            noise[name] = max(moved, default=0.0)
+            if len(moved) < len(again) or noise[name] > EPS:
+                differing[name] = AGAIN
+            group = list(islice(cycle(zip(completions, before, strict=True)), size))
+            outcome = self._outcome(name, prompt, [completion for completion, _ in group])
+            if isinstance(outcome, Failure):
+                failed[name] = outcome.problem
+                self._late |= {name} if outcome.cause is Cause.time_limit else set()
+            elif outcome is not None and name not in differing:
+                pairs = zip(outcome, group, strict=True)
+                if any(abs(number(score) - alone) > EPS for score, (_, alone) in pairs):
+                    differing[name] = SIBLINGS
+        return {"differing": differing, "noise": noise, "groups": failed, "late": frozenset(self._late)}
+
+    def _reduced(self, prompt: Prompt, cheapest: ScoredText, weights: Mapping[str, float]) -> ScoredText:
+        """The text, without what can be left out of it while its total stays."""
+        full = cheapest.total(weights)
+        size = len(cheapest.text) // 2 if len(cheapest.text) <= MAX_REDUCED and full is not None else 0
+        while size:
+            start = 0
+            while start < len(cheapest.text):
+                text = cheapest.text[:start] + cheapest.text[start + size :]
+                attack = Attack(family=cheapest.family, kind=cheapest.kind, text=text)
+                [tried] = self._score(prompt, cheapest.form, [attack])
+                total = tried.total(weights)
+                if total is not None and full is not None and total >= full - EPS and tried.tokens <= cheapest.tokens:
+                    cheapest = tried
+                else:
+                    start += size
+            size //= 2
+        return cheapest
+
+
+def own_forms(rewards: Mapping[str, RewardSpec]) -> list[Form]:
+    """The forms that these rewards' keys ask for."""
+    found = []
+    for name, spec in rewards.items():
+        reward, tags = spec.build(), spec.kwargs.get("tags")
+        if isinstance(reward, AnswerKeys) and (template := reward.written("{}")) is not None:
+            found.append(Form(name=f"as {name} reads it", template=template))
+        if isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 1:
+            first, *others, last = map(str, tags)
+            template = "".join(f"<{tag}>-</{tag}>" for tag in others) + f"<{last}>{{}}</{last}>"
+            found.append(Form(name=f"in the tags of {name}", template=template, thinks=first))
+    return found
+
+
+def best_form(texts: Sequence[ScoredText], known: Sequence[Form], weights: Mapping[str, float]) -> Form | None:
+    """The form in which the weighted sum for reference answers is highest, the shortest one of equals.
+
+    If none pays more for them than for wrong ones, but one less, it is that one. None: no row was scored in all forms.
+    """
+    rows = rows_in_all_forms(texts, weights)
+    if not rows and any(text.family is Family.gold for text in texts):
+        return None
+
+    def paid(form: Form, family: Family) -> float:
+        totals = [t.total(weights) for t in texts if t.prompt in rows and t.form == form.name and t.family is family]
+        return round(sum(-inf if total is None else total for total in totals), 9)
+
+    gains = {form.name: paid(form, Family.gold) - paid(form, Family.wrong) for form in known}  # nan: neither is known
+    if not any(gain > EPS for gain in gains.values()) and any(gain < -EPS for gain in gains.values()):
+        return min(known, key=lambda form: (gains[form.name], len(form("-"))))
+    return max(known, key=lambda form: (paid(form, Family.gold), -len(form("-"))))
+
+
+def cheapest_of(texts: Sequence[ScoredText], weights: Mapping[str, float], form: str) -> ScoredText | None:
+    """The text with the fewest tokens whose total is at least that of the reference answer in the best form."""
+    full = {t.prompt: t.total(weights) for t in texts if t.form == form and t.tries_form(Family.gold)}
+    enough = [
+        text
+        for text in texts
+        if (due := full.get(text.prompt)) is not None and (total := text.total(weights)) is not None
+        if total >= due - EPS
+    ]
+    return min(enough, key=lambda text: (text.tokens, len(text.text), not text.gives_gold), default=None)
+
+
+def number(score: float | StepScores) -> float:
+    return sum(score.values) if isinstance(score, StepScores) else float(score)

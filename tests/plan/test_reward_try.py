@@ -1,0 +1,369 @@
+"""Faulty rewards are found and named, sound ones are not, and verdicts are functions of the scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+from statistics import fmean, stdev
+from types import SimpleNamespace
+from typing import Any
+
+import faulty_rewards
+import pytest
+from faulty_rewards import FAULTY
+from in_one_test import each
+
+from rlft.config.compose import compose
+from rlft.config.resolved import with_token_budget
+from rlft.plan import reward_try
+from rlft.plan.reward_try import RewardTester
+from rlft.reward.attacks import Family
+from rlft.reward.verdicts import ScoredText, Tried
+from rlft.reward.workers.reward_spec import RewardSpec, specs
+from rlft.system.check_rows import CheckRow, Status
+from rlft.tokens.ends import turn_ends
+from rlft.tokens.plain import PlainText
+from rlft.types import Group, Prompt, Sampling, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
+
+TOKENIZER = family_tokenizer("qwen2.5")
+MAX_TOKENS = 200
+
+
+def prompt(name: str, question: str, answer: str, **fields: Any) -> Prompt:
+    messages = ({"role": "user", "content": question},)
+    return Prompt(id=name, messages=messages, answer=answer, token_ids=(1, 2), **fields)
+
+
+NUMBERS = (prompt("a", "What is 56 - 15?", "41"), prompt("b", "What is 90 + 90?", "180"))
+FORMULAS = (prompt("a", "A half of three?", "3/2"), prompt("b", "Expand it.", "x^2+1"))
+NAMES = (prompt("a", "The capital of Peru?", "Lima"), prompt("b", "Whose machine is it?", "Alan Turing"))
+CHOICES = tuple(prompt(letter, "Which? (A) Rome (B) Paris (C) Lima", letter) for letter in "BCA")
+
+
+def in_this_process(rewards: dict[str, RewardSpec], *, timeout: float = 10.0, **keys: Any) -> RewardTester:
+    sampling, ends = Sampling(max_tokens=MAX_TOKENS, temperature=1.0), turn_ends(TOKENIZER, "chat")
+    scoring, generation = SimpleNamespace(timeout=timeout, on_error="stop"), SimpleNamespace(sampling=sampling)
+    config: Any = SimpleNamespace(scoring=scoring, generation=generation, environment=None, group_size=8)
+    return RewardTester(config, rewards, TOKENIZER, ends, **{"limit_s": 1e6, "is_isolated": False, **keys})
+
+
+def tried(rewards: dict[str, RewardSpec], prompts: Iterable[Prompt], **keys: Any) -> Tried:
+    return in_this_process(rewards, **keys).try_all(tuple(prompts))
+
+
+def configured(*words: str) -> dict[str, RewardSpec]:
+    return specs(with_token_budget(compose([*words, f"generation.max_tokens={MAX_TOKENS}"]))["reward"])
+
+
+def mine(monkeypatch: pytest.MonkeyPatch, reward: Any, **keys: Any) -> dict[str, RewardSpec]:
+    monkeypatch.setattr(faulty_rewards, "current", reward, raising=False)
+    return {"mine": RewardSpec(name="mine", target="faulty_rewards.current", kwargs={}, weight=1.0, **keys)}
+
+
+def faults(rows: Iterable[CheckRow]) -> list[CheckRow]:
+    return [row for row in rows if row.status is Status.wrong]
+
+
+@each("name", FAULTY)
+def test_a_faulty_reward_is_found_and_its_fault_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward, row_name, words = FAULTY[name]
+    keys = {"hangs on long texts": {"timeout": 0.1}}.get(name, {})
+    rows = tried(mine(monkeypatch, reward), NUMBERS[:1], **keys).rows(completions_per_step=256, workers=2)
+    assert [row for row in faults(rows) if row_name in row.name and words in row.value and row.remedy], rows
+
+
+def test_a_sound_reward_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tried(mine(monkeypatch, faulty_rewards.RIGHT), NUMBERS).rows(256, 2)
+    assert faults(rows) == []
+    assert [row.value for row in rows if row.name == "weights"] == ["being right is worth 1, the form 0"]
+
+
+OWN = [
+    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=boxed", "reward.exact_match.which=last"),
+    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=hashes"),
+    (NAMES, "reward=[exact_match]", "reward.exact_match.answer_in=text"),
+    (NUMBERS, "reward=[exact_match,format,length,repetition,overlong]"),
+    (NUMBERS, "reward=[exact_match,format,length]", "reward.format.mode=soft", "reward.length.mode=target",
+     "reward.length.target=100"),
+    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=pattern",
+     "reward.exact_match.pattern='(?m)^Answer: (-?[0-9]+)$'"),
+    (NUMBERS[:1], "reward=[math,format]"),
+    (CHOICES, "reward=[choice]"),
+    (NUMBERS, "reward=[cosine]"),
+    (NUMBERS, "reward=[equations]"),
+    (NUMBERS, "reward=[exact_match,format,language]", "reward.language.target=en", "reward.language.min_words=3"),
+]  # fmt: skip
+MORE_OWN = [
+    (FORMULAS, "reward=[math]", "reward.math.answer_in=boxed"),
+    (NAMES, "reward=[math]", "reward.math.answer_in=text"),
+    (FORMULAS, "reward=[exact_match]"),
+    (CHOICES, "reward=[choice]", "reward.choice.answer_in=text"),
+]
+
+
+@each("case", OWN, ids=[" ".join(words) for _, *words in OWN])
+def test_our_own_rewards_have_no_fault(case: Any) -> None:
+    prompts, *words = case
+    assert faults(tried(configured(*words), prompts).rows(1, 2)) == []
+
+
+@pytest.mark.slow
+@each("case", MORE_OWN)
+def test_our_own_rewards_have_no_fault_wherever_they_look_for_the_answer(case: Any) -> None:
+    prompts, *words = case
+    assert faults(tried(configured(*words), prompts).rows(1, 2)) == []
+
+
+LIMITS = {
+    "a pattern that ends inside a number": (
+        ["reward=[exact_match]", "reward.exact_match.answer_in=pattern",
+         "reward.exact_match.pattern='Answer: (-?[0-9]+)'"],
+        "exact_match: wrong answers in the right form", "rounded to the gold",
+    ),
+    "reasoning that counts": (
+        ["reward=[exact_match]", "reward.exact_match.in_reasoning=true"],
+        "exact_match: the answer only in the reasoning", "and no answer",
+    ),
+    "a form that is worth more than being right": (
+        ["reward=[exact_match,format]", "reward.format.weight=1.5"], "weights", "gets as much as a right one",
+    ),
+    "nothing says what is right": (["reward=[format]"], "format: gold answers", "any answer"),
+}  # fmt: skip
+
+
+@each("name", LIMITS)
+def test_what_keys_and_weights_allow_is_said(name: str) -> None:
+    words, row_name, value = LIMITS[name]
+    rows = faults(tried(configured(*words), NUMBERS).rows(256, 2))
+    assert [row for row in rows if row.name == row_name and value in row.value], rows
+
+
+def test_the_cheapest_text_has_nothing_left_that_could_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = faulty_rewards.reward(lambda text, gold, question: float(any(c.isdigit() for c in text)))
+    cheapest = tried(mine(monkeypatch, digits), NUMBERS).cheapest
+    assert cheapest is not None
+    assert len(cheapest.text) == 1
+    sound = tried(configured("reward=[exact_match,format]"), NUMBERS)
+    assert sound.cheapest is not None
+    assert sound.cheapest.text == "<think>-</think><answer>41</answer>"
+    assert sound.summary()[1].endswith("being right is worth 1, the form 0.2")
+
+
+def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {**configured("reward=[exact_match]"), **mine(monkeypatch, faulty_rewards.siblings)}
+    rows = {row.name: row for row in tried(rewards, NUMBERS).rows(256, 2)}
+    row = rows["mine: steadiness"]
+    assert (row.status, row.value) == (Status.limit, "the same text gets another score among siblings")
+    assert rows["weights"].value == "being right is worth 1, the form 0"
+
+
+def test_a_failure_that_on_error_settles_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing, _, _ = FAULTY["crashes on empty"]
+    rows = tried(mine(monkeypatch, crashing, on_error=0.0), NUMBERS).rows(256, 2)
+    [row] = [row for row in rows if row.name == "mine: failures"]
+    assert row.status is Status.limit
+    assert "IndexError" in row.value
+
+
+def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def slow(text: str, gold: str, question: str) -> float:
+        nonlocal now
+        now += 1.0
+        return faulty_rewards.sound(text, gold, question)
+
+    monkeypatch.setattr(reward_try, "time", SimpleNamespace(monotonic=lambda: now))
+    for limit_s in (1.0, 7.0, 45.0, 60.0, 100.0, 200.0, 250.0):
+        found = tried(mine(monkeypatch, faulty_rewards.reward(slow)), NUMBERS, limit_s=limit_s)
+        rows = {row.name: row for row in found.rows(completions_per_step=1, workers=2)}
+        untried = sum("mine" not in text.scores for text in found.texts)
+        assert faults(rows.values()) == [], limit_s
+        value = f"{untried} of {len(found.texts)} texts were not tried: its {limit_s:g} s were over"
+        assert (rows["mine: untried"].status, rows["mine: untried"].value) == (Status.skipped, value)
+        assert found.summary() == ["the rewards were not tried in whole: see rlft reward try"]
+        # A row's 2 x 20 answers in all forms say which form it is; without them nothing is known of it.
+        is_known = limit_s >= 45.0
+        assert (found.forms["mine"] == "in a tag") is is_known
+        assert ("mine: answers" in rows) is (rows["weights"].status is Status.skipped) is not is_known
+
+
+@each("size", [1, 8])  # 8: the group of the run, and no completion alone
+def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(group: Group) -> list[float]:
+        while len(group.rollouts) >= size:
+            time.sleep(0.01)
+        return faulty_rewards.RIGHT(group)
+
+    found = tried(mine(monkeypatch, hang, on_error=0.0), NUMBERS[:1], timeout=0.2)
+    rows = {row.name: row for row in found.rows(completions_per_step=1, workers=2)}
+    assert rows["mine: seconds"].status is Status.wrong
+    assert "longer than scoring.timeout" in rows["mine: seconds"].value
+
+
+def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def relative(group: Group) -> list[float]:
+        scores = faulty_rewards.RIGHT(group)
+        return [(score - fmean(scores)) / stdev(scores) for score in scores]  # of one score there is no deviation
+
+    found = tried(mine(monkeypatch, relative), NUMBERS)
+    reward, weights = found.rows(1, 2)
+    assert (reward.name, reward.status, weights.status) == ("mine", Status.skipped, Status.skipped)
+    assert "StatisticsError" in reward.value
+    assert weights.value.endswith("without mine")
+    reward, weights = tried(mine(monkeypatch, faulty_rewards.siblings), NUMBERS).rows(1, 2)
+    assert (reward.name, reward.status, weights.status) == ("mine", Status.skipped, Status.skipped)
+    assert reward.value.startswith("compares siblings")
+    rows = tried(mine(monkeypatch, lambda group: faulty_rewards.RIGHT(group)[:1]), NUMBERS).rows(1, 2)
+    assert [(row.name, row.value) for row in faults(rows)] == [
+        ("mine: groups", "fails on a whole group: returned 1 scores for 8 completions")
+    ]
+
+
+def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count()  # the multiples of 0.618, without their whole part, are far from each other
+    scores = faulty_rewards.reward(lambda *texts: faulty_rewards.sound(*texts) + next(calls) * 0.618 % 1 / 100)
+    assert [row.name for row in faults(tried(mine(monkeypatch, scores), NUMBERS).rows(1, 2))] == ["mine: steadiness"]
+
+
+@each(("weight", "num_faults"), [(-1.0, 0), (1.0, 1), (0.0, 0)])
+def test_the_sign_of_a_weight_turns_scores_round_and_a_weight_of_0_makes_no_fault_of_a_reward(
+    weight: float, num_faults: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    penalty = faulty_rewards.reward(lambda *texts: 1.0 - faulty_rewards.sound(*texts))
+    [spec] = mine(monkeypatch, penalty).values()
+    rows = tried({"mine": replace(spec, weight=weight)}, NUMBERS).rows(1, 2)
+    assert len([row for row in faults(rows) if row.name == "mine: gold answers"]) == num_faults
+
+
+def test_a_plan_calls_rules_of_our_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(group: Group) -> list[float]:
+        raise AssertionError("it was called")
+
+    own, ends = configured("reward=[exact_match,format]"), turn_ends(TOKENIZER, "chat")
+    config = in_this_process(own).config
+    accepted, cheapest = reward_try.brief_summary(config, own, NUMBERS, TOKENIZER, ends)
+    assert accepted == "gold answers accepted in 5 of 18 forms; wrong texts accepted: none"
+    assert cheapest.endswith("being right is worth 1, the form 0.2")
+    both = {**own, **mine(monkeypatch, never)}
+    assert reward_try.brief_summary(config, both, NUMBERS, TOKENIZER, ends) == []
+
+
+def test_a_prompt_that_has_begun_to_reason_is_answered_behind_its_reasoning() -> None:
+    prompts = [prompt(p.id, "What is it?", p.answer, tail="<think>\n") for p in NUMBERS]
+    found = tried(configured("reward=[exact_match]"), prompts)
+    assert found.form == "in a tag after reasoning"
+    assert faults(found.rows(1, 2)) == []
+
+
+def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(mine(monkeypatch, lambda group: [group.prompt.metadata["none"]]), NUMBERS)
+    assert found.cheapest is None
+    [row] = faults(found.rows(1, 2))
+    assert (row.name, "KeyError" in row.value) == ("mine: failures", True)
+    assert found.summary()[1].startswith("cheapest text: none has the full reward")
+
+
+def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing, _, _ = FAULTY["crashes on empty"]
+    prompts = [prompt(p.id, "Say something.", "") for p in NUMBERS]
+    rows = {row.name: row for row in tried(mine(monkeypatch, crashing), prompts).rows(1, 2)}
+    assert "nothing said: empty" in rows["mine: failures"].value
+    assert "mine: two answers" not in rows
+
+
+def test_special_tokens_that_a_tokenizer_cannot_read_as_text_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = PlainText.ids_said
+
+    def refusing(text: PlainText, texts: list[str]) -> list[list[int]]:
+        if any("<|" in each for each in texts):
+            raise UserError("model.path", "its tokenizer makes a special token of a text", remedy="use another model")
+        return said(text, texts)
+
+    monkeypatch.setattr(PlainText, "ids_said", refusing)
+    kinds = {text.kind for text in tried(mine(monkeypatch, faulty_rewards.RIGHT), NUMBERS[:1]).texts}
+    assert "of others" not in kinds
+    assert "characters that are not seen" in kinds
+
+
+def text(family: Family, kind: str, score: float, *, prompt: str = "a", seconds: float = 0.001) -> ScoredText:
+    return ScoredText(family=family, kind=kind, form="alone", prompt=prompt, gold="41", text=kind, tokens=len(kind),
+                      scores={"mine": score}, seconds={"mine": seconds})  # fmt: skip
+
+
+def verdicts(*texts: ScoredText, **keys: Any) -> dict[str, CheckRow]:
+    ordinary = [text(Family.gold, "alone", 1.0), text(Family.wrong, "alone", 0.0)]
+    of_forms = {"weights": {"mine": 1.0}, "form": "alone", "forms": {"mine": "alone"}}
+    given = Tried(**{"texts": (*ordinary, *texts), **of_forms, **keys})
+    return {row.name.removeprefix("mine: "): row for row in given.rows(completions_per_step=100, workers=2)}
+
+
+@each(
+    ("family", "score", "status"),
+    [
+        (Family.wrong, 0.5, Status.wrong),  # half of what being right is worth
+        (Family.wrong, 0.49, None),
+        (Family.nothing, 0.5, Status.wrong),
+        (Family.endless, 0.0, None),
+        (Family.reasoning, 1.0, Status.wrong),
+        (Family.gold, 1.1, Status.wrong),  # more than the plain right answer
+    ],
+)
+def test_a_text_is_accepted_from_half_of_what_being_right_is_worth(
+    family: Family, score: float, status: Status | None
+) -> None:
+    rows = verdicts(text(family, "some kind", score))
+    found = [row.status for row in rows.values() if row.value == f"accepted: some kind{' (1.1)' * (score > 1)}"]
+    assert found == ([] if status is None else [status])
+
+
+@each(
+    ("first", "last", "is_fault"),
+    [(1.0, 1.0, True), (1.0, 0.0, True), (0.0, 1.0, False), (0.0, 0.0, False)],
+)
+def test_of_two_answers_only_the_last_may_count(first: float, last: float, is_fault: bool) -> None:
+    both = (text(Family.two, "gold, then a wrong one", first), text(Family.two, "a wrong one, then gold", last))
+    assert (Family.two in verdicts(*both)) is is_fault
+
+
+def test_what_is_said_to_be_refused_was_refused() -> None:
+    texts = [
+        text(Family.gold, "bold", 0.0),  # refused, and no wrong text
+        text(Family.two, "a wrong one, then gold", 1.0),  # accepted, as it may be
+        text(Family.two, "gold or a wrong one", 0.2),
+        text(Family.endless, "one word", 0.49),
+        text(Family.nothing, "empty", 0.5),
+    ]
+    rows = verdicts(*texts)
+    assert rows["refused"].value == "two answers (1 of 2), endless and repeated (1)"
+    reads_nothing = verdicts(*texts, text(Family.wrong, "alone", 1.0, prompt="a"))
+    assert "refused" not in reads_nothing
+
+
+def test_a_reward_that_need_not_read_the_answer_has_limits_where_it_pays_for_texts_without_one() -> None:
+    language = {"mine": 1.0, "second": 0.2}
+    said = text(Family.names, "as a verdict", 0.0)
+    more = replace(said, scores={"mine": 0.0, "second": 1.0})
+    answers = [replace(text(family, "alone", score), scores={"mine": score, "second": 0.5})
+               for family, score in ((Family.gold, 1.0), (Family.wrong, 0.0))]  # fmt: skip
+    found = Tried(texts=(*answers, more), weights=language, form="alone", forms=dict.fromkeys(language, "alone"))
+    rows = {row.name: row for row in found.rows(1, 2)}
+    row = rows["second: the reward named"]
+    assert (row.status, row.value) == (Status.limit, "paid like an answer, or more: as a verdict (1)")
+    assert rows["weights"].status is Status.ok
+
+
+def test_seconds_are_those_of_a_step_and_their_percentiles() -> None:
+    # 98 texts of 0.1 s and two more of 0.001 s: 100 completions on two workers take about 50 x 0.098 = 4.9 s.
+    row = verdicts(*(text(Family.names, f"kind {k}", 0.0, seconds=0.1) for k in range(98)))["seconds"]
+    assert row.status is Status.ok
+    assert row.value == "p50 0.1 s, p99 0.1 s for a completion, about 4.9 s for a step"
+    slow = verdicts(*(text(Family.names, f"kind {k}", 0.0, seconds=0.5) for k in range(98)))["seconds"]
+    assert slow.status is Status.slow
