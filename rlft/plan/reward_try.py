@@ -113,7 +113,7 @@ class RewardTester:
         self._hangs = dict.fromkeys(self.rewards, 0)
         weights = {name: spec.weight for name, spec in self.rewards.items()}
         known = forms(own_forms(self.rewards))
-        self._find_those_of_groups(prompts)
+        self._find_those_of_groups(prompts[0], known)
         texts: list[ScoredText] = []
         for prompt in prompts:
             texts += self._in_forms(prompt, prompts, known, is_first=prompt is prompts[0])
@@ -143,13 +143,11 @@ class RewardTester:
             **again,
         )
 
-    def _find_those_of_groups(self, prompts: Sequence[Prompt]) -> None:
+    def _find_those_of_groups(self, prompt: Prompt, known: Sequence[Form]) -> None:
         """Leaves out rewards that score siblings and fail on a completion alone. The worker starts here, untimed."""
-        prompt = prompts[0]
-        texts = [prompt.answer, another_answer([prompt.answer], [other.answer for other in prompts])]
-        completions = self._completions(prompt, texts)
+        completions = self._completions(prompt, [form(prompt.answer) for form in known])
         for name in [name for name in self.rewards if name not in self._left_out]:
-            alone = [self._outcome(name, prompt, [completion]) for completion in completions]
+            alone = [self._outcome(name, prompt, [completion]) for completion in completions[:2]]
             failed = [outcome for outcome in alone if isinstance(outcome, Failure)]
             fails_alone = len(failed) == len(alone) and failed[0].cause in (Cause.raised, Cause.invalid)
             if fails_alone and isinstance(self._outcome(name, prompt, completions), list):
@@ -293,13 +291,15 @@ class RewardTester:
             noise[name] = max(moved, default=0.0)
             if len(moved) < len(again) or noise[name] > EPS:
                 differing[name] = AGAIN
-            group = list(islice(cycle(zip(completions, before, strict=True)), size))
+            group = list(islice(cycle(zip(completions, before, strict=True)), max(size, len(chosen))))
             outcome = self._outcome(name, prompt, [completion for completion, _ in group])
+            if isinstance(outcome, Failure) and outcome.cause is Cause.time_limit:  # it counts for the run's size alone
+                outcome = self._outcome(name, prompt, [completion for completion, _ in group[:size]])
             if isinstance(outcome, Failure):
                 failed[name] = outcome.problem
                 self._late |= {name} if outcome.cause is Cause.time_limit else set()
             elif outcome is not None and name not in differing:
-                pairs = zip(outcome, group, strict=True)
+                pairs = zip(outcome, group, strict=False)
                 if any(abs(number(score) - alone) > EPS for score, (_, alone) in pairs):
                     differing[name] = SIBLINGS
         return {"differing": differing, "noise": noise, "groups": failed, "late": frozenset(self._late)}

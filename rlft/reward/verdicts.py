@@ -107,8 +107,10 @@ class Tried:
     def summary(self) -> list[str]:
         """The two lines of `rlft plan`; one where not all of it is known."""
         scored = Scored.by(self, None)
-        if self.left_out or self.stopped or not scored.right:
+        if self.left_out or self.stopped:
             return ["the rewards were not tried in whole: see rlft reward try"]
+        if not scored.right:
+            return ["right answers have no score: see rlft reward try"]
         accepted, forms = scored.gold_forms()
         bad = [f"{family}: {kind}" for family in Family for kind in scored.bad_kinds(family)]
         wrong = listed(bad, 3) if bad else "none"

@@ -222,9 +222,9 @@ def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_on
     assert (reward.name, reward.status, weights.status) == ("mine", Status.skipped, Status.skipped)
     assert reward.value.startswith("compares siblings")
     rows = tried(mine(monkeypatch, lambda group: faulty_rewards.RIGHT(group)[:1]), NUMBERS).rows(1, 2)
-    assert [(row.name, row.value) for row in faults(rows)] == [
-        ("mine: groups", "fails on a whole group: returned 1 scores for 8 completions")
-    ]
+    [row] = faults(rows)
+    assert row.name == "mine: groups"
+    assert row.value.startswith("fails on a whole group: returned 1 scores for ")
 
 
 def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch: pytest.M
     assert found.cheapest is None
     [row] = faults(found.rows(1, 2))
     assert (row.name, "KeyError" in row.value) == ("mine: failures", True)
-    assert found.summary()[1].startswith("cheapest text: none has the full reward")
+    assert found.summary() == ["right answers have no score: see rlft reward try"]
 
 
 def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,8 @@ def test_what_is_said_to_be_refused_was_refused() -> None:
         text(Family.nothing, "empty", 0.5),
     ]
     rows = verdicts(*texts)
-    assert rows["refused"].value == "two answers (1 of 2), endless and repeated (1)"
+    refused = "wrong answers in the right form (1), two answers (1 of 2), endless and repeated (1)"
+    assert rows["refused"].value == refused
     reads_nothing = verdicts(*texts, text(Family.wrong, "alone", 1.0, prompt="a"))
     assert "refused" not in reads_nothing
 
