@@ -48,6 +48,7 @@ from rlft.config.keys import flatten
 from rlft.config.resolved import build
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.runs import run_folder
+from rlft.system.terminal import pip_install
 from rlft.tokens.text import AUTO_DATE
 from rlft.types import UserError
 
@@ -141,7 +142,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         if importlib.util.find_spec("matplotlib") is None:
-            raise UserError("matplotlib", "is not installed, and draws the picture", remedy="pip install 'rlft[dev]'")
+            raise UserError("matplotlib", "is not installed, and draws the picture", remedy=pip_install("rlft[dev]"))
         if options.redraw:
             comparison = read_comparison(options.out / NUMBERS)
         else:

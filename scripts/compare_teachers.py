@@ -32,6 +32,7 @@ from compare_conversations import spread
 from fresh_export import fresh_export
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def run(words: Sequence[str]) -> int:
     options = parse(words)
     try:
         if importlib.util.find_spec("matplotlib") is None:
-            raise UserError("matplotlib", "is not installed, and draws the picture", remedy="pip install 'rlft[dev]'")
+            raise UserError("matplotlib", "is not installed, and draws the picture", remedy=pip_install("rlft[dev]"))
         compare(options)
     except UserError as error:
         print(f"compare_teachers: {error}", file=sys.stderr)

@@ -50,6 +50,7 @@ from rlft.config.schema import RunConfig
 from rlft.logger.jsonl import EVALUATIONS, METRICS, encode
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.runs import run_folder
+from rlft.system.terminal import pip_install
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
 def check_installed() -> None:
     """Refuses to go on without TRL."""
     if importlib.util.find_spec("trl") is None:
-        raise UserError("trl", "is not installed", remedy="pip install 'rlft[bench]'")
+        raise UserError("trl", "is not installed", remedy=pip_install("rlft[bench]"))
 
 
 def check(plain: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from rlft.model.backbone import load_tokenizer
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.reward_spec import specs
 from rlft.runs import run_folder
+from rlft.system.terminal import pip_install
 from rlft.types import Prompt, UserError
 
 pytestmark = pytest.mark.slow
@@ -128,7 +129,7 @@ def test_without_trl_it_is_said_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert compare_trl.run([*RECIPE, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
-    assert capsys.readouterr().err == "compare_trl: trl: is not installed; pip install 'rlft[bench]'\n"
+    assert capsys.readouterr().err == f"compare_trl: trl: is not installed; {pip_install('rlft[bench]')}\n"
     assert not (tmp_path / "run").exists()
 
 

@@ -16,7 +16,8 @@ SEVERAL = {
     "len(after)": "two numbers that differ", "other": "two numbers that differ",
     "self.updates_per_step": "a mistake in rlft's own code", "len(values)": "a mistake in rlft's own code",
     "expected": "a mistake in rlft's own code", "len(prompts)": "a mistake in rlft's own code",
-    "len(seeds)": "a mistake in rlft's own code", "len(models)": "vLLM's, which divides layers among several",
+    "len(seeds)": "a mistake in rlft's own code", "len(missing)": "a mistake in rlft's own code",
+    "len(models)": "vLLM's, which divides layers among several",
     "'+'.join(map(str, counts))": "a sum of several", "counts": "a list",
     "self.max_sequence_tokens - 1": "a range from 2", "self.settings.row_tokens": "a range from 2",
     "self.max_tokens": "a range from 1", "available": "as many as there are members", "longest": "beyond a limit",
@@ -63,6 +64,8 @@ def test_no_message_counts_by_hand() -> None:
     found = [(what, f"{file}:{line}") for file, tree in trees.items() for line, what in by_hand(tree, plurals)]
     assert not [f"{where} {what}" for what, where in found if what not in SEVERAL]
     assert {*SEVERAL} == {what for what, _ in found}, "no exception is left over"
+    logged = re.compile(rf"(?<!of )%d (?:[a-z-]+ )?(?:{'|'.join(plurals)})\b")
+    assert not [file for file in FILES if logged.search(file.read_text())]
     assert not [file for file in FILES if re.search(r"\w\(e?s\)[^a-z]", file.read_text().replace("http(s)", ""))]
 
 

@@ -190,7 +190,7 @@ TABLE = [
     ("train --config-dir nowhere", "--config-dir", "there is no such folder, got nowhere"),
     ("train --config-dir", "--config-dir", "needs a value"),
     ("train --config-dir hiding", "--config-dir", "reward/format.yaml has the name of one of rlft's own"),
-    ("train --cfg jobs", "--cfg", "got jobs; use job, hydra or all"),
+    ("train --cfg jobs", "--cfg", "got jobs; did you mean job? All: job, hydra, all"),
     ("train --cfg", "--cfg", "needs a value"),
     ("train =5", "command line", "must be words such as key=value, got =5"),
     ("train ''", "command line", "got an empty word"),

@@ -13,7 +13,7 @@ from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import chat, check_template, filled_turns, question_of, takes_question
-from rlft.types import Demonstration, FinishReason, Message, Prompt, Schema, Split, UserError
+from rlft.types import Demonstration, FinishReason, Message, Prompt, Schema, Split, UserError, are, counted
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,9 @@ class DemonstrationKeys(RowSource):
             remedy = "sample with a higher generation.max_tokens, or learn them with demonstrations.token_ids=sampled"
             raise UserError("demonstrations.path", problem, remedy=remedy)
         if len(demonstrations) < len(rows):
-            logger.warning(
-                "demonstrations: %d sampled completions, cut by the length limit, are left out",
-                len(rows) - len(demonstrations),
-            )
+            number = len(rows) - len(demonstrations)
+            what = counted(number, "sampled completion")
+            logger.warning("demonstrations: %s, cut by the length limit, %s left out", what, are(number))
         check_prompt_ids([demonstration.prompt for demonstration in demonstrations], "demonstrations.path")
         return demonstrations
 

@@ -23,7 +23,7 @@ from rlft.data.files import HELD_OUT_SPLITS, Record, Table, files_at, files_of_s
 from rlft.data.lazy import Lazy
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
 from rlft.system.terminal import with_progress
-from rlft.types import Split, UserError, require
+from rlft.types import Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,8 @@ def training(
     held_out_identities = set(identities(held_out))
     kept = _where(rows, [identity not in held_out_identities for identity in identities(rows)])
     if number := len(rows) - len(kept):
-        logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
+        what = counted(number, "training question")
+        logger.warning("%s: %s %s also held out, and left out of training", where, what, are(number))
     problem = "every training question is also held out, which leaves nothing to train on"
     require(len(kept), key, problem, got=where, remedy="give other data")
     return kept

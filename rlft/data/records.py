@@ -298,8 +298,8 @@ def _warn_of_other_answers(rows: Sequence[RecordRow[Question]]) -> None:
     if example is not None:
         first, other = example
         logger.warning(
-            "data.path: %d rows repeat a question with another answer: %s has %r, %s has %r",
-            *(number, first.id, first.answer[:40], other.id, other.answer[:40]),
+            "data.path: a question is repeated with another answer in %s: %s has %r, %s has %r",
+            *(counted(number, "row"), first.id, first.answer[:40], other.id, other.answer[:40]),
         )
 
 

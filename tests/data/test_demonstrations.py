@@ -94,7 +94,7 @@ def test_questions_of_the_held_out_file_are_not_learned(learned, caplog) -> None
     with caplog.at_level(logging.WARNING):
         found = learned({"prompt": " held  out", "completion": "x"}, {"prompt": "1?", "completion": "1"})
     assert [d.prompt.id for d in found] == ["mine.jsonl:2"]
-    assert "1 training questions are also held out" in caplog.text
+    assert "1 training question is also held out" in caplog.text
 
 
 # -- what rlft sample wrote --------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_sampled_texts_are_tokenised_anew_where_asked_and_cut_ones_left_out(lear
         found = learned(*lines, token_ids="text")
     assert [(d.prompt.id, d.completion, d.completion_ids) for d in found] == [("p", "ab", ()), ("q", "d", ())]
     assert sampled_with(d.prompt for d in found) == set()
-    assert "1 sampled completions, cut by the length limit, are left out" in caplog.text
+    assert "1 sampled completion, cut by the length limit, is left out" in caplog.text
     with pytest.raises(UserError, match=r"^demonstrations\.path: all 1 sampled completions of the train split are cut"):
         learned(lines[1], token_ids="text")
 

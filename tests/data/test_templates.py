@@ -134,7 +134,7 @@ def test_equal_questions_with_other_answers_are_counted_and_named(load, caplog) 
         load(*({"prompt": prompt, "answer": answer} for prompt, answer in rows))
     [record] = caplog.records
     assert record.getMessage() == (
-        "data.path: 2 rows repeat a question with another answer: a.jsonl:1 has '1', a.jsonl:3 has 'one'"
+        "data.path: a question is repeated with another answer in 2 rows: a.jsonl:1 has '1', a.jsonl:3 has 'one'"
     )
 
 

@@ -77,9 +77,10 @@ def test_a_hint_in_an_environment_without_pip_is_for_uv(tmp_path: Path, monkeypa
 
 
 def test_every_hint_to_install_something_is_made_by_one_function() -> None:
-    """No other text of rlft's, beside docstrings, has the words."""
+    """No other text of rlft's and its scripts', beside docstrings, has the words."""
     found = []
-    for file in Path(rlft.__file__).parent.rglob("*.py"):
+    scripts = (Path(__file__).parents[2] / "scripts").glob("*.py")
+    for file in (*Path(rlft.__file__).parent.rglob("*.py"), *scripts):
         tree = ast.parse(file.read_text())
         texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -103,7 +103,7 @@ def test_rewards_are_summed_in_float64(scorer, group):
 # (what the completion does, what the message says)
 FAULTS = [
     ("number", "returned 1.0, not StepScores (it says scores_steps = True),"),
-    ("lengths", "returned 1 step scores with 2 ends"),
+    ("lengths", "returned 1 step score with 2 ends"),
     ("bare", "returned StepScores(values=None, ends=None), whose values and ends are not both sequences,"),
     ("infinite", "returned inf for step 2, not a finite number,"),
     ("word", "returned '1' for step 1, not a finite number,"),
