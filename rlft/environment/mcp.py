@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
 from rlft.environment.protocol import Environment, Malformed, Play
+from rlft.system.terminal import pip_install
 from rlft.types import EnvironmentFailure, require
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Mcp(Environment):
 
     def check(self) -> None:
         is_installed, problem = importlib.util.find_spec("mcp"), "the mcp library is not installed"
-        require(is_installed, "environment", problem, got="mcp", remedy="pip install 'rlft[mcp]'")
+        require(is_installed, "environment", problem, got="mcp", remedy=pip_install("rlft[mcp]"))
         remedy = "name a program and its arguments, as environment.command=[python,server.py]"
         require(self.command, KEY, "is empty, so there is nothing to start", got="[]", remedy=remedy)
         problem, remedy = "there is no such program", "give the path of one, or install it"

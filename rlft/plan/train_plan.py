@@ -165,7 +165,7 @@ class TrainPlan(Plan):
         if settings is None or curriculum is None:
             return []
         known, out = (round(share * num_prompts) for share in curriculum.metrics().values())
-        words = [f"{known:,} prompts with a pass rate, {out:,} of them left out"]
+        words = [f"{counted(known, 'prompt', ',')} with a pass rate, {out:,} of them left out"]
         words += ["the run's own groups count as well"] if settings.running else []
         return [("curriculum", settings.weight, "; ".join(words))]
 

@@ -21,7 +21,7 @@ from rlft.runs.fork import FORKED_FROM
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import digests
-from rlft.types import UserError
+from rlft.types import UserError, counted
 
 Line = Mapping[str, Any]
 
@@ -141,7 +141,7 @@ def _check_status(run: Audited) -> None:
         if known["format"] != FORMAT or (content != whole and known["status"] != Status.running):
             findings.differ(run_status.FILE, "is not as a run writes it")
         if known["status"] == Status.finished and known["steps"] != run.last:
-            findings.differ(run_status.FILE, f"says {known['steps']} steps, and the chain has {run.last}")
+            findings.differ(run_status.FILE, f"says {counted(known['steps'], 'step')}, and the chain has {run.last}")
 
 
 def _lines(run: Audited, name: str) -> Iterator[tuple[int, bytes, Line]]:
@@ -213,7 +213,7 @@ def _check_alarms(run: Audited) -> None:
         return
     findings, by_step = run.findings, dict[int, bytes]()
     expected = {step: line["sha256"]["alarms"] for step, line in run.lines.items() if "alarms" in line["sha256"]}
-    with findings.checking(ALARMS, f"{len(expected)} steps with alarms" if expected else ""):
+    with findings.checking(ALARMS, f"{counted(len(expected), 'step')} with alarms" if expected else ""):
         for step, raw, _ in _lines(run, ALARMS):
             by_step[step] = by_step.get(step, b"") + raw
         for step in sorted({*expected, *by_step}):
