@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlft.generation.loaded_adapter import LoadedAdapter
-    from rlft.model.routing import Routing
 
 FLOAT32 = 4  # bytes
 
@@ -165,7 +164,13 @@ class AdapterSlot(Protocol):
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
     @property
-    def routing(self) -> Routing: ...
+    def routing(self) -> ExpertNotes: ...
+
+
+class ExpertNotes(Protocol):
+    """The engine's part of `rlft.model.routing.Routing`."""
+
+    def noting(self) -> AbstractContextManager[Callable[[], Tensor]]: ...
 
 
 class NotingDecoder:

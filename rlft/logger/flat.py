@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import linear_regression
 from typing import Any
 
+from rlft.types import counted
+
 FEWEST = 6
 """Evaluations that a judgement needs."""
 
@@ -49,10 +51,10 @@ class Trend:
 
     def __str__(self) -> str:
         """The sentence for the person watching."""
-        again = self.last - self.first
+        again = counted(self.last - self.first, "more step")
         per_100 = f"{100 * self.slope:+.4f} +- {100 * self.error:.4f} in 100 steps"
         return (
-            f"held-out {self.what} has been flat since step {self.first}: {per_100}; {again} steps more would improve "
+            f"held-out {self.what} has been flat since step {self.first}: {per_100}; {again} would improve "
             f"it by at most {max(0.0, self.most):.4f}, and less than {self.matters:.4f} does not matter"
         )
 

@@ -62,7 +62,7 @@ def test_it_is_said_once() -> None:
     lines = curve((*NOISE, 0.5, 0.51))
     assert [number for number in range(len(lines) + 1) if newly_flat(lines[:number])] == [6]
     # By hand: the sum of (x - 50)(y - 0.5) is -0.4, that of (x - 50)**2 is 7000, that of (y - 0.5)**2 is 0.0004.
-    told = "held-out accuracy has been flat since step 0: -0.0057 +- 0.0116 in 100 steps; 100 steps more would improve "
+    told = "held-out accuracy has been flat since step 0: -0.0057 +- 0.0116 in 100 steps; 100 more steps would improve "
     assert str(newly_flat(lines[:6])) == f"{told}it by at most 0.0190, and less than 0.0500 does not matter"
 
 
