@@ -139,10 +139,12 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
     named = {"adapters": checkpoint.adapters, "heads": checkpoint.heads, "tensors": checkpoint.tensors}
     state = {key: value for key, value in checkpoint.state.items() if key != CHECKSUMS}
     roles = {*checkpoint.adapters, *checkpoint.heads}
+    # A base that has moved is told by its fingerprint, which is in the state.
+    config = {key: value for key, value in checkpoint.adapter_config.items() if key != "base_model_name_or_path"}
     return {
         **{f"{kind}/{name}": digests.of_tensors(t) for kind, groups in named.items() for name, t in groups.items()},
         "optimizer": digests.of_tensors(checkpoint.optimizer),
-        "state": digests.of_json([checkpoint.step, state, checkpoint.adapter_config]),
+        "state": digests.of_json([checkpoint.step, state, config]),
         "records": digests.of_json({role: record_of(checkpoint, role) for role in roles}),
     }
 

@@ -52,9 +52,10 @@ def test_an_engine_that_was_stale_is_found(honest: Path, tmp_path: Path, monkeyp
             load(self, adapter)
 
     inputs = (f"data.path={honest.parent / 'data.jsonl'}", f"model.path={honest.parent / 'base'}")
+    words = [word for word in WORDS if not word.startswith(("steps=", "eval.every="))]
     with monkeypatch.context() as patch:
         patch.setattr(TransformersGenerator, "load", stale)
-        assert cli.run(["train", *WORDS, *inputs, "freshness.read_back=false", "freshness.threshold=1e9", "steps=2",
+        assert cli.run(["train", *words, *inputs, "freshness.read_back=false", "freshness.threshold=1e9", "steps=2",
                         "eval.every=0", f"hydra.run.dir={tmp_path / 'run'}"]) == 0  # fmt: skip
     rows = audited(tmp_path / "run", recompute=9, replay=9)
     [found] = wrong(rows)
