@@ -23,7 +23,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "moments": (resealed(lambda folder: noisy(folder / "optimizer.safetensors")), "replay: step 3: optimizer differ"),
     "a learning rate": (
         replaced("config.yaml", "lr: 0.02", "lr: 0.01"),
-        "replay: step 1: adapters/policy, metrics, op",
+        "replay: step 1: adapters/policy, metrics differ",
     ),
     "a metric": (edited("metrics.jsonl", 2, key_set(**{"reward/mean": 0.9})), "replay: step 3: metrics differ"),
 }
