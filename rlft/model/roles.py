@@ -112,7 +112,7 @@ class Roles:
                 self._add_critic(critic)
             self._activate(POLICY)
             self.model.eval()  # PEFT's new modules are in training mode, with dropout
-            self._routing = Routing(self.model.get_base_model(), mixture)
+            self._routing = Routing(backbone.model, mixture)  # with adapters in its modules' places by now
             if snapshot.routing is not RoutingSource.free and (problem := self._routing.check()) is not None:
                 remedy = "set it to free, or use another model"
                 raise UserError("snapshot.routing", problem, got=snapshot.routing, remedy=remedy)

@@ -198,8 +198,8 @@ def number_of_experts(experts: nn.Module) -> int:
 
 def _bare(module: nn.Module) -> nn.Module:
     """The module without the layers that PEFT puts around it."""
-    while isinstance(getattr(module, "base_layer", None), nn.Module):
-        module = module.base_layer
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
     return module
 
 
