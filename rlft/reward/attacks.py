@@ -404,8 +404,11 @@ def attacks(aim: Aim) -> list[Attack]:
     ]
     needed = [each for each in found if aim.gold or each.family not in ABOUT_THE_GOLD]
     taken = {aim.form(aim.gold), aim.form(aim.wrong)} if aim.gold else set()
-    texts = {each.text: each for each in reversed(needed) if each.text not in taken and not _gives(each, golds)}
-    return [*texts.values()][::-1]
+    texts: dict[str, Attack] = {}
+    for each in needed:
+        if each.text not in taken and not _gives(each, golds):
+            texts.setdefault(each.text, each)
+    return [*texts.values()]
 
 
 def _gives(attack: Attack, golds: Sequence[str]) -> bool:
