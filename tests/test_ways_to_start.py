@@ -79,7 +79,9 @@ def test_the_commands_of_a_container_make_an_environment_with_rlft(target: str, 
     lines = [line for line in values(target, "RUN") if not line.startswith("apt-get")]
     assert len(lines) == 3
     for line in lines:
-        alone = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1"} if "pins/" in line else {"PIP_NO_DEPS": "1"}
+        alone = {"PIP_NO_DEPS": "1"}
+        if "pins/" in line:  # resolved for the Python of the container, whatever this one is
+            alone |= {"PIP_DRY_RUN": "1", "PIP_PYTHON_VERSION": "3.12", "PIP_TARGET": f"{tmp_path}/target"}
         command = line.replace("/opt/rlft", f"{tmp_path}/rlft")
         run("/bin/sh", "-ec", command, cwd=REPOSITORY, env={**environment, **alone})
     (packages,) = tmp_path.glob("rlft/lib/python*/site-packages")
