@@ -12,7 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -68,24 +67,6 @@ def test_a_container_is_rlft_with_the_versions_of_a_file_of_pins(target: str) ->
         assert not any(fnmatch(source, pattern) for pattern in ignored)
     for name in ("rlft", "configs", "recipes", "pyproject.toml", "README.md", "LICENSE"):
         assert not any(fnmatch(name, pattern) for pattern in ignored), "what the build of the wheel reads"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_commands_of_a_container_make_an_environment_with_rlft(target: str, tmp_path: Path) -> None:
-    """The very lines. Those of apt are left out, and those of pins/, which tests/test_pins.py resolves."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_NO"))}
-    environment["PATH"] = f"{tmp_path}/rlft/bin:{PROGRAMS}:/usr/bin:/bin"
-    lines = [line for line in values(target, "RUN") if not re.search(r"^apt-get|pins/", line)]
-    assert len(lines) == 2
-    for line in lines:
-        command = line.replace("/opt/rlft", f"{tmp_path}/rlft")
-        run("/bin/sh", "-ec", command, cwd=REPOSITORY, env={**environment, "PIP_NO_DEPS": "1"})
-    (packages,) = tmp_path.glob("rlft/lib/python*/site-packages")
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    entry = json.loads(values(target, "ENTRYPOINT")[0])
-    printed = run(tmp_path / "rlft" / "bin" / entry[0], *entry[1:], "recipes", cwd=tmp_path, env=environment)
-    assert "grpo_arithmetic" in printed
 
 
 @pytest.mark.slow
