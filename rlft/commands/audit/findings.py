@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlft.commands.doctor.supervise import CheckRow, Status
+from rlft.system.check_rows import CheckRow, Status
 
 SHOWN = 4
 """Differences of one check that have a row each."""
