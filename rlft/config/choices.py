@@ -18,9 +18,14 @@ def closest(name: object, choices: Iterable[str]) -> str | None:
     if (other := OTHER_NAMES.get(typed.lower())) in known:
         return other
     for spelled in dict.fromkeys((typed, typed.lower())):
-        if close := difflib.get_close_matches(spelled, known, n=1, cutoff=LIKE):
-            return close[0]
+        if close := difflib.get_close_matches(spelled, known, cutoff=LIKE):
+            return max(close, key=lambda choice: (_likeness(choice, spelled), sorted(choice) == sorted(spelled)))
     return None
+
+
+def _likeness(choice: str, typed: str) -> float:
+    """As `difflib.get_close_matches` orders by it."""
+    return difflib.SequenceMatcher(a=choice, b=typed).ratio()
 
 
 def choice_remedy(name: object, choices: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import rlft
 from rlft.config.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
-from rlft.config.choices import choice_remedy
+from rlft.config.choices import closest
 from rlft.config.keys import Key
 from rlft.types import UserError
 
@@ -48,8 +48,10 @@ def resolve_path(path: str) -> str:
         return str(Path(path).expanduser()) if looks_local(path) else path
     folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
     if not (folder / "config.json").is_file():
-        known = [EMBEDDED + f.parent.name for f in sorted(folder.parent.glob("*/config.json"))]
-        remedy = f"{choice_remedy(path, known)}, a folder or a hub id"
+        known = [f.parent.name for f in sorted(folder.parent.glob("*/config.json"))]
+        close = closest(folder.name, known)
+        guess = f"did you mean {EMBEDDED}{close}? All: " if close else "use "
+        remedy = f"{guess}{', '.join(EMBEDDED + name for name in known)}, a folder or a hub id"
         raise UserError("model.path", "there is no such embedded model", got=path, remedy=remedy)
     return str(folder)
 

@@ -98,7 +98,7 @@ def test_a_value_becomes_its_fields_type(hint: Any, value: Any, expected: Any) -
         (str, 3, """must be a string, got 3; quote it twice: "key='3'\""""),
         (str, ["a"], "must be a string, got ['a']"),
         (Colour, "rde", "is not one of its choices, got 'rde'; did you mean red? All: red, off"),
-        (Colour | None, "rde", "choose one of red, off, null"),
+        (Colour | None, "rde", "did you mean red? All: red, off, null"),
         (float | Literal["stop"], "go", "use stop or a number"),
         (Literal["drop", "refuse"], "keep", "use drop or refuse"),
         (Sequence[str], "a", "got 'a'"),

@@ -64,7 +64,7 @@ def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used() -> None:
     [
         ("accuracy_drop", ("configs/train.yaml", "rlft/config/schema.py", "rlft/logger/alarms.py")),
         ("capacity", ("configs/train.yaml", "rlft/config/model.py", "rlft/trainer/reward_training.py")),
-        ("dedupe", ("configs/sample.yaml", "rlft/config/schema.py", "rlft/commands/sample.py")),
+        ("teacher_dtype", ("configs/train.yaml", "rlft/config/model.py", "rlft/plan/roles.py")),
     ],
 )
 def test_a_key_stands_in_its_yaml_in_its_section_and_where_it_is_used(key: str, files: tuple[str, ...]) -> None:

@@ -95,7 +95,7 @@ SAID = [
         "every",
         "did you mean checkpoint.every, freshness.every, eval.every, rollouts.every or token_values.every?",
     ),
-    ("train weight=2", "weight", "did you mean reward.<name>.weight?"),
+    ("train weight=2", "weight", "did you mean curriculum.weight or reward.<name>.weight?"),
     ("train trainer.foo=1", "trainer.foo", "there is no such key, got 1; `rlft train --cfg job` shows every key"),
     ("train eval.max_tokens=1", "eval.max_tokens", "prompts.max_tokens, pretrain.max_tokens, generation.max_tokens"),
     ("sft beta=0.1", "beta", "there is no such key, got 0.1; `rlft sft --cfg job` shows every key"),

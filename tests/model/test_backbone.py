@@ -77,10 +77,12 @@ def test_a_folder_without_config_is_refused(tmp_path, model_config):
         read_config(model_config(path=str(tmp_path)))
 
 
-def test_a_broken_config_or_tokenizer_is_refused_by_its_key(tmp_path, model_config):
+def test_a_broken_config_or_tokenizer_is_refused_by_its_key(tmp_path, tiny_path, model_config):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(UserError, match=r"^model\.path: the model cannot be read"):
         read_config(model_config(path=str(tmp_path)))
+    shutil.copy(tiny_path / "config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"^model\.path: its tokenizer cannot be read"):
         load_tokenizer(model_config(path=str(tmp_path)))
 

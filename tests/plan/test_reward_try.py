@@ -224,7 +224,7 @@ def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_on
     rows = tried(mine(monkeypatch, lambda group: faulty_rewards.RIGHT(group)[:1]), NUMBERS).rows(1, 2)
     [row] = faults(rows)
     assert row.name == "mine: groups"
-    assert row.value.startswith("fails on a whole group: returned 1 scores for ")
+    assert row.value.startswith("fails on a whole group: returned 1 score for ")
 
 
 def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch: pytest.MonkeyPatch) -> None:

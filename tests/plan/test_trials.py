@@ -267,7 +267,7 @@ def test_a_reference_that_is_not_judged_in_time_is_not_refused(monkeypatch):
     late = Failure(cause=Cause.time_limit, problem="took longer", completion=None)
     monkeypatch.setattr(trials, "score", lambda *_: late)
     [note] = notes(rows("1", "2"), "reward=exact_match")
-    assert note.startswith("reward.exact_match: only 0 reference answers were scored in time, 2")
+    assert note.startswith("reward.exact_match: only 0 reference answers could be scored in time, 2")
 
 
 def test_verifiers_of_reasoning_gym_whose_questions_have_no_single_answer_are_not_asked_for_one():

@@ -79,7 +79,7 @@ FREE = {
     "scoring.workers", "scoring.timeout", "freshness.threshold", "freshness.every", "freshness.read_back",
     "checkpoint.every", "checkpoint.keep", "checkpoint.on_signal",
     "eval.every", "eval.num_prompts", "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base",
-    "stop.when",
+    "stop.when", "curriculum.path",
     "generation.transformers.batch_size", "generation.vllm.gpu_memory_utilization", "generation.vllm.max_num_seqs",
     "generation.vllm.sleep", "generation.vllm.enforce_eager", "generation.vllm.share_base",
     "token_values.every", "token_values.groups",
