@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from rlft.commands.audit.command import audit_run
 from rlft.commands.audit.findings import Findings
-from rlft.commands.doctor.supervise import CheckRow, Status
 from rlft.logger.jsonl import encode
 from rlft.runs import checkpoint
 from rlft.runs.chain import metrics_part, scores_part, sealed
 from rlft.system import digests
+from rlft.system.check_rows import CheckRow, Status
 from rlft.types import UserError
 
 STEPS = 4

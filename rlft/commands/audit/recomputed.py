@@ -179,9 +179,9 @@ class Recomputing:
         return groups
 
     def _prompts(self, step: int, ids: Sequence[str], name: str) -> list[Prompt]:
-        """The data's prompts of this step; with dynamic sampling, those of these ids."""
+        """The data's prompts of this step; those of these ids where the run chose by what had been solved."""
         config, prompts = self.plan.config, self.plan.train_prompts.prompts
-        if config.dynamic_sampling.max_rounds:
+        if config.dynamic_sampling.max_rounds or (config.curriculum is not None and config.curriculum.is_on):
             wanted = {prompt.id: prompt for prompt in prompts if prompt.id in ids}
             if unknown := [each for each in ids if each not in wanted]:
                 raise ValueError(f"prompts {unknown} are not in the data")

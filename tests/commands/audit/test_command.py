@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from audited_runs import audited, edited, key_set, lines_of, noisy, saved, wrong
+from audited_runs import WORDS, audited, edited, key_set, lines_of, noisy, saved, wrong
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands.doctor.supervise import Status
 from rlft.runs import run_status
+from rlft.system.check_rows import Status
 
 
 def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +42,16 @@ def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys
 def test_mistakes_are_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["audit", *words]) == 2
     assert f"rlft: {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["curriculum.running=true", "dynamic_sampling.max_rounds=1"])
+def test_prompts_that_were_chosen_by_what_was_solved_are_not_accused(words: str, honest: Path, tmp_path: Path) -> None:
+    place, folder = honest.parent, tmp_path / "run"
+    inputs = (f"data.path={place / 'data.jsonl'}", f"model.path={place / 'base'}", f"hydra.run.dir={folder}")
+    assert cli.run(["train", *WORDS, *inputs, words]) == 0
+    rows = audited(folder, recompute=4, replay=1)
+    assert wrong(rows) == []
+    assert any(row.name.startswith("replay") and row.status is Status.ok for row in rows)
 
 
 def test_a_run_at_work_is_not_audited(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from rlft import cli
 from rlft.commands.audit.replay import largest_gap
-from rlft.commands.doctor.supervise import Status
 from rlft.generation.transformers import TransformersGenerator
+from rlft.system.check_rows import Status
 
 ADAPTER = "policy/adapter_model.safetensors"
 

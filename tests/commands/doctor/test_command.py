@@ -23,12 +23,13 @@ from rlft.commands.doctor import command as doctor
 from rlft.commands.doctor import kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
 from rlft.commands.doctor.machine import Cuda, Gpu
-from rlft.commands.doctor.supervise import Check, CheckRow, Settings, Status, Subject, run_checks
+from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
 from rlft.commands.doctor.trial import MachineTrial, alternating, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.loop.freshness import Gap, Limits
 from rlft.system import versions
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.process.child import function_of
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.system.terminal import pip_install
