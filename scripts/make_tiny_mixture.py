@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -42,11 +43,11 @@ def mixture() -> Qwen2MoeForCausalLM:
     model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**keys, **of_experts, **routing))
     model.load_state_dict({n: t for n, t in dense.state_dict().items() if ".mlp." not in n}, strict=False)
     for sparse, layer in zip(model.model.layers, dense.model.layers, strict=True):
-        mlp, experts = layer.mlp, sparse.mlp.experts
-        experts.gate_up_proj.data = noisy(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        experts.down_proj.data = noisy(mlp.down_proj.weight)
-        torch.nn.init.normal_(sparse.mlp.gate.weight, std=0.1)
-        torch.nn.init.zeros_(sparse.mlp.shared_expert.down_proj.weight)
+        mlp, block = layer.mlp, cast(Any, sparse).mlp
+        block.experts.gate_up_proj.data = noisy(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        block.experts.down_proj.data = noisy(mlp.down_proj.weight)
+        torch.nn.init.normal_(block.gate.weight, std=0.1)
+        torch.nn.init.zeros_(block.shared_expert.down_proj.weight)
     return model
 
 
