@@ -256,7 +256,10 @@ def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/scroe", "/scroe: there is no such command; /help lists them; begin with // to say it to the model"),
+        (
+            "/scroe",
+            "/scroe: there is no such command; did you mean /score? /help lists them; begin with // to say it to the model",
+        ),
         ("/base", "/base: there is no question yet; ask one first"),
         ("/score 3", "/score: there is no question yet; ask one first"),
         ("/score", "/score: there is no question yet; ask one first"),

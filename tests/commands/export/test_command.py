@@ -120,7 +120,7 @@ def test_the_adapter_says_what_the_trained_policy_says_and_knows_where_its_base_
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_path.resolve())
     tokenizer = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(f.name for f in out.iterdir()) == sorted(
-        ["README.md", "adapter_config.json", "adapter_model.safetensors", "rlft.json", *tokenizer]
+        ["README.md", "adapter_config.json", "adapter_model.safetensors", "chain.jsonl", "rlft.json", *tokenizer]
     )
 
 
@@ -244,14 +244,17 @@ def refusal(place: NamedRun, *words: str | None) -> str:
     [
         ((None, None, None), "out: is missing; write out=<new folder>"),
         (("", None, None), "out: is empty"),
-        (("new", "modle", None), "as: is not a form that rlft writes, got modle; use model or adapter"),
+        (
+            ("new", "modle", None),
+            "as: is not a form that rlft writes, got modle; did you mean model? All: model, adapter",
+        ),
         (("new", "", None), "as: is not a form that rlft writes, got nothing"),
         (
             ("new", "gguf", None),
             "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
             "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`",
         ),
-        (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float16? All: auto, float32"),
+        (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float32? All: auto, float32"),
         (
             ("new", "adapter", "float32"),
             "dtype: applies to a model's weights only: an adapter keeps its own dtype, got float32",

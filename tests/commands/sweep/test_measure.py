@@ -39,7 +39,10 @@ def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
 
 
 def test_a_metric_that_there_will_not_be_is_refused() -> None:
-    with pytest.raises(UserError, match=r"sweep.metric: no evaluation has it, got eval/pass@8; choose one of accuracy"):
+    with pytest.raises(
+        UserError,
+        match=r"sweep.metric: no evaluation has it, got eval/pass@8; did you mean eval/pass@4[?] All: accuracy",
+    ):
         check_metric("eval/pass@8", compose(["eval.num_samples=4"]))
     for every, got in ((0, "0"), (None, "null")):
         with pytest.raises(UserError, match=rf"eval.every: trials are compared by .*, and there is none, got {got};"):
