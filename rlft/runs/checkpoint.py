@@ -81,6 +81,11 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
+def saved_step(folder: Path) -> int:
+    """The number of steps after which this checkpoint was written, whatever its folder is called."""
+    return json.loads((folder / STATE).read_text())["step"]
+
+
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `root/step_N`, and removes all others but the newest `keep` - 1 before it. Returns the folder."""
     final = root / f"step_{checkpoint.step:06d}"

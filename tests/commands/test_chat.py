@@ -258,7 +258,8 @@ def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsy
     [
         (
             "/scroe",
-            "/scroe: there is no such command; did you mean /score? /help lists them; begin with // to say it to the model",
+            "/scroe: there is no such command; did you mean /score? /help lists them; "
+            "begin with // to say it to the model",
         ),
         ("/base", "/base: there is no question yet; ask one first"),
         ("/score 3", "/score: there is no question yet; ask one first"),

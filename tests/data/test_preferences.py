@@ -192,7 +192,7 @@ BROKEN = {
     "too few scores": ({"prompt": "1?", "completions": ["a", "b"], "scores": [1]}, "must be a list of 2 numbers"),
     "a score that is no number": (
         {"prompt": "1?", "completions": ["a"], "scores": [float("nan")]},
-        "list of 1 numbers",
+        "list of 1 number,",
     ),
 }
 

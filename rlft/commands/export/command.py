@@ -26,7 +26,7 @@ from rlft.config.resolved import AUTO
 from rlft.logger.jsonl import encode
 from rlft.runs import run_folder
 from rlft.runs.chain import CHAIN, lines_until
-from rlft.runs.checkpoint import set_usual_mode, step_of
+from rlft.runs.checkpoint import saved_step, set_usual_mode
 from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
 from rlft.system import interrupt, locks
 from rlft.system.disk import blame_key, writing
@@ -188,7 +188,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
             weights.write_model(request, config, tokenizer, folder, say)
         if not names_ends and request.checkpoint_kind is not CheckpointKind.reward:
             weights.write_ends(folder, base_file, ends.ids)
-        chain = lines_until(request.source.run, step_of(request.checkpoint))
+        chain = lines_until(request.source.run, saved_step(request.checkpoint))
         if chain:
             (folder / CHAIN).write_bytes(b"".join(map(encode, chain)))
         card = model_card.Card(

@@ -97,7 +97,7 @@ class Card:
     def text(self) -> str:
         """The card, in Markdown."""
         config, kind, ends = self.source.config, self.kind, self.ends
-        step = json.loads((self.checkpoint / checkpoint.STATE).read_text())["step"]
+        step = checkpoint.saved_step(self.checkpoint)
         origin = run_folder.read(self.source.run, "run").get(run_folder.ORIGIN, {})
         evaluations = [line for line in read_lines(self.source.run / EVALUATIONS) if line["step"] <= step]
         is_whole = kind is CheckpointKind.weights
