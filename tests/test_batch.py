@@ -71,7 +71,7 @@ def test_dtypes_are_those_the_types_promise(batch):
 
 def test_a_completion_with_another_number_of_logprobs_than_tokens_is_an_error():
     for logprobs in ((-0.5,), (-0.5, -0.1, -0.2), ()):
-        with pytest.raises(ValueError, match=f"{len(logprobs)} log-probs for 2 tokens"):
+        with pytest.raises(ValueError, match=f"{len(logprobs)} log-probs? for 2 tokens"):
             collate([group([5], ((7, 8), logprobs))], Scores(total=torch.zeros(1, 1), by_reward={}), undecoded)
 
 

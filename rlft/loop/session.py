@@ -39,7 +39,7 @@ from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
-from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.checkpoint import SAMPLED, Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
 from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
@@ -117,11 +117,11 @@ class Session(RunDriver):
 
     def _restore_samples(self, saved: Checkpoint) -> None:
         """Restores the groups that were sampled ahead, or the adapter that samples them, unless a fork needs others."""
-        values = saved.state.get("sampled")
+        values = saved.state.get(SAMPLED)
         if values is None or not self.ahead.lag or values["derived_from"] != derived_from(self.sampler, saved.step):
             return
-        if "sampled" in saved.tensors:
-            self.ahead.restore(saved.step, unpacked(saved.tensors["sampled"], values, self.sampler, saved.step))
+        if SAMPLED in saved.tensors:
+            self.ahead.restore(saved.step, unpacked(saved.tensors[SAMPLED], values, self.sampler, saved.step))
             return
         config = self.roles.adapter_config()
         self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
@@ -298,7 +298,7 @@ class Session(RunDriver):
             values["critic"] = trainer.critic
         tensors, sampled = self._samples(state.step)
         if sampled:
-            values["sampled"] = sampled
+            values[SAMPLED] = sampled
         if self.sampler.curriculum is not None:
             counts, values[CURRICULUM] = self.sampler.curriculum.state(state.step)
             tensors[CURRICULUM] = {name: torch.from_numpy(array) for name, array in counts.items()}
@@ -320,7 +320,7 @@ class Session(RunDriver):
         origin = {"derived_from": derived_from(self.sampler, step)}
         if (groups := self.ahead.of(step)) is not None:
             tensors, values = packed(groups, self.sampler.prompts_at(step))
-            return {"sampled": tensors}, values | origin
+            return {SAMPLED: tensors}, values | origin
         assert self._previous is not None, "a step was published before this one"
         scores = self.freshness.history.get(step - 1)
         return {"sampler": self._previous.weights}, origin | {"scores": scores}

@@ -332,7 +332,7 @@ def test_it_is_closed_once_whatever_ends_the_run(
         ("~generation.canned._target_", "generation.canned: has no _target_; name the engine's class"),
         (
             "generation.engine=uncanned",
-            "generation.engine: is not an engine, got uncanned; did you mean canned?",
+            "generation.engine: is not an engine, got uncanned; choose one of auto, transformers, ",
         ),
     ],
 )

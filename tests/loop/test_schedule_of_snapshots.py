@@ -127,6 +127,7 @@ def run(recorder, tmp_path):
 
     def go(*overrides: str) -> dict[str, dict[str, torch.Tensor]]:
         plan = resolve(compose([*SETTINGS, *overrides])).plan()
+        (tmp_path / "config.yaml").touch()
         with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
             recorder.begin(session.roles)
             train(session)

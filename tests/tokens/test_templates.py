@@ -98,7 +98,7 @@ FAMILIES = {
         answered=f"{RESPONSE}<|im_end|>\n<|im_start|>assistant\n<think>\n",
         thinks=THINKING,
         begun=("<think>\n", ""),
-        note="are learned inside <think>, opened by the prompt and never closed",
+        note="learned inside <think>, opened by the prompt and never closed",
     ),
     "gpt-oss": Family(
         special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),

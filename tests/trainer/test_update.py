@@ -574,6 +574,7 @@ def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path
         "eval.every=0", "logger=[]", "scoring.workers=0",
     ]  # fmt: skip
     plan = resolve(compose(settings)).plan()
+    (tmp_path / "config.yaml").touch()
     with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
         assert train(session).algorithm.state() == {"kl_coef": 4.0}
 
@@ -595,6 +596,7 @@ def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_no
     step = Optimizer.update
     monkeypatch.setattr(Optimizer, "update", lambda self, lr: (borrowed.append(set()), step(self, lr))[1])
     plan = resolve(compose(settings)).plan()
+    (tmp_path / "config.yaml").touch()
     with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
         borrowed.append(set())
         train(session)
