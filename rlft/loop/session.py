@@ -39,7 +39,7 @@ from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
-from rlft.runs.checkpoint import SAMPLED, Checkpoint
+from rlft.runs.checkpoint import SAMPLED, SAMPLER, Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
 from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
@@ -124,7 +124,7 @@ class Session(RunDriver):
             self.ahead.restore(saved.step, unpacked(saved.tensors[SAMPLED], values, self.sampler, saved.step))
             return
         config = self.roles.adapter_config()
-        self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
+        self._previous = Adapter(version=saved.step - 1, weights=saved.tensors[SAMPLER], config=config)
         if len(values["scores"] or ()) == self.freshness.num_tokens:  # another device may have compared fewer
             self.freshness.history[saved.step - 1] = values["scores"]
 
@@ -323,7 +323,7 @@ class Session(RunDriver):
             return {SAMPLED: tensors}, values | origin
         assert self._previous is not None, "a step was published before this one"
         scores = self.freshness.history.get(step - 1)
-        return {"sampler": self._previous.weights}, origin | {"scores": scores}
+        return {SAMPLER: self._previous.weights}, origin | {"scores": scores}
 
     # -- details -------------------------------------------------------------------------------------------------------
     def findings(self) -> Iterator[str]:

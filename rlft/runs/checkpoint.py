@@ -40,8 +40,8 @@ OPTIMIZER = "optimizer.safetensors"
 ADAPTER, HEAD = "adapter_model.safetensors", "head.safetensors"
 WRITING = ".writing_"
 RECORD = "rlft.json"
-SAMPLED = "sampled"
-"""Name of the tensors and values of what was sampled ahead for the next step."""
+SAMPLED, SAMPLER = "sampled", "sampler"
+"""Names of what was sampled ahead for the next step, and of the adapter that would sample it."""
 CHECKSUMS = "base_checksums"
 """Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
 
@@ -145,7 +145,7 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
     """{part: its sha256} of all that the checkpoint holds but `write_folders`, the checksums of a shared base, and what
     was sampled ahead: a run that is made longer has not sampled ahead after what was its last step, and the completions
     of the step after it have a digest of their own."""
-    tensors = {name: of_name for name, of_name in checkpoint.tensors.items() if name != SAMPLED}
+    tensors = {name: of_name for name, of_name in checkpoint.tensors.items() if name not in (SAMPLED, SAMPLER)}
     named = {"adapters": checkpoint.adapters, "heads": checkpoint.heads, "tensors": tensors}
     state = {key: value for key, value in checkpoint.state.items() if key not in (CHECKSUMS, SAMPLED)}
     roles = {*checkpoint.adapters, *checkpoint.heads}
