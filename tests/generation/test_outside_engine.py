@@ -359,7 +359,8 @@ def test_its_memory_and_what_makes_it_smaller_are_planned(workplace: Path, capsy
         in (whole["notes"])
     )
     assert whole["peak"] - whole["peak_without_engine"] == 64 * 2**20
-    short = planned(f"device_memory={whole['peak'] - 10 * 2**20}", fits=False)
+    # Half of what the engine can do without: the process, which is part of both plans, may grow or shrink in between.
+    short = planned(f"device_memory={whole['peak'] - 32 * 2**20}", fits=False)
     ways = {key: value for way in short["ways"] for key, value in way["changes"].items()}
     assert ways["generation.canned.megabytes"] == "1"
 
