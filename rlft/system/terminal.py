@@ -123,7 +123,7 @@ def pip_install(*requirements: str) -> str:
     It is `pip install ..` where a bare `pip` is this environment's, and names its Python otherwise. An environment
     that was made by uv has no pip.
     """
-    import importlib.util
+    import importlib.metadata
     import shutil
 
     scripts = Path(sys.prefix) / "bin"
@@ -131,6 +131,8 @@ def pip_install(*requirements: str) -> str:
     if found is not None and Path(found).parent.resolve() == scripts.resolve():
         return command_line("pip", "install", *requirements)
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
-    if importlib.util.find_spec("pip") is None and shutil.which("uv"):
+    # Not by looking for the module pip: setuptools would take its distutils back, which vLLM then misses.
+    has_pip = any(importlib.metadata.distributions(name="pip"))
+    if not has_pip and shutil.which("uv"):
         return command_line("uv", "pip", "install", "--python", python, *requirements)
     return command_line(python, "-m", "pip", "install", *requirements)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,10 +67,20 @@ def test_a_hint_names_the_pip_of_this_environment(tmp_path: Path, monkeypatch: p
     assert pip_install("trl") == "'/opt/its own/bin/python' -m pip install trl"
 
 
+def test_a_hint_leaves_setuptools_its_distutils() -> None:
+    """Looking for the module pip takes them away for the rest of the process, and vLLM cannot be imported then."""
+    code = (
+        "from rlft.system.terminal import pip_install; pip_install('trl'); import distutils; print(distutils.__file__)"
+    )
+    environment = {"PATH": "/nowhere", "PYTHONPATH": str(Path(rlft.__file__).parent.parent)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "setuptools" in found.stdout
+
+
 def test_a_hint_in_an_environment_without_pip_is_for_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: [])
     monkeypatch.setenv("PATH", str(executable(tmp_path / "tools" / "uv").parent))
     assert pip_install("trl") == "uv pip install --python .venv/bin/python trl"
     monkeypatch.setenv("PATH", "")
