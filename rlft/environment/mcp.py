@@ -115,8 +115,8 @@ def listed(keys: str) -> list[dict[str, Any]]:
         problem, text = str(failure), ""
     finally:
         pool.close()
-    told = f"its server does not list its tools ({problem})"
-    require(problem is None, KEY, told, got=command, remedy="try that command by itself: it must speak MCP over stdio")
+    refusal, remedy = f"its server does not list its tools ({problem})", "try that command by itself: it must speak MCP"
+    require(problem is None, KEY, refusal, got=command, remedy=f"{remedy} over stdio")
     return checked(json.loads(text), command)
 
 
@@ -265,12 +265,9 @@ class Server:
                 self.end("it has closed the connection")
                 raise RuntimeError("the tool's server has ended") from None
             raise RuntimeError(error.message) from None
-        except Exception:
-            self.end("it has failed")
-            raise
-        except BaseException:  # out of time
+        except BaseException as error:
             task.cancel()
-            self.end(why)
+            self.end("it has failed" if isinstance(error, Exception) else why)  # else it is out of time
             raise
 
     async def _run(self, ready: Future[None]) -> None:

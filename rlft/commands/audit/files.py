@@ -67,7 +67,7 @@ def read_chain(folder: Path, findings: Findings) -> dict[int, Line]:
         ) from None
     found: dict[int, Line] = {}
     number = len(raw_lines) - 1
-    with findings.checking(CHAIN, f"{number} lines, each with the digest of the one before"):
+    with findings.checking(CHAIN, f"{counted(number, 'line')}, each with the digest of the one before"):
         if raw_lines.pop():
             findings.differ(CHAIN, "its last line is cut short")
         previous: Line | None = None
@@ -167,7 +167,7 @@ def _check_metrics(run: Audited) -> None:
         findings.leave_open(METRICS, "the run has no logger that writes it")
         return
     expected = [step for step in run.lines if step > 0]
-    with findings.checking(METRICS, f"{len(expected)} lines"):
+    with findings.checking(METRICS, counted(len(expected), "line")):
         found: list[int] = []
         for step, raw, values in _lines(run, METRICS):
             found.append(step)
@@ -197,7 +197,7 @@ def _check_evaluations(run: Audited) -> None:
         return
     findings = run.findings
     expected = [step for step, line in run.lines.items() if "evaluation" in line["sha256"]]
-    with findings.checking(EVALUATIONS, f"{len(expected)} lines" if expected else ""):
+    with findings.checking(EVALUATIONS, counted(len(expected), "line") if expected else ""):
         found: list[int] = []
         for step, raw, _ in _lines(run, EVALUATIONS):
             found.append(step)
@@ -230,7 +230,7 @@ def _check_rollouts(run: Audited) -> None:
         return
     present = {step: file for file, step in rollout_files(run.folder) if file.suffix != ".tmp"}
     confirmed = [step for step in present if step in having]
-    with findings.checking("rollouts", f"completions of {len(confirmed)} steps"):
+    with findings.checking("rollouts", f"completions of {counted(len(confirmed), 'step')}"):
         for step, file in present.items():
             name = str(file.relative_to(run.folder))
             if step not in having and not run.may_be_cut_off(step):
@@ -254,7 +254,7 @@ def _check_checkpoints(run: Audited) -> None:
     findings = run.findings
     folders = checkpoint.finished(run_folder.checkpoints(run.folder))
     unchained: set[str] = set()
-    with findings.checking("checkpoints", f"{len(folders)} checkpoints, their adapters, optimizers and states"):
+    with findings.checking("checkpoints", f"{counted(len(folders), 'checkpoint')}, with adapters, optimizer and state"):
         for folder in folders:
             step, name = checkpoint.step_of(folder), str(folder.relative_to(run.folder))
             if (damage := checkpoint.find_damage(folder)) is not None:
@@ -282,6 +282,7 @@ def _check_checkpoints(run: Audited) -> None:
 
 def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) -> None:
     """Compares an exported adapter and its card with the chain beside it."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from rlft.model.adapter_folder import RECORD, WEIGHTS
@@ -298,7 +299,7 @@ def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) ->
         try:
             record = json.loads((folder / RECORD).read_text())
             role, tensors = record["role"], load_file(folder / WEIGHTS)
-        except Exception as error:  # whatever a damaged file of tensors raises
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
             findings.differ(WEIGHTS, f"or {RECORD} cannot be read ({type(error).__name__})")
             return
         if digests.of_json({role: record}) != last["sha256"].get("records") and len(_roles(last)) == 1:

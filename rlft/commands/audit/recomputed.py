@@ -24,7 +24,7 @@ from rlft.runs.run_folder import named_input
 from rlft.system.device import resolve_device
 from rlft.system.machine import machine
 from rlft.tokens.text import decode
-from rlft.types import Batch, FinishReason, Group, Prompt, Rollout
+from rlft.types import Batch, FinishReason, Group, Prompt, Rollout, counted
 
 if TYPE_CHECKING:
     from rlft.plan.run_plan import Plan
@@ -154,7 +154,8 @@ class Recomputing:
         starts = [i for i, line in enumerate(lines) if line["index"] == 0]
         parts = [lines[i:j] for i, j in zip(starts, [*starts[1:], len(lines)], strict=True)]
         if any(len(part) != config.group_size for part in parts) or len(parts) != config.prompts_per_step:
-            self._differ("prompts", name, f"step {step}: has not {config.prompts_per_step} x {config.group_size} lines")
+            due = f"{config.prompts_per_step} x {counted(config.group_size, 'line')}"
+            self._differ("prompts", name, f"step {step}: has not {due}")
         prompts = self._prompts(step, [part[0]["prompt_id"] for part in parts], name)
         versions = {max(0, step - 1 - config.overlap.lag), step - 1}
         groups = []
