@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import yaml
 from in_one_test import each
 
@@ -20,12 +22,18 @@ LOGGERS = {
 }
 
 # What a stage of a pipeline is told on the command line: what an earlier stage has made.
+MODEL = ["model.path=embedded:tiny-arithmetic"]  # in place of a folder that a script makes
+PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
+OF_FOLDER, OF_FILE = [*MODEL, f"data.path={PROBLEMS}"], [*MODEL, f"data.path={PROBLEMS / 'train.jsonl'}"]
 LESSONS = ["demonstrations.path=embedded:arithmetic-cold-start"]
 WITHOUT_REWARD_MODEL = ["~reward.learned", "critic.init=base", "reward.exact_match.weight=1.0"]
 TOLD = {
     "r1_keepers_arithmetic": LESSONS,
     "distill_arithmetic": LESSONS,
-    "grpo_smollm2_sums": ["model.path=embedded:tiny-arithmetic"],  # a folder that a script makes
+    "grpo_smollm2_gsm8k": [*OF_FOLDER, "lora.path=null"],
+    "grpo_smollm2_sums": MODEL,
+    "grpo_smollm2_svamp": OF_FILE,
+    "sft_smollm2_gsm8k": OF_FOLDER,
     "opd_arithmetic": ["snapshot.teacher=embedded:tiny-arithmetic"],
     "r1_final_arithmetic": WITHOUT_REWARD_MODEL,
     "rlhf_ppo_arithmetic": WITHOUT_REWARD_MODEL,

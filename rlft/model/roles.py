@@ -147,8 +147,7 @@ class Roles:
 
     def weights(self, role: str) -> dict[str, Tensor]:
         """The adapter's tensors under the names that PEFT gives them on the folder's own class, detached copies."""
-        own = own_tensors(self.model, role)
-        return {self.names.outside(name): tensor.clone() for name, tensor in own.items()}
+        return {self.names.outside(name): tensor.clone() for name, tensor in self._tensors(role).items()}
 
     def restore(
         self, adapters: Mapping[str, Mapping[str, Tensor]], heads: Mapping[str, Mapping[str, Tensor]] | None = None
@@ -162,28 +161,38 @@ class Roles:
 
     def restore_role(self, role: str, weights: Mapping[str, Tensor]) -> None:
         """Sets one adapter to these tensors, under PEFT's names on the folder's own class or on the trained model."""
-        own, found = own_tensors(self.model, role), self.names.all_inside(weights)
+        own, found = self._tensors(role), self.names.all_inside(weights)
         assert own.keys() == found.keys(), f"these are another adapter's: {sorted(own.keys() ^ found.keys())[:3]}"
         for name, tensor in own.items():
             tensor.copy_(found[name])
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json, the same for every role that rlft makes."""
-        fields = folder_fields(self.model.peft_config[POLICY], self.weights(POLICY), self.backbone.model)
+        names = map(self.names.outside, self._tensors(POLICY))
+        fields = folder_fields(self.model.peft_config[POLICY], names, self.backbone.model)
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
     # -- what learns -------------------------------------------------------------------------------------------------
     def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
         """The role's trainable parameters in a fixed order: its adapter, if it has one, and its head."""
-        # They are cached: adapters are never replaced, only written into, and a search through all modules after each
-        # micro-batch would take longer than the check of its gradients.
+        head = self.heads[role].named_parameters() if role in self.heads else ()
+        return [*self._adapter(role), *((f"{role}.head.{name}", parameter) for name, parameter in head)]
+
+    def _adapter(self, role: str) -> list[tuple[str, Parameter]]:
+        """The adapter's parameters by the model's names, in PEFT's order; none if the role has no adapter."""
+        # They are cached: adapters are never replaced, only written into. A search through all modules takes longer
+        # than the check of a micro-batch's gradients, and PEFT's own search longer than the rest of a publish.
         parameters = self._adapters.get(role)
         if not parameters:
             parameters = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
+            names = [_of_peft(name, role) for name, _ in parameters]
+            assert not names or names == list(own_tensors(self.model, role)), "PEFT names the adapter otherwise"
             self._adapters[role] = parameters
-        if role in self.heads:
-            return parameters + [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
-        return list(parameters)
+        return parameters
+
+    def _tensors(self, role: str) -> dict[str, Tensor]:
+        """{PEFT's name on the trained model: tensor} of the role's adapter; writing into them changes it."""
+        return {_of_peft(name, role): parameter.detach() for name, parameter in self._adapter(role)}
 
     def outputs(self, batch: Batch, entropy: bool, layout: Layout | None = None, *, top_k: bool = False) -> Outputs:
         """The current policy on these rows, with grad (`Forward`); with values if the critic reads its features."""
@@ -368,12 +377,10 @@ class Roles:
     def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
         """(the sampler's slot, each B times its layer's scale; layers that would compute with something else)."""
         tensors = {}
-        for name, parameter in self.named_parameters(SAMPLER):
-            stem, scale = name.removesuffix(f".{SAMPLER}.weight"), 1.0
-            if stem.endswith(".lora_B"):
-                scale = cast(LoraLayer, self.model.get_submodule(stem.removesuffix(".lora_B"))).scaling[SAMPLER]
-            of_peft = stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.weight"
-            tensors[self.names.outside(of_peft)] = parameter.detach() * scale
+        for name, tensor in self._tensors(SAMPLER).items():
+            module, is_up, _ = name.partition(".lora_B.")
+            scale = cast(LoraLayer, self.model.get_submodule(module)).scaling[SAMPLER] if is_up else 1.0
+            tensors[self.names.outside(name)] = tensor * scale if is_up else tensor
         return tensors, selection.outdated(self.model, SAMPLER)
 
     def share_merged_weights(self) -> None:
@@ -523,6 +530,12 @@ class Roles:
                 got=path,
                 remedy="merge it into the base that it was trained on, and set model.path to the result",
             )
+
+
+def _of_peft(name: str, role: str) -> str:
+    """The name in PEFT's files of a role's parameter with this name in the model."""
+    stem = name.removesuffix(f".{role}.weight")
+    return stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.weight"
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:

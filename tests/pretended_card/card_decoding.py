@@ -1,10 +1,10 @@
-"""Launches and waits of decoding on the pretended card, for a token and for a layer."""
+"""Launches and waits of decoding on the pretended card, for a token and for a layer, and waits of a publish."""
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 from card_peaks import CONVOLUTIONS, MOE, Case, planned
 from pretended_card import COUNTS
 
+from rlft.generation.loaded_adapter import difference, published
 from rlft.generation.transformers import READ_EVERY, TransformersGenerator
 from rlft.loop.parts import open_roles
 from rlft.model.backbone import load_backbone
+from rlft.model.roles import Roles
 from rlft.types import NextTurn, Prompt, Sampling
 
 TOKENS = READ_EVERY
@@ -51,12 +53,13 @@ def main(*names: str) -> dict[str, Any]:
 
 def counted(name: str, folder: Path) -> dict[str, Any]:
     """Launches of a layer and token (only of layers that are known), launches of TOKENS tokens for few and many rows,
-    and waits for them in several ways of sampling; all by line."""
+    waits for them in several ways of sampling, and those of a publish for few and many layers; all by line."""
     fields = (LAYERED | OTHERS)[name]
     found = of_tokens({"layers": 4 if "layer_types" in fields else 2, **fields}, folder / "few layers")
     if name in LAYERED:
-        deep = of_tokens({"layers": 4, **fields}, folder / "many layers", ways=False)["launches"][0]
-        shallow = found["launches"][0]
+        many_layers = of_tokens({"layers": 4, **fields}, folder / "many layers", ways=False)
+        shallow, deep = found["launches"][0], many_layers["launches"][0]
+        found["published"] = [found["published"], many_layers["published"]]
         layer = {line: (deep[line] - shallow[line]) / 2 / TOKENS for line in deep if deep[line] > shallow[line]}
         found["layer"] = layer
     return found
@@ -74,8 +77,9 @@ def of_tokens(fields: dict[str, Any], folder: Path, *, ways: bool = True) -> dic
         prompts, plain = plan.train_prompts.prompts[:2], Sampling(max_tokens=1, temperature=1.0)
         engine.sample(prompts, FEW, [0, 1], replace(plain, max_tokens=READ_EVERY))  # the first one warms up
         few, waits = more_tokens(engine, prompts, FEW, plain)
+        publish_waits = waits_of(lambda: publish(roles, engine))
         if not ways:
-            return {"launches": [few]}
+            return {"launches": [few], "published": publish_waits}
         many, waits_of_many = more_tokens(engine, prompts, MANY, plain)
         others = replace(plain, stop=("no such text",), top_k=50, top_p=0.9, min_p=1e-9)
         one_ends = [replace(prompts[0], next_turn=NextTurn(turn=1, seed=0, max_tokens=3)), prompts[1]]
@@ -86,7 +90,25 @@ def of_tokens(fields: dict[str, Any], folder: Path, *, ways: bool = True) -> dic
         }
         engine.token_callback = lambda row, token: None
         found["a callback"] = more_tokens(engine, prompts, FEW, plain)[1]
-    return {"launches": [few, many], "waits": found}
+    return {"launches": [few, many], "waits": found, "published": publish_waits}
+
+
+def publish(roles: Roles, engine: TransformersGenerator) -> None:
+    """As after a step: the engine computes with it, and then what it holds is read back and compared."""
+    adapter = roles.publish(1)
+    engine.load(adapter)
+    engine.score([[1, 2, 3, 4]])
+    held = engine.loaded_adapter()
+    assert difference(1, held, published(adapter, held.dtype), {}) is None
+
+
+def waits_of(call: Callable[[], None]) -> Counter[str]:
+    """By line."""
+    COUNTS.clear()
+    COUNTS.by_line = True
+    call()
+    COUNTS.by_line = False
+    return COUNTS.waits
 
 
 def more_tokens(

@@ -1,4 +1,4 @@
-"""Decoding on the pretended card: a layer takes few launches, and the host hardly ever waits for the card."""
+"""Decoding and publishing on the pretended card: few launches a layer, and the host hardly ever waits for the card."""
 
 from __future__ import annotations
 
@@ -48,3 +48,11 @@ def test_the_host_waits_once_for_several_tokens_of_all_rows(decoded: dict[str, A
             if not 0 < sum(lines.values()) <= allowed:
                 wrong.append("\n    ".join([f"{name}, {way}:", *(f"{n} x {line}" for line, n in lines.items())]))
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_publish_waits_as_often_for_any_number_of_layers(decoded: dict[str, Any]) -> None:
+    """What the engine holds is read back: per kind of tensors, not per layer."""
+    found = {name: case["published"] for name, case in decoded.items() if "published" in case}
+    wrong = {name: both for name, both in found.items() if name in card_decoding.LAYERED and both[0] != both[1]}
+    assert found
+    assert not wrong

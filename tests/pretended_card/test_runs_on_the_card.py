@@ -172,11 +172,16 @@ RANKINGS = f"{SMALL} rankings_per_step=4"
 SIZES = {"train": f"{TRAIN} prompts_per_step=4", "sft": f"{SMALL} examples_per_step=4", "rm": RANKINGS, "dpo": RANKINGS}
 SUMS = {"train": range(2, 8), "test": range(12, 16)}
 GSM8K = "data.path=questions model.path=embedded:tiny-arithmetic prompts.max_tokens=192 generation.max_tokens=64"
+OF_ONE_FILE = "data.path=questions/train.jsonl data.prompt_field=question data.answer_field=answer"
+OF_ONE_FILE += " data.prompt_template='{question}' data.answer_pattern='(\\d+)$' data.held_out_fraction=0.5"
 OF_WHOLE_MODELS = ("r1_cold_start_arithmetic", "r1_keepers_arithmetic", "distill_arithmetic")
 WHOLE = "logger=[jsonl] eval.every=0 examples_per_step=4 demonstrations.path=embedded:arithmetic-cold-start"
 WITHOUT_REWARD_MODEL = "~reward.learned critic.init=base reward.exact_match.weight=1.0"
 TOLD = {
     "grpo_gsm8k": GSM8K,
+    "grpo_smollm2_gsm8k": f"{GSM8K} lora.path=null",
+    "grpo_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE}",
+    "sft_smollm2_gsm8k": f"{GSM8K} max_completion_tokens=64",
     "grpo_smollm2_sums": "model.path=embedded:tiny-arithmetic prompts.max_tokens=192",
     "gspo_gsm8k": GSM8K,
     "ppo_gsm8k": GSM8K,
@@ -200,7 +205,7 @@ def test_every_recipe_makes_a_step_on_the_card(on_card, tmp_path: Path, recipe: 
         (tmp_path / "questions" / f"{split}.jsonl").write_text(lines)
     command = catalog.command_of(recipe)
     sizes, dtype = (WHOLE, "float32") if recipe in OF_WHOLE_MODELS else (SIZES[command], "auto")
-    sizes = sizes.replace(OF_SUMS, "") if recipe.endswith("gsm8k") else sizes
+    sizes = sizes.replace(OF_SUMS, "") if recipe.endswith(("gsm8k", "svamp")) else sizes
     words = f"{command} +recipe={recipe} {sizes} {TOLD.get(recipe, '')} steps=1 model.dtype={dtype}"
     places = ("--config-dir", "configs", "hydra.run.dir=run", "model.device=cuda")
     on_card.run(*once(words.split()), *places, cwd=tmp_path)

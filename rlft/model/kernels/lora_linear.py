@@ -115,14 +115,17 @@ class LoraLinear(Linear):
         self.lent.clear()  # the new sum overwrites what was lent
         self.sums[role] = self._sum(role, weight.dtype if dtype is None else dtype, old_sum)
 
-    def is_current(self, role: str) -> bool:
-        """Whether the role's sum and copies here, as far as passes would use any, are what its matrices give now."""
+    def differs(self, role: str) -> Tensor | None:
+        """Bool `[]`: whether a sum or copies that the role's passes would use here are not what its matrices give now.
+
+        It is not waited for. None: the passes would use none.
+        """
         matrices, total = self._matrices(role), self.sums.get(role)
         copies, copied, versions = self.copies.get(role, ((), (), ()))
-        used = zip(copies, matrices, strict=True) if copies and _unchanged(matrices, copied, versions) else ()
-        return (total is None or torch.equal(total, self._sum(role, total.dtype))) and all(
-            torch.equal(copy, matrix.to(copy.dtype)) for copy, matrix in used
-        )
+        wrong = [] if total is None else [(total != self._sum(role, total.dtype)).any()]
+        if copies and _unchanged(matrices, copied, versions):
+            wrong += [(copy != matrix.to(copy.dtype)).any() for copy, matrix in zip(copies, matrices, strict=True)]
+        return torch.stack(wrong).any() if wrong else None
 
     @torch.no_grad()
     def _sum(self, role: str, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -173,7 +173,11 @@ def add_up(model: nn.Module, role: str, dtype: torch.dtype | None) -> None:
 def outdated(model: nn.Module, role: str) -> list[str]:
     """The names of the layers that would compute with another sum or copies than the role's matrices give now."""
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, lora_linear.LoraLinear))
-    return [name for name, layer in layers if role in layer.lora_A and not layer.is_current(role)]
+    found = {name: layer.differs(role) for name, layer in layers if role in layer.lora_A}
+    flags = {name: wrong for name, wrong in found.items() if wrong is not None}
+    # A GPU is waited for once, not once a layer.
+    values = torch.stack(list(flags.values())).tolist() if flags else []
+    return [name for name, wrong in zip(flags, values, strict=True) if wrong]
 
 
 def lend(model: nn.Module, lender: str, role: str) -> None:
