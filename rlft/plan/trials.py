@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from rlft.config.schema import SamplingRoot
@@ -154,17 +155,25 @@ class RewardTrial:
     error: str | None = None
 
 
-def tried_completions(prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """(kind, text) of the completions to try: empty, another prompt's answer, the reference; these two also in tags."""
+def tried_completions(
+    prompt: Prompt, others: Sequence[Prompt], readers: Mapping[str, AnswerKeys] = MappingProxyType({})
+) -> list[tuple[str, str]]:
+    """(kind, text) of the completions to try: empty, another prompt's answer, the reference.
+
+    These two are also tried in tags, and in the form that each of `readers`, {name: reward}, reads if that is another.
+    """
     right = prompt.answer, *prompt.other_answers
     wrong = next((p.answer for p in others if p.answer not in right), f"{prompt.answer}0")
-    return [
-        ("empty", ""),
-        ("wrong", wrong),
-        ("reference", prompt.answer),
-        ("wrong, in tags", ANSWERED.format(wrong)),
-        ("reference, in tags", ANSWERED.format(prompt.answer)),
-    ]
+    answers = {"wrong": wrong, "reference": prompt.answer}
+    texts = {"empty": "", **answers, **{f"{kind}, in tags": ANSWERED.format(text) for kind, text in answers.items()}}
+    for name, reader in readers.items():
+        with suppress(ValueError):  # such an answer is of no use to it
+            told = {
+                f"{kind}, as {name} reads it": reader.reference_text(replace(prompt, answer=answer))
+                for kind, answer in answers.items()
+            }
+            texts |= {kind: text for kind, text in told.items() if text and not any(text in t for t in texts.values())}
+    return list(texts.items())
 
 
 def try_rewards(
@@ -177,10 +186,13 @@ def try_rewards(
 ) -> list[RewardTrial]:
     """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
     trials: list[RewardTrial] = []
-    for spec in (spec for spec in rewards.values() if not spec.runs_in_trainer):
+    rules = [spec for spec in rewards.values() if not spec.runs_in_trainer]
+    built = {spec.name: spec.build() for spec in rules}
+    readers = {name: reward for name, reward in built.items() if isinstance(reward, AnswerKeys)}
+    for spec in rules:
         with closing(Scorer({spec.name: spec}, 1, timeout_s, "stop")) as scorer:
             for prompt in prompts:
-                texts = tried_completions(prompt, prompts)
+                texts = tried_completions(prompt, prompts, readers)
                 said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling, ends)
                 trials += _try(scorer, spec.name, prompt, texts, said)
     return trials

@@ -63,6 +63,17 @@ def test_each_reward_says_what_it_gives_each_completion():
         assert scores["format", name, "reference"] == 0
 
 
+@pytest.mark.parametrize(("words", "form"), [("hashes", "#### 12"), ("boxed", "\\boxed{12}")])
+def test_answers_are_tried_in_the_form_that_a_reward_reads(words, form):
+    found = tried("reward=exact_match", f"reward.exact_match.answer_in={words}")
+    scores = {(t.prompt, t.kind): t.score for t in found}
+    for name in ("a", "b"):
+        assert scores[name, "reference, as exact_match reads it"] == 1
+        assert scores[name, "wrong, as exact_match reads it"] == scores[name, "reference, in tags"] == 0
+    assert form in {t.completion for t in found}
+    assert doubts(found) == []
+
+
 def test_a_wrong_answer_is_another_prompts_or_made_up():
     assert dict(tried_completions(PROMPTS[0], PROMPTS))["wrong"] == "7"
     assert dict(tried_completions(PROMPTS[0], PROMPTS[:1]))["wrong"] == "120"
