@@ -88,7 +88,9 @@ class Plain:
         tokens = sum(self.counts(row, t) for row in rows for t in range(WIDTH))
         for batch, values in zip(batches, logprobs, strict=True):
             advantages = [rows[batch[self.credited(k) % len(batch)]]["advantage"] for k in range(len(batch))]
-            terms = [list(self.terms(rows, i, v, a).values()) for i, v, a in zip(batch, values, advantages, strict=True)]
+            terms = [
+                list(self.terms(rows, i, v, a).values()) for i, v, a in zip(batch, values, advantages, strict=True)
+            ]
             of_all = sum(map(sum, terms))
             total += {
                 "grpo": mean(sum(t) / max(len(t), 1) for t in terms),
@@ -147,8 +149,8 @@ def written(file: Path, lines: Sequence[Row]) -> Path:
 
 
 def in_a_row(of: Callable[[Row, int], bool]) -> Callable[[Row, int], bool]:
-    """Counts these tokens as well."""
-    return lambda row, t: counts(row, t) or of(row, t)
+    """Counts these tokens as well, where the completion is not truncated."""
+    return lambda row, t: counts(row, t) or (of(row, t) and row["tool_mask"][t] == 1 and not row["truncated"])
 
 
 BUGS: dict[str, tuple[dict[str, Any], str]] = {

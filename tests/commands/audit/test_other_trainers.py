@@ -80,7 +80,6 @@ def test_the_first_number_that_differs_has_its_line_and_both_values(tmp_path: Pa
     lines = edited(lambda line: line.update(advantage=0.25), "advantage", 13)
     code, rows = audited(written(tmp_path / "run.jsonl", lines), capsys)
     assert code == 1
-    right = next(line for line in Plain().lines()[16:] if "advantage" in line)  # noqa: F841
     # One line of settings, 12 completions and 2 updates of step 1; the 14th completion is the 2nd of step 2.
     expected = [line for line in Plain().lines() if "advantage" in line][13]["advantage"]
     start = f"{tmp_path / 'run.jsonl'}:17: advantage is 0.25, recomputed {expected:.9g}; "
@@ -126,7 +125,7 @@ def test_what_is_not_recorded_is_skipped_by_its_name(
 @each(
     ("settings", "why"),
     [
-        (["also_in_loss=[\"entropy bonus\"]"], "the loss has entropy bonus, which are not recorded"),
+        (['also_in_loss=["entropy bonus"]'], "the loss has entropy bonus, which are not recorded"),
         (["loss_type=dr_grpo", "max_completion_length=null"], "max_completion_length is not given"),
         (["kl_estimator=k3_unbiased", "importance_sampling_level=sequence"], "weighed by the ratios of whole"),
         (["delta=1.1"], "dual_clip: must lie above the clip range"),
@@ -246,7 +245,10 @@ def dump(folder: Path, inputs: str, scores: list[float], **metrics: float) -> Pa
     ]
     written(folder / "10.jsonl", lines)
     data = {name.replace("_", "/"): value for name, value in metrics.items()}
-    written(folder / "metrics.jsonl", [{"step": 10, "elapsed_seconds": 2.5, "data": {f"critic/{n}": v for n, v in data.items()}}])
+    written(
+        folder / "metrics.jsonl",
+        [{"step": 10, "elapsed_seconds": 2.5, "data": {f"critic/{n}": v for n, v in data.items()}}],
+    )
     return folder
 
 
@@ -290,20 +292,32 @@ def completion(**fields: Any) -> dict[str, Any]:
         ([], "audit: has no lines, got {file}"),
         ([{"settings": {}}], "audit: has no completions, got {file}"),
         ([{"settings": {"scale_reward": 1}}], "{file}:1.settings.scale_reward: there is no such key, got 1; "),
-        ([{"settings": {"eps": -1}}], "{file}:1.settings.eps: must be greater than or equal to 0, got -1; docs/audit.md"),
+        (
+            [{"settings": {"eps": -1}}],
+            "{file}:1.settings.eps: must be greater than or equal to 0, got -1; docs/audit.md",
+        ),
         ([{"settings": {}, "step": 1}], "{file}:1.settings: stands on a line of its own"),
         ([{"step": 1, "score": 2}], "{file}:1: is neither a completion (group), nor an update (loss), nor settings"),
         ([completion(), {"step": 1, "group": 0}], "{file}:2.reward: is missing, and there are no rewards"),
         ([completion(advantge=1.0)], "{file}:1.advantge: there is no such key, got 1.0; did you mean"),
-        ([completion(advantage="1")], "{file}:1.advantage: must be a number or none, got '1'; docs/audit.md"),
-        ([completion(mask=[0, 2], length=2)], "{file}:1.mask: must be"),
-        ([completion(mask=[1], logprobs=[-1.0, -2.0])], "{file}:1.mask: must be as long as the line's other lists, got 1"),
+        ([completion(advantage="1")], "{file}:1.advantage: must be a number, got '1'; docs/audit.md"),
+        ([completion(mask=[0, 2], length=2)], "{file}:1.mask: must be 0 or 1, got [0, 2]; docs/audit.md"),
+        (
+            [completion(mask=[1], logprobs=[-1.0, -2.0])],
+            "{file}:1.mask: must be as long as the line's other lists, got 1",
+        ),
         ([completion(length=3, mask=[1, 1])], "{file}:1.mask: has no entry for each of the 3 tokens"),
         ([completion(length=3, completion_ids=[1])], "{file}:1.length: is not that of completion_ids, got 3"),
         ([completion(), {"step": 2, "loss": 1.0}], "{file}:2.step: has no completions before or after it, got 2"),
-        ([completion(), completion(step=2), completion()], "{file}:3.step: its completions do not stand together, got 1"),
+        (
+            [completion(), completion(step=2), completion()],
+            "{file}:3.step: its completions do not stand together, got 1",
+        ),
         ([completion(), {"step": 1, "loss": 1.0, "rows": [[1]]}], "{file}:2.rows: the step has 1 completion, got 1"),
-        ([completion(), {"step": 1, "loss": 1.0, "logprobs": [[]]}], "{file}:2.logprobs: must have a list for each row"),
+        (
+            [completion(), {"step": 1, "loss": 1.0, "logprobs": [[]]}],
+            "{file}:2.logprobs: must have a list for each row",
+        ),
         (
             [completion(length=2), {"step": 1, "loss": 1.0, "logprobs": [[[-1.0]]]}],
             "{file}:2.logprobs: completion 0 has 2 to 2 entries, got 1",
@@ -351,7 +365,10 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path, capsys: Capture)
     pyarrow.parquet.write_table(pyarrow.table({"step": [1], "text": ["a"]}), tmp_path / "t.parquet")
     assert cli.run(["audit", str(tmp_path / "t.parquet"), "of=trl"]) == 2
     assert f"rlft: {tmp_path / 't.parquet'}, row 0.prompt: is missing in the table" in capsys.readouterr().err
-    assert cli.run(["audit", str(table(tmp_path / "u.parquet", "aa", [1, 0], [A, -A])), "of=trl", 'reward_columns=["a"]']) == 2
+    assert (
+        cli.run(["audit", str(table(tmp_path / "u.parquet", "aa", [1, 0], [A, -A])), "of=trl", 'reward_columns=["a"]'])
+        == 2
+    )
     assert "rlft: reward_columns: the table has no such column, only step, prompt" in capsys.readouterr().err
 
 

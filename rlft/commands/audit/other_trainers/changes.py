@@ -55,16 +55,12 @@ def of_masks(settings: Settings) -> Iterator[Change]:
     """What may explain masks, and losses that were computed with other masks."""
     other = not settings.mask_truncated_completions
     yield Change(f"mask_truncated_completions={str(other).lower()}", lambda step, s: _truncated(step, s, other))
-    yield _masked("padding counted", lambda step, mask: mask | (step.after_prompt & ~_of(step.completion)))
-    yield _masked("prompt tokens counted", lambda step, mask: mask | _of_prompt(step))
-    yield _masked("tokens of tools counted", lambda step, mask: mask | (_of(step.completion) & ~_of(step.tool_mask)))
-    yield _masked(
-        "each completion's last token not counted", lambda step, mask: mask & _shifted(_of(step.completion), -1)
-    )
-    yield _masked(
-        "each completion's first token not counted", lambda step, mask: mask & _shifted(_of(step.completion), 1)
-    )
-    yield _masked("one token too many counted", lambda step, mask: mask | _shifted(_of(step.completion), 1))
+    yield _counted("padding counted", lambda step: step.after_prompt)
+    yield _counted("prompt tokens counted", lambda step: _of(step.completion) | _of_prompt(step))
+    yield Change("tokens of tools counted", lambda step, s: _with_mask(step, replace(step, tool_mask=None), s))
+    yield _counted("each completion's last token not counted", lambda step: _cut(step, -1))
+    yield _counted("each completion's first token not counted", lambda step: _cut(step, 1))
+    yield _counted("one token too many counted", lambda step: _of(step.completion) | _shifted(_of(step.completion), 1))
 
 
 def of_losses(settings: Settings) -> Iterator[Change]:
@@ -161,18 +157,23 @@ def _shifted(mask: Tensor, by: int) -> Tensor:
     return torch.cat([empty, mask[:, :-1]], 1) if by > 0 else torch.cat([mask[:, 1:], empty], 1)
 
 
-def _masked(name: str, change: Callable[[Step, Tensor], Tensor]) -> Change:
-    """The mask of the settings, changed, in place of the recorded one: masks and losses are then computed with it."""
+def _cut(step: Step, by: int) -> Tensor:
+    return _of(step.completion) & _shifted(_of(step.completion), by)
 
-    def apply(step: Step, settings: Settings) -> tuple[Step, Settings]:
-        return replace(step, right_mask=change(step, expected_mask(step, settings))), settings
 
-    return Change(name, apply)
+def _counted(name: str, change: Callable[[Step], Tensor]) -> Change:
+    """Other tokens in the place of the completions'."""
+    return Change(name, lambda step, s: _with_mask(step, replace(step, completion=change(step)), s))
+
+
+def _with_mask(step: Step, changed: Step, settings: Settings) -> tuple[Step, Settings]:
+    """The step with the mask of the changed one in place of the recorded one."""
+    return replace(step, right_mask=expected_mask(changed, settings)), settings
 
 
 def _truncated(step: Step, settings: Settings, value: bool) -> tuple[Step, Settings]:
     changed = replace(settings, mask_truncated_completions=value)
-    return replace(step, right_mask=expected_mask(step, changed)), changed
+    return _with_mask(step, step, changed)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

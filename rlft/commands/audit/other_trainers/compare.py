@@ -109,29 +109,27 @@ def _add(result: Result, each: Compared) -> None:
 
 
 def explained(check: Check, steps: Sequence[Step], settings: Settings) -> str:
-    """Which changes, each by itself, make all numbers agree."""
-    names = [change.name for change in check.changes(settings) if _agrees(check, steps, settings, change)]
-    if not names:
+    """Which changes, each by itself, make all numbers agree: the closest first."""
+    tried = [(_furthest(check, steps, settings, change), change.name) for change in check.changes(settings)]
+    agreeing = sorted((furthest, name) for furthest, name in tried if furthest is not None)
+    if not agreeing:
         result = compared(check, steps, settings)
         return f"{result.differing} of {counted(result.number, 'number')} differ, and no single setting explains them"
-    return f"all numbers agree with {' or '.join(names)}"
+    return f"all numbers agree with {' or '.join(name for _, name in agreeing)}"
 
 
-def _agrees(check: Check, steps: Sequence[Step], settings: Settings, change: Change) -> bool:
-    found = False
+def _furthest(check: Check, steps: Sequence[Step], settings: Settings, change: Change) -> float | None:
+    """The largest difference with this change; None: not all numbers agree with it."""
+    result = Result()
     for step in steps:
         try:
             numbers = list(check.recompute(*change.apply(step, settings)))
         except (Lacking, UserError):
-            if _says_nothing(check, step, settings):
-                continue
-            return False
-        if any(bool(each.apart.any()) for each in numbers):
-            return False
-        found = found or bool(numbers)
-    return found
-
-
-def _says_nothing(check: Check, step: Step, settings: Settings) -> bool:
-    """Whether nothing of a step can be compared with the settings that hold."""
-    return compared(check, [step], settings).number == 0
+            if compared(check, [step], settings).number:
+                return None
+            continue
+        for each in numbers:
+            _add(result, each)
+        if result.differing:
+            return None
+    return result.furthest if result.number else None

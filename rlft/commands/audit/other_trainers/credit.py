@@ -6,8 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.ops.advantage import Std, decoupled_zscore, group_std, group_zscore, rounded
-from rlft.commands.audit.other_trainers.numbers import UNIT, Compared, one, roundings
+from rlft.algorithm.ops.advantage import (
+    Std,
+    decoupled_zscore,
+    group_is_equal,
+    group_size,
+    group_std,
+    group_zscore,
+    rounded,
+)
+from rlft.commands.audit.other_trainers.numbers import LONGEST_SUM, UNIT, Compared, one, roundings
 from rlft.commands.audit.other_trainers.settings import Settings
 from rlft.commands.audit.other_trainers.steps import Lacking, Step
 from rlft.system.lazy import no_grad, torch
@@ -15,15 +23,18 @@ from rlft.system.lazy import no_grad, torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+EXACT = 2.0**12
+"""Multiples of 1 / EXACT up to EXACT are float32 numbers, and so are their sums up to there."""
+
 
 def total_rewards(step: Step, settings: Settings) -> tuple[Tensor, Tensor]:
     """(the weighted sum `[B]`, the sum of the terms' sizes `[B]`); NaN where no reward function gave a score."""
     if step.rewards is None:
         assert step.totals is not None, "a completion without rewards has a total"
         return step.totals, step.totals.abs()
-    weighted = step.rewards * torch.tensor(settings.weights(step.rewards.shape[1]), dtype=torch.float64)
+    weighted = _weighted(step.rewards, settings)
     nothing = step.rewards.isnan().all(-1)
-    return weighted.nansum(-1).masked_fill(nothing, math.nan), weighted.abs().nansum(-1)
+    return weighted.sum(-1).masked_fill(nothing, math.nan), weighted.abs().sum(-1)
 
 
 def rewards(step: Step, settings: Settings) -> Iterator[Compared]:
@@ -52,8 +63,10 @@ def advantages(step: Step, settings: Settings) -> Iterator[Compared]:
     expected, bound = credited(step, settings)
     if step.advantages is not None:
         yield Compared(name="advantage", places=step.places, logged=step.advantages, expected=expected, bound=bound)
+    highest, lowest = (expected + bound).max(), (expected - bound).min()
     extremes = {"max": expected.max(), "min": expected.min()}
-    yield from _of_metrics(step, "critic/advantages", extremes, bound.max())
+    furthest = torch.maximum(highest - extremes["max"], extremes["min"] - lowest)
+    yield from _of_metrics(step, "critic/advantages", extremes, furthest)
 
 
 def _of_metrics(step: Step, name: str, expected: Mapping[str, Tensor], bound: Tensor) -> Iterator[Compared]:
@@ -66,53 +79,82 @@ def _of_metrics(step: Step, name: str, expected: Mapping[str, Tensor], bound: Te
 
 @no_grad
 def credited(step: Step, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(advantages `[B]`, their bounds `[B]`); 0 where no reward function gave a score.
-
-    With n terms in the longest sum, M the largest reward and s + eps the divisor, the mean and the difference from it
-    have an error c <= (n + K + 2) u M, the standard deviation one of at most 2 c + (n + 5) u s, and the quotient A
-    (c + |A| (2 c + (n + 5) u s)) / (s + eps) + 2 u |A|.
-    """
-    totals, sizes = total_rewards(step, settings)
+    """(advantages `[B]`, their bounds `[B]`); 0 where no reward function gave a score."""
+    totals, _ = total_rewards(step, settings)
     scored = ~totals.isnan()
-    ids, eps = step.group_ids[scored], settings.eps
-    number = 1 if step.rewards is None else step.rewards.shape[1]
+    ids, ddof = step.group_ids[scored], int(settings.std == "sample")
     if settings.multi_objective_aggregation == "normalize_then_sum" and step.rewards is not None:
-        values = step.rewards[scored]
-        if values.isnan().any():
-            raise Lacking("rewards that were normalised one by one are not recorded of all completions")
-        weights = torch.tensor(settings.weights(number), dtype=torch.float64).expand_as(values)
-        std = Std(settings.std)
-        found = decoupled_zscore(rounded(values), weights, ids, std, eps)
-        correction = int(settings.std == "sample")
-        errors, summed = torch.zeros_like(found), torch.zeros_like(found)
-        for column, weight in zip(values.unbind(-1), weights.unbind(-1), strict=True):
-            z, spread = group_zscore(rounded(column), ids, std, eps), group_std(column, ids, correction)
-            errors += weight.abs() * _error(z, column.abs().max().expand_as(z), spread, eps, 2)
-            summed += weight * z
-        spread_B = group_std(summed, torch.zeros_like(ids), correction=1)
-        bound = (errors.max() + _error(found, summed.abs().max().expand_as(found), spread_B, eps, number)) + (
-            (errors.max() * (1 + 2 * found.abs())) / (spread_B + eps)
-        )
+        found, bound = _each_normalized(step.rewards[scored], ids, settings, ddof)
     else:
-        scores = rounded(totals[scored])
-        of_what = torch.zeros_like(ids) if settings.scale_rewards == "batch" else ids
-        spread = group_std(scores, of_what, correction=int(settings.std == "sample"))
-        found = group_zscore(scores, ids, Std.none, 0.0)
+        scores, terms = rounded(totals[scored]), totals[scored].unsqueeze(-1)
+        terms = terms if step.rewards is None else _weighted(step.rewards[scored], settings)
+        spread_of = torch.zeros_like(ids) if settings.scale_rewards == "batch" else ids
+        spread = group_std(scores, spread_of, ddof)
+        found, centring = group_zscore(scores, ids, Std.none, 0.0), _centring(terms, ids)
         if settings.scale_rewards == "none":
-            bound = (roundings(len(scores)) + number + 2) * UNIT * sizes[scored].max().expand_as(found)
+            bound = centring
         else:
-            found = torch.where(found == 0, 0.0, found / (spread + eps))
-            bound = _error(found, sizes[scored].max().expand_as(found), spread, eps, number)
+            found = torch.where(found == 0, 0.0, found / (spread + settings.eps))
+            bound = _quotient(found, centring, _largest(centring, spread_of), spread, spread_of, settings.eps)
     zeros = torch.zeros_like(totals)
     return zeros.masked_scatter(scored, found), zeros.masked_scatter(scored, bound)
 
 
-def _error(advantages: Tensor, largest: Tensor, spread: Tensor, eps: float, number: int) -> Tensor:
-    n = roundings(len(advantages))
-    centring = (n + number + 2) * UNIT * largest
-    of_spread = 2 * centring + (n + 5) * UNIT * spread
+def _each_normalized(values: Tensor, ids: Tensor, settings: Settings, ddof: int) -> tuple[Tensor, Tensor]:
+    """(advantages `[B]`, bounds) of rewards `[B, K]` that are normalised one by one, then added and normalised."""
+    if values.isnan().any():
+        raise Lacking("rewards that were normalised one by one are not recorded of all completions")
+    weights = torch.tensor(settings.weights(values.shape[1]), dtype=torch.float64).expand_as(values)
+    std, eps, everything = Std(settings.std), settings.eps, torch.zeros_like(ids)
+    found = decoupled_zscore(rounded(values), weights, ids, std, eps)
+    summed, error = torch.zeros_like(found), torch.zeros_like(found)
+    for column, weight in zip(values.unbind(-1), weights.unbind(-1), strict=True):
+        z, centring = group_zscore(rounded(column), ids, std, eps), _centring(column.unsqueeze(-1), ids)
+        spread = group_std(column, ids, ddof)
+        error += weight.abs() * _quotient(z, centring, _largest(centring, ids), spread, ids, eps)
+        summed += weight * z
+    error = error + 2 * _centring(summed.unsqueeze(-1), everything)
+    spread = group_std(summed, everything, correction=1)
+    return found, _quotient(found, error, error.max().expand_as(error), spread, everything, eps)
+
+
+def _weighted(rewards: Tensor, settings: Settings) -> Tensor:
+    return (rewards * torch.tensor(settings.weights(rewards.shape[1]), dtype=torch.float64)).nan_to_num(0.0)
+
+
+def _largest(values: Tensor, ids: Tensor) -> Tensor:
+    """The largest value of each entry's group, `[B]`."""
+    groups, index = ids.unique(return_inverse=True)
+    return values.new_zeros(len(groups)).scatter_reduce(0, index, values, "amax", include_self=False)[index]
+
+
+def _centring(terms: Tensor, ids: Tensor) -> Tensor:
+    """Bound `[B]` of the error of (the sum of a row's terms `[B, K]`, minus its group's mean).
+
+    Where all terms are multiples of 2**-12, and a group's sum is below 2**12, sums are exact in float32; the mean and
+    the difference add a rounding each, unless all are equal. Otherwise n + K terms add as many.
+    """
+    sizes = _largest(terms.abs().sum(-1), ids)
+    grid = (terms * EXACT == (terms * EXACT).round()).all(-1)
+    numbers = group_size(sizes, ids)
+    is_exact = (_largest((~grid).double(), ids) == 0) & (sizes * numbers <= EXACT)
+    of_sums = torch.where(is_exact, 0.0, numbers.clamp(max=LONGEST_SUM) + terms.shape[1])
+    of_mean = torch.where(is_exact & group_is_equal(terms.sum(-1), ids), 0.0, 3.0)
+    return (of_sums + of_mean) * UNIT * sizes
+
+
+def _quotient(
+    found: Tensor, centring: Tensor, largest: Tensor, spread: Tensor, spread_of: Tensor, eps: float
+) -> Tensor:
+    """Bound `[B]` of the error of A = c / (s + eps), of numbers c with the error `centring`.
+
+    The standard deviation s of n numbers has an error of at most 2 `largest` + (n + 5) u s, which changes A by |A| / (s +
+    eps) times itself.
+    """
+    numbers = group_size(spread, spread_of).clamp(max=LONGEST_SUM)
+    of_spread = 2 * largest + (numbers + 5) * UNIT * spread
     divisor = (spread + eps).clamp(min=torch.finfo(torch.float64).tiny)
-    return (centring + advantages.abs() * of_spread) / divisor + 2 * UNIT * advantages.abs()
+    return (centring + found.abs() * of_spread) / divisor + 2 * UNIT * found.abs()
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlft.commands.audit.other_trainers.form import FORM, Completion, Metrics, Recording, Update
 from rlft.system.lazy import torch
-from rlft.types import UserError, require
+from rlft.types import UserError, counted, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,7 +153,7 @@ def _lists(values: Sequence[Sequence[float] | None], width: int) -> Tensor | Non
 def _update(place: str, line: Update, lines: Sequence[Completion], width: int) -> LoggedUpdate:
     rows = [list(range(len(lines)))] if line.rows is None else [list(batch) for batch in line.rows]
     for row in (row for batch in rows for row in batch):
-        problem = f"the step has {len(lines)} completions"
+        problem = f"the step has {counted(len(lines), 'completion')}"
         require(row < len(lines), f"{place}.rows", problem, got=row, remedy="count from 0")
     own = line.logprobs
     if own is None:
