@@ -140,6 +140,17 @@ def test_losses_that_cannot_be_recomputed_are_skipped(
     assert why in rows["losses"]["value"]
 
 
+def test_of_several_explanations_the_closest_comes_first(tmp_path: Path, capsys: Capture) -> None:
+    # Rewards 1 and 0 whose std sqrt(1/2) has 1e-8 added: 0 changes less than float32 can show, and 1e-6 more.
+    advantage = 0.5 / (0.5**0.5 + 1e-8)
+    lines = [
+        {"step": 0, "group": 0, "reward": reward, "advantage": right}
+        for reward, right in ((1.0, advantage), (0.0, -advantage))
+    ]
+    rows = audited(written(tmp_path / "run.jsonl", lines), capsys)[1]
+    assert rows["advantages"]["value"].endswith("; all numbers agree with eps=1e-08 or eps=0")
+
+
 def test_settings_of_the_command_line_come_before_those_of_the_file(tmp_path: Path, capsys: Capture) -> None:
     file = written(tmp_path / "run.jsonl", Plain().lines())
     code, rows = audited(file, capsys, "scale_rewards=none", "epsilon=0.3")

@@ -148,8 +148,8 @@ def _quotient(
 ) -> Tensor:
     """Bound `[B]` of the error of A = c / (s + eps), of numbers c with the error `centring`.
 
-    The standard deviation s of n numbers has an error of at most 2 `largest` + (n + 5) u s, which changes A by |A| / (s +
-    eps) times itself.
+    The standard deviation s of n numbers has an error d of at most 2 `largest` + (n + 5) u s, which changes A by
+    |A| d / (s + eps).
     """
     numbers = group_size(spread, spread_of).clamp(max=LONGEST_SUM)
     of_spread = 2 * largest + (numbers + 5) * UNIT * spread

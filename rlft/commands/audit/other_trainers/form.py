@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
@@ -154,10 +155,11 @@ def _line(cls: type[Line], values: Any, place: str) -> Line:
         raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
 
 
-Rows = Iterable[tuple[str, Mapping[str, Any]]]
+Row = tuple[str, Mapping[str, Any]]
+"""A row with its place."""
 
 
-def _completions(recording: Recording, rows: Rows) -> None:
+def _completions(recording: Recording, rows: Iterable[Row]) -> None:
     for place, row in rows:
         line = _line(Completion, row, place)
         size = {name: len(entries) for name, entries in line.lists().items()}
@@ -175,16 +177,16 @@ def _completions(recording: Recording, rows: Rows) -> None:
         recording.completions.append((place, line))
 
 
-def _updates(recording: Recording, rows: Rows) -> None:
+def _updates(recording: Recording, rows: Iterable[Row]) -> None:
     recording.updates += [(place, _line(Update, row, place)) for place, row in rows]
 
 
-def _metrics(recording: Recording, rows: Rows) -> None:
+def _metrics(recording: Recording, rows: Iterable[Row]) -> None:
     recording.metrics += [(place, _line(Metrics, row, place)) for place, row in rows]
 
 
 # -- TRL's table -------------------------------------------------------------------------------------------------------
-def _trl_table(recording: Recording, rows: Rows) -> None:
+def _trl_table(recording: Recording, rows: Iterable[Row]) -> None:
     """A table of log_completions: step, prompt, completion, rewards, other columns of rewards' functions, advantage."""
     rows, settings = list(rows), recording.settings
     place, first = rows[0]
@@ -201,10 +203,15 @@ def _trl_table(recording: Recording, rows: Rows) -> None:
         problem = f"the table has no such column, only {', '.join(first)}"
         require(name in first, "reward_columns", problem, got=name, remedy="name those of the rewards")
     require(columns, f"{place}", "has no column with rewards", got=", ".join(first), remedy="name a table of rewards")
+    for step, part in groupby(rows, key=lambda row: row[1]["step"]):
+        _step_of_table(recording, step, list(part), columns)
+
+
+def _step_of_table(recording: Recording, step: Any, rows: Sequence[Row], columns: Sequence[str]) -> None:
     runs = [len(list(run)) for _, run in groupby(rows, key=lambda row: row[1]["prompt"])]
-    size, step = settings.num_generations, first["step"]
+    size = recording.settings.num_generations
     if size is None and len(set(runs)) > 1:
-        why = f"{place}: its groups are not known, as a prompt has {min(runs)} to {max(runs)} rows in a row"
+        why = f"{rows[0][0]}: its groups are not known, as a prompt has {min(runs)} to {max(runs)} rows in a row"
         recording.lacking[step] = f"{why}; give num_generations"
     size = size or runs[0]
     for index, (place, row) in enumerate(rows):
@@ -222,15 +229,18 @@ def _none_if_nan(value: float | None) -> float | None:
 
 
 # -- verl's dump -------------------------------------------------------------------------------------------------------
-def _verl_dump(recording: Recording, rows: Rows) -> None:
+def _verl_dump(recording: Recording, rows: Iterable[Row]) -> None:
     """A dump of trainer.rollout_data_dir: input, output, score, step; completions of one input are a group."""
-    rows = list(rows)
-    sizes: dict[str, int] = {}
+    sizes: dict[int, Counter[str]] = {}
+    places: dict[int, str] = {}
     for place, row in rows:
         line = {"step": row.get("step"), "group": str(row.get("uid", row["input"])), "reward": row["score"]}
         completion = _line(Completion, line, place)
-        sizes[str(completion.group)] = sizes.get(str(completion.group), 0) + 1
+        sizes.setdefault(completion.step, Counter())[str(completion.group)] += 1
+        places.setdefault(completion.step, place)
         recording.completions.append((place, completion))
-    if len(set(sizes.values())) > 1:
-        why = f"{rows[0][0]}: its groups are not known, as an input has {min(sizes.values())} to {max(sizes.values())}"
-        recording.lacking[recording.completions[-1][1].step] = f"{why} outputs: some prompts are equal"
+    for step, numbers in sizes.items():
+        least, most = min(numbers.values()), max(numbers.values())
+        if least != most:
+            why = f"its groups are not known, as an input has {least} to {most} outputs: some prompts are equal"
+            recording.lacking[step] = f"{places[step]}: {why}"

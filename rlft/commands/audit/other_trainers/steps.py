@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -77,20 +78,26 @@ class Step:
 def steps_of(recording: Recording) -> Iterator[Step]:
     """The steps in the order of their completions. UserError: lines that contradict each other."""
     seen: set[int] = set()
-    completions = recording.completions
-    places = {line.step for _, line in completions}
-    for place, line in (*recording.updates, *recording.metrics):
-        known = line.step in places or isinstance(line, Metrics)
-        require(known, f"{place}.step", "has no completions before or after it", got=line.step, remedy=FORM)
-    for number, part in groupby(completions, key=lambda row: row[1].step):
+    known = {line.step for _, line in recording.completions}
+    updates: dict[int, list[tuple[str, Update]]] = defaultdict(list)
+    for place, line in recording.updates:
+        problem = "has no completions before or after it"
+        require(line.step in known, f"{place}.step", problem, got=line.step, remedy=FORM)
+        updates[line.step].append((place, line))
+    for number, part in groupby(recording.completions, key=lambda row: row[1].step):
         rows = list(part)
         problem = "its completions do not stand together"
         require(number not in seen, f"{rows[0][0]}.step", problem, got=number, remedy=FORM)
         seen.add(number)
-        yield _step(number, rows, recording)
+        yield _step(number, rows, updates[number], recording)
 
 
-def _step(number: int, rows: Sequence[tuple[str, Completion]], recording: Recording) -> Step:
+def _step(
+    number: int,
+    rows: Sequence[tuple[str, Completion]],
+    updates: Sequence[tuple[str, Update]],
+    recording: Recording,
+) -> Step:
     lines = [line for _, line in rows]
     width = max(max([line.prompt_entries + (line.num_tokens or 0), *map(len, line.lists().values())]) for line in lines)
     groups = {group: index for index, group in enumerate(dict.fromkeys(line.group for line in lines))}
@@ -128,7 +135,7 @@ def _step(number: int, rows: Sequence[tuple[str, Completion]], recording: Record
         old=_lists(old_lists, width),
         old_is_current=all(old == "current" for old in olds),
         reference=_lists([line.ref_logprobs for line in lines], width),
-        updates=[_update(place, line, lines, width) for place, line in recording.updates if line.step == number],
+        updates=[_update(place, line, lines, width) for place, line in updates],
         metrics=[(place, line) for place, line in recording.metrics if line.step == number],
         lacking=recording.lacking.get(number),
     )
