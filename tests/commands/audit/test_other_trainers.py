@@ -31,6 +31,46 @@ def statuses(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: row["status"] for name, row in rows.items()}
 
 
+# -- a recording of TRL ------------------------------------------------------------------------------------------------
+RECORDED = Path(__file__).with_name("trl_1_16.jsonl")
+"""Of TRL 1.16: 16 completions of the embedded model, two steps of 8, the first with two updates (test_real_trl.py)."""
+
+
+def test_what_trl_has_logged_agrees_to_a_millionth(capsys: Capture) -> None:
+    code, rows = audited(RECORDED, capsys)
+    assert code == 0
+    # Of each update a loss, a KL and the two shares of clipped tokens.
+    numbers = {name: row["numbers"]["numbers"] for name, row in rows.items() if row["status"] == "ok"}
+    assert numbers == {"advantages": 16, "masks": 16, "ratios": 9, "losses": 3}
+    assert all(0 <= row["numbers"].get("furthest", 0) <= 1e-6 for row in rows.values())
+    assert rows["losses"]["numbers"]["furthest"] > 0, "float32 and float64 are not the same"
+
+
+@each(
+    ("claimed", "kind", "explanation"),
+    [
+        ("scale_rewards=batch", "advantages", "scale_rewards=group"),
+        ("std=population", "advantages", "std=sample"),
+        ("eps=1e-6", "advantages", "eps=0.0001"),
+        ("reward_weights=[0.5,0.5]", "advantages", None),
+        ("mask_truncated_completions=true", "masks", "mask_truncated_completions=false"),
+        ("loss_type=dapo", "losses", "loss_type=grpo"),
+        ("epsilon=0.1", "losses", "epsilon=0.2 epsilon_high=null"),
+        ("kl_estimator=k3", "losses", "kl_estimator=k3_unbiased"),
+        ("kl_estimator=k3", "ratios", "kl_estimator=k3_unbiased"),
+        ("beta=0.05", "losses", None),
+        ("divide_by_micro_batches=false", "losses", "divide_by_micro_batches=true"),
+    ],
+)
+def test_what_trl_was_told_is_found_from_what_it_has_logged(
+    claimed: str, kind: str, explanation: str | None, capsys: Capture
+) -> None:
+    code, rows = audited(RECORDED, capsys, claimed)
+    assert code == 1
+    expected = f"all numbers agree with {explanation}" if explanation else "and no single setting explains them"
+    assert rows[kind]["value"].endswith(expected), rows[kind]["value"]
+
+
 # -- recorded lines ----------------------------------------------------------------------------------------------------
 def test_plain_grpo_agrees(tmp_path: Path, capsys: Capture) -> None:
     code, rows = audited(written(tmp_path / "run.jsonl", Plain().lines()), capsys)
