@@ -25,7 +25,7 @@ METRICS = {"kl": "kl", "clip_low": "clip_ratio/low_mean", "clip_high": "clip_rat
 
 
 class RecordedGRPOTrainer(GRPOTrainer):
-    """A GRPOTrainer that appends to the file `record_to` what it computes while it trains."""
+    """A GRPOTrainer that writes into the file `record_to` what it computes while it trains."""
 
     def __init__(self, *args: Any, record_to: str | Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,6 +34,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self.record_to, self.recorded_step = Path(record_to), 0
         self.recorded_batches: list[dict[str, Any]] = []
         self.group_size: int = kwargs["args"].num_generations
+        self.record_to.write_text("")
         self.record({"settings": self.recorded_settings()})
 
     @property

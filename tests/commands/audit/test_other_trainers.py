@@ -277,6 +277,12 @@ def test_groups_of_a_table_are_not_guessed(tmp_path: Path, capsys: Capture) -> N
     assert rows["advantages"]["value"] == why
     code, rows = audited(file, capsys, "num_generations=2")
     assert (code, statuses(rows)["advantages"]) == (0, "ok")
+    for size, problem in (
+        ("4", "does not divide the 6 rows of step 3"),
+        ("3", f"{file}, row 4: has another prompt than"),
+    ):
+        assert cli.run(["audit", str(file), "of=trl", f"num_generations={size}"]) == 2
+        assert capsys.readouterr().err.startswith(f"rlft: num_generations: {problem}")
     alike = table(tmp_path / "u.parquet", "aaaa", [1, 0, 0, 1], [A, -A, -A, A])
     assert audited(alike, capsys)[1]["advantages"]["value"].endswith("; all numbers agree with num_generations=2")
 
@@ -400,6 +406,7 @@ def test_malformed_lines_are_refused_by_their_key(
         (["nowhere", "of=trl"], "audit: there is no such file or folder, got nowhere; name what the run has logged"),
         (["{file}", "of=trl", "loss_typ=grpo"], "loss_typ: there is no such key, got 'grpo'; did you mean loss_type"),
         (["{file}", "of=trl", "loss_type=grp"], "loss_type: is not one of its choices, got 'grp'; did you mean grpo"),
+        (["{file}", "of=trl", "eps=x"], "eps: must be a number, got 'x'; docs/audit.md has the form"),
         (["{file}", "of=trl", "replay=1"], "replay: there is no such key, got 1"),
         (["{file}", "of=trl", "reward_weights=[1]"], "reward_weights: there must be one for each of right, short"),
     ],

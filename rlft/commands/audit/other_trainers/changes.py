@@ -14,6 +14,8 @@ from rlft.system.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+NO_CLIP = 1e9
+"""A clip range whose upper end no ratio reaches."""
 Recorded = TypeVar("Recorded")
 Applied = Callable[[Step, Settings], tuple[Step, Settings]]
 
@@ -67,10 +69,11 @@ def of_losses(settings: Settings) -> Iterator[Change]:
     """What may explain losses, KLs and shares of clipped tokens."""
     yield from _settings(settings, [{"loss_type": value} for value in LossType])
     yield from _settings(settings, [{"importance_sampling_level": value} for value in ("token", "sequence")])
-    ranges = [(0.1, None), (0.2, None), (0.3, None), (0.2, 0.28), (3e-4, 4e-4), (1.0, 1e9)]
+    ranges = [(0.1, None), (0.2, None), (0.3, None), (0.2, 0.28), (3e-4, 4e-4)]
     yield from _settings(settings, [{"epsilon": low, "epsilon_high": high} for low, high in ranges])
     yield from _settings(settings, [{"epsilon_high": None}, {"delta": None}, {"delta": 3.0}, {"beta": 0.0}])
     yield from _settings(settings, [{"epsilon": settings.clip_high, "epsilon_high": settings.epsilon}])
+    yield Change("ratios that are not clipped", lambda step, s: (step, replace(s, epsilon=1.0, epsilon_high=NO_CLIP)))
     yield from _settings(settings, [{"kl_estimator": value} for value in ("k1", "k2", "k3", "k3_unbiased")])
     yield Change("old_logprobs that are those of the update", _same_policy)
     yield Change("old_logprobs of the row before", lambda step, s: _other_old(step, s, 1))

@@ -45,7 +45,7 @@ def rewards(step: Step, settings: Settings) -> Iterator[Compared]:
         expected, bound = totals.nan_to_num(0.0), (number + 1) * UNIT * sizes
         yield Compared(name="reward", places=step.places, logged=step.totals, expected=expected, bound=bound)
     elif not step.metrics:
-        raise Lacking("there are no totals beside single rewards, or the other way round")
+        raise Lacking("only single rewards, or only totals, are recorded")
     sums = {"mean": totals.nanmean(), "max": totals.max(), "min": totals.min()}
     bound = (number + 1 + roundings(len(totals))) * UNIT * sizes.max()
     yield from _of_metrics(step, "critic/score", sums, bound)

@@ -13,7 +13,7 @@ from rlft.commands.audit.other_trainers.settings import DEFAULTS, Settings, Trai
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import from_mapping
 from rlft.data.files import Table, tables
-from rlft.types import UserError, require
+from rlft.types import UserError, counted, require
 
 FORM = "docs/audit.md has the form"
 Line = TypeVar("Line")
@@ -109,7 +109,7 @@ def read(path: Path, trainer: Trainer, given: Mapping[str, Any]) -> Recording:
             require(len(row) == 1, f"{place}.settings", "stands on a line of its own", remedy=FORM)
             _line(Settings, row["settings"], f"{place}.settings")
             recorded |= row["settings"]
-    recording = Recording(settings=from_mapping(Settings, {**DEFAULTS[trainer], **recorded, **given}, ""))
+    recording = Recording(settings=_line(Settings, {**DEFAULTS[trainer], **recorded, **given}, ""))
     others = [row for row in rows if "settings" not in row[2]]
     for (_, kind), part in groupby(others, key=lambda row: (id(row[0]), _kind(row[0], row[1], row[2]))):
         kind(recording, [(place, row) for _, place, row in part])
@@ -151,7 +151,7 @@ def _line(cls: type[Line], values: Any, place: str) -> Line:
     try:
         return from_mapping(cls, values, place)
     except UserError as error:
-        remedy = error.remedy if error.problem == "there is no such key" else FORM
+        remedy = FORM if "--cfg job" in error.remedy else error.remedy  # which lists the keys of a run of rlft
         raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
 
 
@@ -211,10 +211,16 @@ def _step_of_table(recording: Recording, step: Any, rows: Sequence[Row], columns
     runs = [len(list(run)) for _, run in groupby(rows, key=lambda row: row[1]["prompt"])]
     size = recording.settings.num_generations
     if size is None and len(set(runs)) > 1:
-        why = f"{rows[0][0]}: its groups are not known, as a prompt has {min(runs)} to {max(runs)} rows in a row"
+        why = f"{rows[0][0]}: its groups are not known, as a prompt has {min(runs)} to {counted(max(runs), 'row')} in a row"
         recording.lacking[step] = f"{why}; give num_generations"
     size = size or runs[0]
+    problem = f"does not divide the {counted(len(rows), 'row')} of step {step}"
+    divides = step in recording.lacking or not len(rows) % size
+    require(divides, "num_generations", problem, got=size, remedy="give the run's own")
     for index, (place, row) in enumerate(rows):
+        problem = f"{place}: has another prompt than the rows before it, of whose group it would be"
+        same = step in recording.lacking or row["prompt"] == rows[index - index % size][1]["prompt"]
+        require(same, "num_generations", problem, got=size, remedy="give the run's own")
         line = {
             "step": row["step"],
             "group": index // size,
@@ -242,5 +248,5 @@ def _verl_dump(recording: Recording, rows: Iterable[Row]) -> None:
     for step, numbers in sizes.items():
         least, most = min(numbers.values()), max(numbers.values())
         if least != most:
-            why = f"its groups are not known, as an input has {least} to {most} outputs: some prompts are equal"
+            why = f"its groups are not known, as an input has {least} to {counted(most, 'output')}: some prompts are equal"
             recording.lacking[step] = f"{places[step]}: {why}"

@@ -159,6 +159,7 @@ def _lists(values: Sequence[Sequence[float] | None], width: int) -> Tensor | Non
 
 def _update(place: str, line: Update, lines: Sequence[Completion], width: int) -> LoggedUpdate:
     rows = [list(range(len(lines)))] if line.rows is None else [list(batch) for batch in line.rows]
+    require(all(rows), f"{place}.rows", "has a micro-batch without completions", remedy=FORM)
     for row in (row for batch in rows for row in batch):
         problem = f"the step has {counted(len(lines), 'completion')}"
         require(row < len(lines), f"{place}.rows", problem, got=row, remedy="count from 0")
@@ -169,7 +170,7 @@ def _update(place: str, line: Update, lines: Sequence[Completion], width: int) -
         for batch, numbers in zip(rows, own, strict=True):
             for row, values in zip(batch, numbers, strict=True):
                 least = lines[row].prompt_entries + (lines[row].num_tokens or 0)
-                problem = f"completion {row} has {least} to {width} entries"
+                problem = f"completion {row} has {least} to {counted(width, 'entry')}"
                 require(least <= len(values) <= width, f"{place}.logprobs", problem, got=len(values), remedy=FORM)
         tensors = [_lists(batch, width) for batch in own]
     else:
@@ -177,7 +178,7 @@ def _update(place: str, line: Update, lines: Sequence[Completion], width: int) -
         raise UserError(f"{place}.logprobs", problem, got=[len(batch) for batch in own], remedy=FORM)
     pairs = zip(rows, tensors, strict=True)
     known = [_batch(torch.tensor(batch, dtype=torch.int64), values) for batch, values in pairs if values is not None]
-    return LoggedUpdate(place=place, line=line, batches=known if len(known) == len(rows) and all(rows) else None)
+    return LoggedUpdate(place=place, line=line, batches=known if len(known) == len(rows) else None)
 
 
 def _batch(rows: Tensor, logprobs: Tensor) -> MicroBatch:
