@@ -211,8 +211,8 @@ def _step_of_table(recording: Recording, step: Any, rows: Sequence[Row], columns
     runs = [len(list(run)) for _, run in groupby(rows, key=lambda row: row[1]["prompt"])]
     size = recording.settings.num_generations
     if size is None and len(set(runs)) > 1:
-        why = f"{rows[0][0]}: its groups are not known, as a prompt has {min(runs)} to {counted(max(runs), 'row')} in a row"
-        recording.lacking[step] = f"{why}; give num_generations"
+        why = f"as a prompt has {min(runs)} to {counted(max(runs), 'row')} in a row; give num_generations"
+        recording.lacking[step] = f"{rows[0][0]}: its groups are not known, {why}"
     size = size or runs[0]
     problem = f"does not divide the {counted(len(rows), 'row')} of step {step}"
     divides = step in recording.lacking or not len(rows) % size
@@ -248,5 +248,5 @@ def _verl_dump(recording: Recording, rows: Iterable[Row]) -> None:
     for step, numbers in sizes.items():
         least, most = min(numbers.values()), max(numbers.values())
         if least != most:
-            why = f"its groups are not known, as an input has {least} to {counted(most, 'output')}: some prompts are equal"
-            recording.lacking[step] = f"{places[step]}: {why}"
+            why = f"as an input has {least} to {counted(most, 'output')}: some prompts are equal"
+            recording.lacking[step] = f"{places[step]}: its groups are not known, {why}"
