@@ -20,6 +20,7 @@ from typing import Any
 
 from rlft.reward.code_tests import REFUSED, Doubt, doubts
 from rlft.system.sandbox.protocol import missing_names
+from rlft.types import counted
 
 MAX_CHECKED = 65536  # tests whose doubts are cached
 
@@ -120,7 +121,8 @@ def _rows(columns: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield columns
         return
     if lengths[0] != lengths[1]:
-        raise ValueError(f"holds {max(lengths[0], 0)} inputs and {max(lengths[1], 0)} outputs")
+        both = counted(max(lengths[0], 0), "input"), counted(max(lengths[1], 0), "output")
+        raise ValueError("holds {} and {}".format(*both))
     num, singular = lengths[0], {inputs: INPUTS[0], outputs: OUTPUTS[0]}
     is_column = {key: isinstance(value, list | tuple) and len(value) == num for key, value in columns.items()}
     for i in range(num):

@@ -218,7 +218,7 @@ def prompt_of(tests, **metadata):
         ('[{"input": "a b", "output": "2", "fn_name": "f"}]', "whose arguments are no lines of JSON"),
         ('[{"input": "1", "output": "a b", "fn_name": "f"}]', "or whose result is none"),
         ('[{"input": {"a": 1}, "output": 1, "fn_name": "f"}]', "whose arguments are no list"),
-        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "holds 1 inputs and 2 outputs"),
+        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "holds 1 input and 2 outputs"),
         ('{"inputs": ["1"]}', "holds neither"),
         ('[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]', "a program is only one of"),
     ],
