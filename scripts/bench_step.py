@@ -28,7 +28,8 @@ from bench_report import STAGES, Result, middle, report
 from bench_trainers import TRAINERS, Setting, fastest_micro_batch, measure, trainers_for
 from bench_work import Measured, MeasurementError, default_dtype, device_and_dtype, where, where_and_when
 
-from rlft.commands.doctor.work import SIZES, Shape, Workload, peak_rate, step_flops
+from rlft.commands.doctor.work import SIZES, Shape, Workload, step_flops
+from rlft.system.rates import peak_rate
 
 TINY = Workload(prompt_tokens=32, completion_tokens=48)
 OF_A_CARD = {

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import roofline
-from roofline import OF_THE_BANDWIDTH, OF_THE_RATE, Card, Work, added_up, seconds_of, update
 
 from rlft.commands.doctor.work import Size
+from rlft.plan.roofline import Machine, Work, added_up, seconds_of, update
 
-SIZE = Size(hidden=4, layers=1, heads=2, key_heads=1, intermediate=8, vocabulary=10)
+NETWORK = roofline.network(Size(hidden=4, layers=1, heads=2, key_heads=1, intermediate=8, vocabulary=10))
 WORK = Work(prompts=1, group=2, prompt=3, completion=2, budget=100)
 # One pass over 3 + 2 x 2 = 7 tokens, in which 3 x 3 / 2 + 2 x (2 x 3 + 2 x 2 / 2) = 20.5 pairs attend.
 LINEAR = 2 * 2 * 7 * (4 * 8 + 4 * 4 + 4 * 16 + 8 * 4)  # forward and of x, for q, k, v; o; gate, up; down
@@ -23,18 +23,22 @@ FREE = float("inf")
 
 
 def test_an_update_is_the_sum_that_is_worked_out_by_hand() -> None:
-    kernels = list(update(SIZE, WORK))
-    slow = Card(rate=1 / OF_THE_RATE, bandwidth=FREE, launch=0.0)
+    kernels = list(update(NETWORK, WORK))
+    slow = Machine(rate=1, of_the_rate=1, bandwidth=FREE, launch=0.0)
     assert seconds_of(kernels, slow)["arithmetic"] == pytest.approx(LINEAR + LORA + ATTENTION + HEAD)
-    narrow = Card(rate=FREE, bandwidth=1 / OF_THE_BANDWIDTH, launch=0.0)
+    narrow = Machine(rate=FREE, bandwidth=1, of_the_bandwidth=1, launch=0.0)
     written = added_up((kernel.name, kernel.seconds(narrow)[0]) for kernel in kernels)
     assert written["gradients added up"] == pytest.approx(3 * 4 * ADAPTER)
     assert written["optimizer"] == pytest.approx(12 * 3 * 4 * ADAPTER)
     assert seconds_of(kernels, narrow)["memory"] == pytest.approx(sum(written.values()))
     # 91 of a layer, 2 of the head, 3 of its softmax, 12 of the optimizer; they are launched while the GPU computes.
-    busy = Card(rate=FREE, bandwidth=FREE, launch=1.0)
+    busy = Machine(rate=FREE, bandwidth=FREE, launch=1.0)
     assert seconds_of(kernels, busy) == {"launches": 91 + 2 + 3 + 12}
     assert "memory" in seconds_of(kernels, replace(busy, bandwidth=0.1))
+    # A host that computes by itself launches before each kernel.
+    found = seconds_of(kernels, replace(slow, launch=1.0, is_host=True))
+    assert found["launches"] == 91 + 2 + 3 + 12
+    assert found["arithmetic"] == seconds_of(kernels, slow)["arithmetic"]
 
 
 def test_the_tables_have_a_line_for_each_model_and_card(
@@ -46,7 +50,7 @@ def test_the_tables_have_a_line_for_each_model_and_card(
         said, _, columns, _, *lines = capsys.readouterr().out.splitlines()
         assert "A model, not a measurement: 32 x 8, 150 + 512 tokens." in said
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, *lines)]
-        assert len(lines) == len(roofline.MODELS) * len(roofline.CARDS)
+        assert len(lines) == len(roofline.MODELS) * len(roofline.SHOWN)
         assert {len(line) for line in cells} == {len(cells[0])}
         if words:
             assert all(float(before) > float(after) for _, _, before, after, _ in cells[1:])

@@ -21,8 +21,8 @@ from rlft.logger.price import Price
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
 from rlft.model.backbone import ends_of, load_tokenizer
-from rlft.plan import schedule as schedules
 from rlft.plan.advice import Advice, advice_for
+from rlft.plan.duration import Duration, duration_of
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
@@ -31,6 +31,7 @@ from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.schedule import Schedule, schedule_of
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
+from rlft.plan.time_table import time_rows
 from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
 from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import free_bytes, resolve_device, resolve_dtype, total_bytes
@@ -67,6 +68,7 @@ class Planned:
         reward_try: what rlft's own rewards give texts that a policy may find, in two lines.
         named_limit: whether device_memory= named that limit.
         disk: {part of the run's folder: the most bytes that it may take}.
+        duration: an estimate, or why there is none.
         price: of an hour of the machine, where it was given.
     """
 
@@ -85,6 +87,7 @@ class Planned:
     notes: Sequence[str]
     disk: Mapping[str, int]
     schedule: Schedule
+    duration: Duration | str
     advice: Sequence[Advice]
     price: Price | None = None
 
@@ -186,7 +189,8 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
             *_notes_of_demand(plan, demand, on_gpus),
         ],
         disk=plan.disk_bytes(model),
-        schedule=schedule_of(plan),
+        schedule=(schedule := schedule_of(plan)),
+        duration=duration_of(plan, model, demand, schedule, absent=on_another),
         advice=advice,
     )
 
@@ -351,10 +355,15 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
         ],
         "schedule": asdict(planned.schedule),
+        "duration": _as_dict(planned.duration),
         "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
         "price": planned.price and asdict(planned.price),
         "notes": [cut(note) for note in (*planned.notes, *doubts(planned.trials))],
     }
+
+
+def _as_dict(duration: Duration | str) -> dict[str, Any]:
+    return {"no_estimate": duration} if isinstance(duration, str) else asdict(duration)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -366,7 +375,7 @@ def print_plan(planned: Planned) -> None:
     print_memory(terminal, planned)
     print_disk(terminal, planned)
     heading(terminal, "Time")
-    terminal.print(grid(schedules.rows(planned.schedule, planned.price)))
+    terminal.print(grid(time_rows(planned.schedule, planned.duration, planned.price)))
     if planned.advice:
         heading(terminal, "Learning rate and rank")
         terminal.print(grid([one.row for one in planned.advice]))

@@ -25,13 +25,13 @@ USAGE = """\
 usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [price=2.5/h] [--json]
 
 Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
-which key to change where it does not, how long the data are, what every reward says of right and wrong answers, and in
-two lines what rlft reward try finds where all rewards are rules of rlft's own.
+which key to change where it does not, how long it may take, how long the data are, what every reward says of right and
+wrong answers, and in two lines what rlft reward try finds where all rewards are rules of rlft's own.
 Whatever the run itself would refuse is refused here.
 
   <command>       of the run: by default the recipe's, else train
   device_memory   of the device that the run is planned for; by default that of this machine
-  price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h
+  price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run may cost
   --json          the same as one JSON object of at most 64 KiB, for scripts
 
 An environment is tried with a policy that calls its first tool once. The exit code is 0 where it fits, its rewards can

@@ -240,6 +240,8 @@ class Engine(ABC):
     """Whether all jobs of a sweep with the same settings share one live engine, since starting it takes long."""
     may_change: ClassVar[tuple[str, ...]] = ()
     """Its keys that change no number, so that a run may be resumed with other values."""
+    in_graphs: ClassVar[bool | None] = None
+    """Whether it decodes in CUDA graphs on a GPU, by which `rlft plan` estimates its time; None: that is not known."""
     divisible: ClassVar[bool] = True
     """Whether a completion's tokens and log-probs do not depend on which prompts are sampled in the same call."""
     at_once_key: ClassVar[str | None] = None

@@ -65,6 +65,7 @@ class Transformers(Engine):
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
     notes_experts: ClassVar[bool] = True
+    in_graphs: ClassVar[bool | None] = False
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
     may_change: ClassVar[tuple[str, ...]] = ("batch_size",)

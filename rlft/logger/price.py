@@ -27,9 +27,13 @@ class Price:
         """What has been paid, and if known what the whole will cost: `1.20, in all 3.40 (3.00 to 3.90) EUR`."""
         text = self.amount(seconds)
         if left is not None and left.seconds > 0:
-            whole, low, high = (self.amount(seconds + more) for more in (left.seconds, left.low, left.high))
-            text += f", in all {whole} ({low} to {high})"
+            text += f", in all {self.whole(left, seconds)}"
         return f"{text} {self.currency}".rstrip()
+
+    def whole(self, left: Forecast, seconds: float = 0.0) -> str:
+        """What these seconds and those that are left cost: `3.40 (3.00 to 3.90)`."""
+        whole, low, high = (self.amount(seconds + more) for more in (left.seconds, left.low, left.high))
+        return f"{whole} ({low} to {high})"
 
     def __str__(self) -> str:
         return f"{self.per_hour:,.2f} {self.currency}".rstrip() + "/h"

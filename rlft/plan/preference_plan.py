@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
@@ -16,8 +17,10 @@ from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
+from rlft.plan.duration import StepWork
 from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets
+from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
@@ -149,6 +152,14 @@ class PreferencePlan(Plan):
             device=resolve_device(run.model.device).type,
         )
 
+    def step_work(self) -> StepWork:
+        """What an update computes; a reference's log-probs are computed once, before the first step."""
+        run = self.config
+        return StepWork(
+            trained=_rows(self.train, run.token_budget, run.rankings_per_step),
+            read=_rows(self.held_out, run.token_budget) if self.held_out.rankings else None,
+        )
+
     def parameters(self, model: ModelSizes) -> dict[str, int]:
         if self.trains_reward:
             return {"base (frozen)": model.parameters, "reward (learns)": model.lora + model.hidden + 1}
@@ -169,6 +180,18 @@ class PreferencePlan(Plan):
         demand = self.demand(model or sizes_of(config.model, config.lora), False)
         saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
         return {"checkpoints": saved, **self.metrics_bytes()}
+
+
+def _rows(rankings: Rankings, budget: int, number: int | None = None) -> Work:
+    """So many of these rankings (None: all), each of their mean lengths."""
+    completions = [completion for ranking in rankings.rankings for completion in ranking.completions]
+    return Work(
+        prompts=len(rankings.rankings) if number is None else number,
+        group=len(completions) / len(rankings.rankings),
+        prompt=fmean(len(ranking.prompt) for ranking in rankings.rankings),
+        completion=fmean(map(len, completions)),
+        budget=budget,
+    )
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:

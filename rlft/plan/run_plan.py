@@ -13,6 +13,7 @@ from rlft.logger.loggers import declares
 if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in the module that `rlft --help` imports
     from rlft.data.prompts import PromptSet
     from rlft.generation.memory import ModelSizes
+    from rlft.plan.duration import StepWork
     from rlft.plan.memory_parts import Demand
     from rlft.plan.startup_table import Facts, TableRow
     from rlft.tokens.ends import TurnEnds
@@ -88,6 +89,10 @@ class Plan(ABC):
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
         """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the command."""
+        return None
+
+    def step_work(self) -> StepWork | None:
+        """What a step and an evaluation compute, by which `rlft plan` estimates their time; None: that is not known."""
         return None
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlft.logger.forecast import FIRST, number_due
-from rlft.logger.price import Price
+from rlft.logger.forecast import number_due
 from rlft.plan.run_plan import Plan
-from rlft.plan.startup_table import TableRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +30,3 @@ def schedule_of(plan: Plan) -> Schedule:
         evaluations=1 + number_due(every, steps) if every else 0,
         checkpoints=0 if saves is None else number_due(saves.every, steps),
     )
-
-
-def rows(schedule: Schedule, price: Price | None) -> list[TableRow]:
-    """The rows of the page: the numbers of the schedule, and when time and cost are known."""
-    first = schedule.first_evaluation
-    when = "none" if first is None else f"before the first step, after {first} of them, and so on to the last"
-    known = f"seconds are measured: after {FIRST} steps rlft watch says how long the run takes"
-    table = [
-        ("steps", f"{schedule.steps:,}", known),
-        ("evaluations", f"{schedule.evaluations:,}", when),
-        ("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"),
-    ]
-    if price is not None:
-        table.append(("price", str(price), f"with price= rlft watch says what the run costs, after {FIRST} steps"))
-    return table

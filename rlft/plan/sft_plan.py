@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import Resolved
@@ -14,12 +15,14 @@ from rlft.generation.stops import check_stops
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of, uses_of_rewards
 from rlft.plan.config_checks import check_trainable, uses_of_sft
+from rlft.plan.duration import StepWork
 from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_adapted, check_machine, check_optimizer, check_row, check_targets, choose_engine
+from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers
-from rlft.plan.sizes import checkpoint_bytes, completion_bytes, of_evaluation, sampling_of, sizes_of
+from rlft.plan.sizes import checkpoint_bytes, completion_bytes, of_evaluation, rows_of, sampling_of, sizes_of
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
@@ -83,6 +86,15 @@ class SftPlan(Plan):
             **sampling_of(run, self.engine, of_evaluation(self.held_out, run.eval)),
         )
 
+    def step_work(self) -> StepWork:
+        run, held_out = self.config, self.held_out
+        evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
+        return StepWork(
+            trained=_rows(self.train, run.token_budget, run.examples_per_step),
+            sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
+            read=_rows(self.held_out_examples, run.token_budget) if self.held_out_examples.texts else None,
+        )
+
     def parameters(self, model: ModelSizes) -> dict[str, int]:
         if self.config.lora is None:
             return {"base (learns)": model.parameters}
@@ -98,6 +110,14 @@ class SftPlan(Plan):
         saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand)
         examples = config.eval.num_examples * completion_bytes(config)
         return {"checkpoints": saved, **self.metrics_bytes(examples)}
+
+
+def _rows(examples: Examples, budget: int, number: int | None = None) -> Work:
+    """So many rows of these demonstrations (None: all), each of their mean lengths."""
+    given = fmean(text.num_given for text in examples.texts)
+    learned = fmean(len(text.ids) for text in examples.texts) - given
+    number = len(examples.texts) if number is None else number
+    return Work(prompts=number, group=1, prompt=given, completion=learned, budget=budget)
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:

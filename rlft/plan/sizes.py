@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import nn
 
 from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
-from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
+from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, SftConfig, section_of
 from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
@@ -24,6 +25,7 @@ from rlft.model.lora_config import adapted_words
 from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
 from rlft.plan.model_rules import why_not_on_a_gpu
+from rlft.plan.roofline import Work
 from rlft.plan.run_plan import LINE, Plan
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
@@ -135,6 +137,17 @@ def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Deco
     number = len(held_out.prompts[: settings.num_prompts])
     longest = held_out.longest(settings.num_prompts).token_ids
     return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest)]
+
+
+def rows_of(lengths: Sequence[int], samples: int, run: RunConfig | SftConfig, number: int | None = None) -> Work:
+    """`samples` completions of full length for each of `number` prompts (None: all) of the mean of these lengths."""
+    return Work(
+        prompts=len(lengths) if number is None else number,
+        group=samples,
+        prompt=fmean(lengths),
+        completion=run.generation.max_tokens,
+        budget=run.token_budget,
+    )
 
 
 def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_tokens: int) -> None:

@@ -26,6 +26,7 @@ from rlft.model.backbone import decoder_layers, ends_of, fingerprint, load_token
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
 from rlft.plan.adapters import check_adapters, empty_model, fingerprints_of, uses
+from rlft.plan.duration import StepWork
 from rlft.plan.memory_parts import Demand, TeacherDemand
 from rlft.plan.model_rules import (
     check_adapted,
@@ -57,6 +58,7 @@ from rlft.plan.sizes import (
     classifier_bytes,
     completion_bytes,
     of_training,
+    rows_of,
     sampling_of,
     sizes_of,
 )
@@ -259,6 +261,26 @@ class TrainPlan(Plan):
             row_tokens=self.teacher_row_tokens,
             prompt_tokens=unhinted if snapshot.teacher_hint is None else hinted,
             share=share,
+        )
+
+    def step_work(self) -> StepWork:
+        run, snapshot, held_out = self.config, self.config.snapshot, self.held_out
+        evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
+        own_critic = run.critic.kind is CriticKind.adapter
+        passes = [
+            self.needs_old or snapshot.old in (Old.recompute, Old.copy),
+            snapshot.reference != "none",
+            snapshot.teacher != "none",
+            own_critic,
+            *(spec.runs_in_trainer for spec in specs(run.reward).values()),
+        ]
+        return StepWork(
+            trained=rows_of(self.train_prompts.num_tokens, run.group_size, run, number=run.prompts_per_step),
+            epochs=run.epochs,
+            critics=int(own_critic),
+            forwards=sum(passes),
+            is_sampled=True,
+            sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
         )
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:

@@ -59,10 +59,23 @@ def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(
     # Evaluated at 0, 4, 8 and 10, saved at 3, 6, 9 and 10.
     assert found["schedule"] == {"steps": 10, "first_evaluation": 4, "evaluations": 4, "checkpoints": 4}
     assert found["price"] == {"per_hour": 2.5, "currency": "EUR"}
+    estimated = found["duration"]
+    assert list(estimated["stages"]) == ["sample", "update", "publish", "evaluate", "checkpoint"]
+    assert 0 < estimated["run"]["low"] < estimated["run"]["seconds"] < estimated["run"]["high"]
+    assert estimated["run"]["seconds"] == pytest.approx(
+        10 * estimated["step"]["seconds"]
+        + 4 * (estimated["stages"]["evaluate"]["seconds"] + estimated["stages"]["checkpoint"]["seconds"])
+    )
+    assert estimated["completion_tokens"] == [12, 48]
+    assert planned(capsys, *ON_A_GPU, "device_memory=24GiB")["duration"] == {
+        "no_estimate": "unknown card: the GPU is not here"
+    }
     assert cli.run(["plan", *words, "eval.every=0", "price=$3/h"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "steps 10 seconds are measured: after 5 steps rlft watch says how long the run takes" in page
-    assert "evaluations 0 none checkpoints 4 of the last step as well price 3.00 $/h" in page
+    assert "steps 10 evaluations 0 none checkpoints 4 of the last step as well a step " in page
+    assert "an estimate for this CPU, as fast as it is now: " in page
+    assert "after 5 steps rlft watch says it from what they took price " in page
+    assert "$ at 3.00 $/h, without the start" in page
     assert cli.run(["plan", *words, "price=3"]) == 2
     assert capsys.readouterr().err == "rlft: price: must be an amount per hour, got 3; write it as 2.5/h or 2.5EUR/h\n"
 

@@ -1,5 +1,5 @@
 """The memory that a plan counts for updates is what is alive on the pretended card at most; launches are few, and as
-many as `scripts/roofline.py` adds up."""
+many as the model of a step adds up (rlft/plan/roofline.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import card_peaks
 import pytest
 import roofline
+
+from rlft.plan.roofline import Work, layer
 
 ALLOWED = 0.05
 
@@ -39,8 +41,8 @@ def test_a_layer_takes_few_launches(on_card, tmp_path: Path) -> None:
     on_card.run("launches", "found.json", cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert 0 < found["update"] <= MOST_OF_A_MICRO_BATCH, found["lines"]
-    work = roofline.Work(prompts=2, group=4, prompt=16, completion=8, budget=96)
-    assert found["update"] == sum(kernel.number for kernel in roofline.layer(roofline.MODELS["0.5B"], work))
+    work, network = Work(prompts=2, group=4, prompt=16, completion=8, budget=96), roofline.MODELS["0.5B"]
+    assert found["update"] == sum(kernel.number for kernel in layer(network, network.layers[0], work))
 
 
 MOST_OF_TRL = 0.5

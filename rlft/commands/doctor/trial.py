@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlft.batch import collate
 from rlft.commands.doctor.supervise import NotReadyError, Settings
-from rlft.commands.doctor.work import SIZES, Workload, make_model, peak_rate, write_prompts
+from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.engines import Engines
@@ -30,6 +30,7 @@ from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.system.device import peak_memory_bytes, resolve_device, resolve_dtype
 from rlft.system.memory import resident_bytes
+from rlft.system.rates import peak_rate
 from rlft.types import Batch, Group, Scores
 
 STEPS = 3

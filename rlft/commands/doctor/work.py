@@ -10,16 +10,14 @@ import json
 import random
 import statistics
 import string
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.system.rates import seconds_of_calls
+
 if TYPE_CHECKING:
     import torch
-
-MIN_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,27 +174,4 @@ def product_rate(size: Size, tokens: int, device: torch.device, dtype: torch.dty
     y = torch.randn(tokens, size.intermediate, device=device, dtype=dtype)
     w = torch.randn(size.intermediate, size.hidden, device=device, dtype=dtype)
     flops = 2 * 2 * tokens * size.hidden * size.intermediate
-    return flops / statistics.median(_seconds(lambda: (x @ w.t(), y @ w), device, 2.0))
-
-
-def peak_rate(device: torch.device, dtype: torch.dtype, *, side: int = 4096, seconds: float = 2.0) -> float:
-    """FLOP/s of a large square product: the fastest of those made within `seconds` seconds."""
-    import torch
-
-    a = torch.randn(side, side, device=device, dtype=dtype)
-    return 2 * side**3 / min(_seconds(lambda: a @ a, device, seconds))
-
-
-def _seconds(run: Callable[[], object], device: torch.device, total_s: float) -> list[float]:
-    """The seconds that each call of `run` takes, repeated for `total_s` seconds; the first call is not counted."""
-    import torch
-
-    seconds: list[float] = []
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < total_s or len(seconds) < MIN_REPEATS:
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    return flops / statistics.median(seconds_of_calls(lambda: (x @ w.t(), y @ w), device, 2.0))

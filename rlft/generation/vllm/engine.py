@@ -123,6 +123,7 @@ class VLLM(Engine):
 
     title: ClassVar[str] = "vLLM"
     rounds_apart: ClassVar[bool] = True
+    in_graphs: ClassVar[bool | None] = True
     serves_dora: ClassVar[bool] = False
     serves_head: ClassVar[bool] = False
     largest_rank: ClassVar[int | None] = ENGINE_RANKS[-1]

@@ -1,0 +1,30 @@
+"""Published rates of GPUs, by the names that their drivers report."""
+
+from __future__ import annotations
+
+from rlft.plan.roofline import Machine
+
+CARDS = {
+    "H200": Machine(rate=989e12, bandwidth=4.8e12),
+    "H100": Machine(rate=989e12, bandwidth=3.35e12),
+    "A100": Machine(rate=312e12, bandwidth=2.04e12),
+    "4090": Machine(rate=165e12, bandwidth=1.01e12),
+    "L4": Machine(rate=121e12, bandwidth=0.30e12),
+}
+NAMES = {
+    "NVIDIA H200": "H200",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA GeForce RTX 4090": "4090",
+    "NVIDIA L4": "L4",
+}
+"""{name: card}. Cards with a part of such a name may be slower (H100 PCIe, RTX 4090 Laptop, a MIG slice, L40S)."""
+
+
+def card_named(name: str) -> Machine | None:
+    """The rates of the card that a driver calls `name`; None where none are known.
+
+    >>> card_named("NVIDIA L4") == CARDS["L4"], card_named("NVIDIA L40S"), card_named("NVIDIA H100 PCIe")
+    (True, None, None)
+    """
+    return CARDS.get(NAMES.get(name.strip(), ""))

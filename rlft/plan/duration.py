@@ -1,0 +1,236 @@
+"""How long a planned run takes, by stage and with an interval, by a model of the machine: nothing was measured yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rlft.generation.memory import ModelSizes
+from rlft.logger.forecast import Forecast
+from rlft.model.activations import layer_sizes
+from rlft.plan.cards import card_named
+from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
+from rlft.plan.roofline import Kernel, Machine, Network, Work, publishing, sampling, seconds_of, update
+from rlft.plan.schedule import Schedule
+from rlft.system.device import resolve_device, resolve_dtype
+from rlft.system.machine import machine
+from rlft.system.rates import host_rates
+
+if TYPE_CHECKING:
+    from rlft.plan.run_plan import Plan
+
+FACTOR, UNMEASURED = 2.0, 3.0
+"""What was measured lies within FACTOR of the model, or within UNMEASURED where nothing has been compared with it:
+docs/performance.md has the comparisons, tests/plan/test_duration.py holds them."""
+
+SHORT = 0.25
+"""The share of generation.max_tokens that completions have at the lower end of an interval."""
+
+LAUNCH_ON_A_CPU = 20e-6
+"""Seconds of Python and torch around each operation of a CPU, by the recorded steps of the smallest model."""
+
+OF_A_FORWARD = 0.5
+"""The most that a pass without gradient takes of a pass with one."""
+
+DISK, FILES_S = 100e6, 0.1
+"""Bytes per second that a checkpoint is written with, and seconds for its files: assumptions of a slow disk."""
+
+SAME_SHAPE = 0.05
+"""Share by which the number of a model's weights may differ from that of attention and gated MLPs."""
+
+EVALUATE, CHECKPOINT = "evaluate", "checkpoint"
+BETWEEN_STEPS = (EVALUATE, CHECKPOINT)
+
+CHECKED = {2: 512}
+"""{bytes of a weight: tokens that a freshness check computes}; others have the 128 of two short sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What the steps and evaluations of a run compute.
+
+    Attributes:
+        trained: the rows of a step.
+        epochs: times that the updates go over them.
+        critics: networks with adapters of their own that learn from them as well.
+        forwards: passes without gradient over them.
+        is_sampled: whether the engine has sampled them, so that they may be shorter than generation.max_tokens.
+        sampled: the rows of an evaluation that are sampled.
+        read: the rows of an evaluation whose loss is computed.
+    """
+
+    trained: Work
+    epochs: int = 1
+    critics: int = 0
+    forwards: int = 0
+    is_sampled: bool = False
+    sampled: Work | None = None
+    read: Work | None = None
+
+    @property
+    def samples(self) -> bool:
+        return self.is_sampled or self.sampled is not None
+
+    def shorter(self, share: float) -> StepWork:
+        """The same with completions of this share of their tokens, where they are sampled."""
+        trained = _shorter(self.trained, share) if self.is_sampled else self.trained
+        return replace(self, trained=trained, sampled=self.sampled and _shorter(self.sampled, share))
+
+
+def _shorter(work: Work, share: float) -> Work:
+    return replace(work, completion=max(1.0, share * work.completion))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duration:
+    """Seconds that a run is estimated to take.
+
+    Attributes:
+        machine: the device, and how fast it is taken to be.
+        stages: of a step, and of what is between two (BETWEEN_STEPS): an evaluation and a checkpoint.
+        step: of all stages of a step.
+        run: of all steps, evaluations and checkpoints, without the start.
+        completion_tokens: of completions at the lower ends, and of all others; None where nothing is sampled.
+    """
+
+    machine: str
+    stages: Mapping[str, Forecast]
+    step: Forecast
+    run: Forecast
+    completion_tokens: tuple[int, int] | None
+
+
+def duration_of(plan: Plan, model: ModelSizes, demand: Demand, schedule: Schedule, *, absent: bool) -> Duration | str:
+    """The estimate for this plan, or why there is none.
+
+    Args:
+        demand: what the plan takes of the device.
+        absent: whether the device is not in this machine.
+    """
+    work, network = plan.step_work(), network_of(model, whole=demand.whole_model)
+    if work is None:
+        return "the command does not say what its steps compute"
+    if why := why_unknown(plan, model, demand, work):
+        return why
+    if network is None:
+        return "no figures for the layers of this model"
+    if absent:
+        return "unknown card: the GPU is not here"
+    known = machine_of(plan.config.model)
+    if isinstance(known, str):
+        return known
+    device, words = known
+    return estimate(work, network, device, demand, schedule, words)
+
+
+def why_unknown(plan: Plan, model: ModelSizes, demand: Demand, work: StepWork) -> str | None:
+    """Why nothing is known of the speed of such a run on any machine; None if something is."""
+    config, engine = plan.config, demand.engine
+    cluster = getattr(config, "cluster", None)
+    if getattr(config, "environment", None):
+        return "it depends on how many turns a conversation has"
+    if not model.packed or model.plain:
+        return "no figures for padded rows"
+    if model.quantized:
+        return "no figures for quantised weights"
+    if demand.teacher is not None:
+        return "no figures for a teacher that is a separate model"
+    if getattr(plan, "pretrain_text", None) is not None:
+        return "no figures for runs with pretraining text"
+    if cluster is not None and (cluster.engines or cluster.ranks > 1):
+        return "no figures for several processes"
+    if work.samples and (engine is None or engine.in_graphs is None or (engine.in_graphs and demand.device == "cpu")):
+        title = "this engine" if engine is None else engine.title
+        return f"no figures for {title} on {demand.device.replace('cuda', 'a GPU').replace('cpu', 'a CPU')}"
+    return None
+
+
+def network_of(model: ModelSizes, *, whole: bool) -> Network | None:
+    """The shapes of a model of attention and gated MLPs; None for another one, such as a mixture of experts."""
+    sizes = {"hidden": model.hidden, "vocabulary": model.vocabulary, "layers": tuple(layer_sizes(model.config))}
+    network = Network(**sizes, rank=0, itemsize=model.itemsize)
+    if abs(model.linear / network.linear - 1) > SAME_SHAPE:
+        return None
+    return network if whole else replace(network, rank=model.lora / network.widths)
+
+
+def machine_of(settings: Any) -> tuple[Machine, str] | str:
+    """(how fast the device of this `model` section is, in words too), or why that is not known. A CPU is probed."""
+    device = resolve_device(settings.device)
+    dtype, name = resolve_dtype(settings.dtype, device), machine(device)["device"]
+    if device.type == "cpu":
+        rate, bandwidth = host_rates(dtype)
+        words = f"this CPU, as fast as it is now: {rate / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.2g} GB/s"
+        return cpu(rate, bandwidth), words
+    card = card_named(name)
+    if card is None:
+        return f"unknown card: {name}"
+    if dtype.itemsize != 2:
+        return f"no figures for {str(dtype).removeprefix('torch.')} on a GPU"
+    return card, f"{name}, by its published rates"
+
+
+def cpu(rate: float, bandwidth: float) -> Machine:
+    """A CPU that multiplies and copies so fast (FLOP/s, bytes per second)."""
+    return Machine(rate=rate, bandwidth=bandwidth, launch=LAUNCH_ON_A_CPU, is_host=True)
+
+
+# -- seconds -----------------------------------------------------------------------------------------------------------
+def estimate(
+    work: StepWork, network: Network, device: Machine, demand: Demand, schedule: Schedule, words: str
+) -> Duration:
+    """The seconds of the run by stage. The lower ends are those of short completions."""
+    longest, shortest = (seconds_by_stage(some, network, device, demand) for some in (work, work.shorter(SHORT)))
+    stages = {
+        name: Forecast(seconds, shortest[name] / factor, seconds * factor)
+        for name, seconds in longest.items()
+        for factor in [factor_of(name, device)]
+    }
+    step = _sum((1, stage) for name, stage in stages.items() if name not in BETWEEN_STEPS)
+    numbers = {EVALUATE: schedule.evaluations, CHECKPOINT: schedule.checkpoints}
+    run = _sum([(schedule.steps, step), *((number, stages[name]) for name, number in numbers.items())])
+    tokens = (work.trained if work.is_sampled else work.sampled or work.trained).completion
+    lengths = (max(1, round(SHORT * tokens)), round(tokens)) if work.samples else None
+    return Duration(machine=words, stages=stages, step=step, run=run, completion_tokens=lengths)
+
+
+def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: Demand) -> dict[str, float]:
+    """{stage: seconds} of a step, of an evaluation and of a checkpoint."""
+
+    def seconds(kernels: Iterable[Kernel]) -> float:
+        return sum(seconds_of(list(kernels), device).values())
+
+    def sampled(rows: Work) -> float:
+        """As many rows at once as the engine computes together, in whole groups."""
+        assert demand.engine is not None, "something samples"
+        times = math.ceil(rows.prompts / max(1, demand.engine.at_once // rows.group))
+        part = replace(rows, prompts=rows.prompts / times)
+        return times * seconds(sampling(network, part, in_graphs=bool(demand.engine.in_graphs)))
+
+    passes = seconds(update(network, work.trained))
+    publish = seconds(publishing(network, CHECKED.get(network.itemsize, 128), by_the_host=device.is_host))
+    evaluation = OF_A_FORWARD * seconds(update(network, work.read)) if work.read else 0.0
+    if work.sampled:
+        evaluation += sampled(work.sampled) + (0.0 if work.is_sampled else publish)
+    stages = {
+        "sample": sampled(work.trained) if work.is_sampled else 0.0,
+        "credit": OF_A_FORWARD * work.forwards * passes,
+        "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * demand.recompute) * passes,
+        "publish": publish if work.is_sampled else 0.0,
+    }
+    saved = (FLOAT32 * demand.trainable + averages_bytes(demand)) / DISK + FILES_S
+    return {**{name: value for name, value in stages.items() if value}, EVALUATE: evaluation, CHECKPOINT: saved}
+
+
+def factor_of(stage: str, device: Machine) -> float:
+    """The factor by which the estimate of a stage may be wrong; no engine's has been compared on a GPU."""
+    is_measured = stage in ("credit", "update") or (device.is_host and stage != CHECKPOINT)
+    return FACTOR if is_measured else UNMEASURED
+
+
+def _sum(parts: Iterable[tuple[int, Forecast]]) -> Forecast:
+    """The sum of so many of each; its ends are the sums of the ends, as errors of a machine go the same way."""
+    added = [(number * f.seconds, number * f.low, number * f.high) for number, f in parts]
+    return Forecast(*map(sum, zip(*added, strict=True)))

@@ -1,0 +1,260 @@
+"""Seconds of a stage by a model of the machine: nothing here is a measurement.
+
+A kernel takes the longer of its bytes at the device's bandwidth and its operations at the device's rate. A stage takes
+the sum of its kernels, or on a GPU the launches by its host if those take longer. Counted are the packed forward and
+backward with LoRA on all linear layers, as `model/kernels/` computes them (tests/pretended_card counts the same number
+of kernels), and decoding by an engine that reads weights once for a token of all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rlft.model.activations import LayerSizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Rates of a device, and the shares of them that large products and passes reach.
+
+    Attributes:
+        rate: operations per second of dense products: of a GPU those published for bfloat16 with sums in float32.
+        bandwidth: bytes per second.
+        launch: seconds in which the host launches a kernel of an update, Python included, while a GPU computes earlier
+            ones: what was measured on one H100, whose host took 168 ms for the 2,201 kernels that are counted here of
+            an update of 0.5B (it launched 3,467: single calls of attention are several kernels).
+        is_host: whether the host itself computes, so that launches take their time beside the kernels.
+    """
+
+    rate: float
+    bandwidth: float
+    launch: float = 168e-3 / 2201
+    of_the_rate: float = 0.7
+    of_the_bandwidth: float = 0.8
+    is_host: bool = False
+
+
+IN_A_GRAPH = 1.5e-6
+"""Seconds between two kernels of a CUDA graph, in which engines decode."""
+
+SCHEDULED = 2e-3
+"""Seconds in which such an engine's host prepares a token of all rows; an assumption."""
+
+SMALL, SMALL_IN_A_GRAPH = 18, 6
+"""Kernels of a layer and a token besides its four products and its attention: of the transformers engine (counted on
+the pretended card), and of an engine that decodes in CUDA graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """number: how often it runs. bytes and operations are those of one run; launch in seconds, None: the machine's.
+
+    least: seconds that a run takes at least, such as the gap between two kernels of a CUDA graph.
+    """
+
+    name: str
+    number: float
+    bytes: float
+    operations: float = 0.0
+    launch: float | None = None
+    least: float = 0.0
+
+    def seconds(self, machine: Machine) -> tuple[float, str]:
+        """(seconds of all runs on the device, what bounds them)."""
+        bounds = {
+            "gaps": self.least,
+            "memory": self.bytes / (machine.of_the_bandwidth * machine.bandwidth),
+            "arithmetic": self.operations / (machine.of_the_rate * machine.rate),
+        }
+        bound = max(bounds, key=lambda name: bounds[name])
+        return self.number * bounds[bound], bound
+
+
+LAUNCHES = "launches"
+
+
+def seconds_of(kernels: Sequence[Kernel], machine: Machine) -> dict[str, float]:
+    """{what bounds a stage: seconds}: launches alone where the host of a GPU takes longer than it."""
+    host = sum(k.number * (machine.launch if k.launch is None else k.launch) for k in kernels)
+    computed = added_up((k.seconds(machine)[1], k.seconds(machine)[0]) for k in kernels)
+    if machine.is_host:
+        return {**computed, LAUNCHES: host}
+    return computed if sum(computed.values()) >= host else {LAUNCHES: host}
+
+
+def added_up(pairs: Iterator[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, number in pairs:
+        sums[name] = sums.get(name, 0.0) + number
+    return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A model of attention and gated MLPs.
+
+    Attributes:
+        rank: that of an adapter on all linear layers, or with as many parameters; 0: all weights are trained.
+        itemsize: bytes of a weight and of an activation.
+    """
+
+    hidden: int
+    vocabulary: int
+    layers: tuple[LayerSizes, ...]
+    rank: float
+    itemsize: int = 2
+
+    def matrices(self, layer: LayerSizes) -> list[tuple[int, list[int]]]:
+        """(inputs, outputs of each) of the linear layers that are computed together: q, k, v; o; gate, up; down."""
+        return [
+            (self.hidden, [layer.queries, layer.keys, layer.keys]), (layer.queries, [self.hidden]),
+            (self.hidden, [layer.mlp] * 2), (layer.mlp, [self.hidden]),
+        ]  # fmt: skip
+
+    @property
+    def linear(self) -> int:
+        """Number of weights in the linear layers, the LM head left out."""
+        return sum(inputs * sum(outputs) for layer in self.layers for inputs, outputs in self.matrices(layer))
+
+    @property
+    def widths(self) -> int:
+        """The sum of inputs and outputs of all linear layers: an adapter has `rank` times as many parameters."""
+        matrices = [matrix for layer in self.layers for matrix in self.matrices(layer)]
+        return sum(inputs + output for inputs, outputs in matrices for output in outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Rows that are sampled or trained on; prompt and completion in tokens, budget in tokens of a micro-batch."""
+
+    prompts: float
+    group: float
+    prompt: float
+    completion: float
+    budget: int
+
+    @property
+    def rows(self) -> float:
+        return self.prompts * self.group
+
+    @property
+    def tokens(self) -> float:
+        return self.prompts * self.prompt + self.rows * self.completion
+
+    @property
+    def passes(self) -> int:
+        """Number of micro-batches, of whole groups where one fits."""
+        groups = max(1, self.budget // (self.prompt + self.group * self.completion))
+        return math.ceil(self.prompts / groups)
+
+    @property
+    def pairs(self) -> float:
+        """Number of (query, key) that see each other."""
+        p, c = self.prompt, self.completion
+        return self.prompts * (p * p / 2 + self.group * (c * p + c * c / 2))
+
+
+def product(name: str, number: float, rows: float, inputs: float, outputs: float, item: int) -> Kernel:
+    moved = (rows * inputs + rows * outputs + inputs * outputs) * item
+    return Kernel(name=name, number=number, bytes=moved, operations=2 * rows * inputs * outputs)
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+def update(network: Network, work: Work, *, fused: bool = True) -> Iterator[Kernel]:
+    """The kernels of the forward and backward passes of a step's rows, and of the optimizer."""
+    sampled = work.rows * work.completion
+    parameters = network.rank * network.widths or network.linear + network.hidden * network.vocabulary
+    for sizes, number in Counter(network.layers).items():
+        for kernel in layer(network, sizes, work, fused=fused):
+            yield replace(kernel, number=kernel.number * work.passes * number)
+    yield product("LM head", 2, sampled, network.hidden, network.vocabulary, network.itemsize)
+    yield Kernel(name="softmax", number=3, bytes=sampled * network.vocabulary * network.itemsize)
+    yield Kernel(name="optimizer", number=12, bytes=3 * 4 * parameters)
+
+
+def layer(network: Network, sizes: LayerSizes, work: Work, *, fused: bool = True) -> Iterator[Kernel]:
+    """The kernels of a layer, forward and backward, on the tokens of a micro-batch."""
+    tokens, rank, item = work.tokens / work.passes, network.rank, network.itemsize
+    matrices = network.matrices(sizes)
+    for inputs, outputs in matrices:
+        for output in outputs:
+            # Forward, and of x; of W as well where it learns.
+            yield product("linear layers", 2 if rank else 3, tokens, inputs, output, item)
+            if not rank:
+                continue
+            yield product("LoRA", 3, tokens, rank, output, item)  # forward, of what A gave, and of B
+            yield from (Kernel(name="gradients added up", number=1, bytes=3 * 4 * rank * n) for n in (inputs, output))
+        if rank:
+            yield product("LoRA", 3, tokens, inputs, rank * len(outputs), item)  # forward, of x, and of A
+    hidden = tokens * network.hidden * item
+    yield from passes(hidden, tokens * sum(matrices[0][1]) * item, tokens * sizes.mlp * item, fused)
+    scores, queries = 4 * work.pairs / work.passes * sizes.queries, tokens * sizes.queries * item
+    yield Kernel(name="attention", number=2, bytes=4 * queries, operations=scores / 2)
+    yield Kernel(name="attention", number=2, bytes=8 * queries, operations=1.25 * scores)
+    yield Kernel(name="attention: merged", number=5, bytes=2 * queries)
+
+
+def passes(hidden: float, heads: float, mlp: float, fused: bool) -> Iterator[Kernel]:
+    """What stands between a layer's products, as compiled or step by step, as `model/kernels/` writes it.
+
+    hidden, heads, mlp: bytes of the residual stream, of q, k and v, and of the MLP's gate, of all tokens.
+    """
+    compiled_and_not = [  # (name, runs, bytes of a compiled one; kernels and bytes of its steps)
+        ("norms", 2, 2 * hidden, 9, 14 * hidden),
+        ("norms", 2, 6.5 * hidden, 11, 28 * hidden),  # backward, with the sums of x's gradient
+        ("residual sums", 2, 4 * hidden, 1, 3 * hidden),
+        ("rotary positions", 1, 3 * heads, 6, 5 * heads),
+        ("rotary positions", 1, 2 * heads, 6, 5 * heads),
+        ("SiLU", 1, 7 * mlp, 2, 5 * mlp),
+        ("SiLU", 1, 6 * mlp, 4, 11 * mlp),
+        ("LoRA: scales", 11, 0.0, 1, 0.0),  # of what has the adapter's rank
+    ]
+    for name, runs, written, steps, of_steps in compiled_and_not:
+        number, moved = (1, written) if fused else (steps, of_steps / steps)
+        yield Kernel(name=name, number=runs * number, bytes=moved)
+
+
+# -- the other stages --------------------------------------------------------------------------------------------------
+def sampling(network: Network, work: Work, *, in_graphs: bool = True) -> Iterator[Kernel]:
+    """The kernels of an engine that decodes all rows at once, with base and adapter merged.
+
+    in_graphs: whether it decodes in CUDA graphs, as vLLM does on a GPU; else the host launches each kernel.
+    """
+    steps, rows, item = work.completion, work.rows, network.itemsize
+    how: dict[str, float] = {"launch": 0.0, "least": IN_A_GRAPH} if in_graphs else {}
+    for sizes, number_of_layers in Counter(network.layers).items():
+        number = steps * number_of_layers
+        for inputs, outputs in network.matrices(sizes):
+            yield product("prompts", number_of_layers, work.prompts * work.prompt, inputs, sum(outputs), item)
+            yield replace(product("linear layers", number, rows, inputs, sum(outputs), item), **how)
+        # An engine of CUDA graphs reads a prompt's keys for each of its completions, the transformers engine once.
+        read = (rows if in_graphs else work.prompts) * work.prompt + rows * work.completion / 2
+        scores = 4 * rows * (work.prompt + work.completion / 2) * sizes.queries
+        moved = read * 2 * sizes.keys * item
+        yield Kernel(name="keys and values", number=number, bytes=moved, operations=scores, **how)
+        small = SMALL_IN_A_GRAPH if in_graphs else SMALL
+        yield Kernel(name="small kernels", number=small * number, bytes=rows * network.hidden * item * 3, **how)
+    yield replace(product("LM head", steps, rows, network.hidden, network.vocabulary, item), **how)
+    yield Kernel(name="choice of a token", number=4 * steps, bytes=rows * network.vocabulary * 4, **how)
+    if in_graphs:
+        yield Kernel(name="scheduler", number=steps, bytes=0, launch=0.0, least=SCHEDULED)
+
+
+MERGED, MERGED_BY_THE_HOST = 3, 25
+"""Times that the weights with an adapter are read or written where it is added to them; the latter was measured on CPUs
+(0.16 s for 13.8 million weights, 2.6 s for 106 million), where most of it are faults of new memory pages."""
+
+
+def publishing(network: Network, checked: int = 0, *, by_the_host: bool = False) -> Iterator[Kernel]:
+    """The kernels that add up base and adapter for the engine, and of its freshness check.
+
+    checked: number of tokens whose log-probs engine and trainer compute for the check.
+    """
+    times, weights = MERGED_BY_THE_HOST if by_the_host else MERGED, network.linear
+    head = network.hidden * network.vocabulary
+    yield Kernel(name="merged weights", number=1, bytes=times * weights * network.itemsize)
+    yield Kernel(name="probe", number=500, bytes=0)
+    yield Kernel(name="check", number=2, bytes=0, operations=2 * checked * (weights + head))

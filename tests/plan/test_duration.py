@@ -1,0 +1,482 @@
+"""What `rlft plan` says of time: beside all that was measured in this project, and where nothing is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import roofline as script
+from in_one_test import each
+from slow_cases import slow
+
+from rlft.commands.doctor.work import SIZES, Size
+from rlft.config.compose import compose_run
+from rlft.config.resolved import resolve
+from rlft.config.trainer import OptimizerKind
+from rlft.generation.memory import ModelSizes
+from rlft.logger.forecast import Forecast
+from rlft.logger.price import Price
+from rlft.plan.cards import CARDS, NAMES, card_named
+from rlft.plan.duration import (
+    FACTOR,
+    SHORT,
+    UNMEASURED,
+    Duration,
+    StepWork,
+    cpu,
+    duration_of,
+    estimate,
+    machine_of,
+    network_of,
+    seconds_by_stage,
+)
+from rlft.plan.memory_parts import Demand
+from rlft.plan.roofline import Machine, Network, Work, seconds_of, update
+from rlft.plan.run_plan import Plan
+from rlft.plan.schedule import Schedule, schedule_of
+from rlft.plan.sizes import sizes_of
+from rlft.plan.time_table import time_rows
+from rlft.system import rates
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+
+XEON = cpu(313e9, 12e9)
+"""The products' rate is in docs/performance.md; its bandwidth was not recorded."""
+EPYC, ONE_THREAD = cpu(130e9, 14e9), cpu(65e9, 13e9)
+"""What `rlft plan` read on such a machine, on both cores and on one, while other programs left it alone."""
+
+SMOLLM2 = Size(hidden=576, layers=30, heads=9, key_heads=3, intermediate=1536, vocabulary=49152)
+EMBEDDED = Size(hidden=128, layers=4, heads=4, key_heads=2, intermediate=384, vocabulary=272)
+SIZED = {"17m": SIZES["17m"], "SmolLM2": SMOLLM2, "embedded": EMBEDDED}
+
+
+def demand_of(at_once: int = 256, **keys: Any) -> Demand:
+    """What a plan says beside its work, of a run whose engine is the transformers engine."""
+    engine = SimpleNamespace(at_once=at_once, in_graphs=False, title="it")
+    fields = {"trainable": 0, "matrices": 0, "optimizer": OptimizerKind.adamw, "recompute": False, "device": "cpu"}
+    return cast(Demand, SimpleNamespace(**fields, engine=engine, teacher=None, **keys))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of a step whose completions all have the same length, from a table of docs/performance.md."""
+
+    name: str
+    rows: tuple[int, int, int, int]  # prompts, completions of each, tokens of a prompt and of a completion
+    sample: float
+    update: float
+    step: float
+    budget: int = 1536
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {"sample": self.sample, "update": self.update, "step": self.step}
+
+    @property
+    def estimated(self) -> dict[str, float]:
+        prompts, group, prompt, completion = self.rows
+        work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=self.budget)
+        network = script.network(SIZED["17m"], itemsize=4)
+        stages = seconds_by_stage(StepWork(trained=work, is_sampled=True), network, XEON, demand_of())
+        step = sum(stages[name] for name in ("sample", "update", "publish"))
+        return {"sample": stages["sample"], "update": stages["update"], "step": step}
+
+
+STEPS = [
+    Measured("384 + 64", (8, 8, 384, 64), 2.24, 3.01, 5.48),
+    Measured("128 + 128", (8, 8, 128, 128), 3.46, 3.59, 7.19),
+    Measured("64 + 512", (8, 8, 64, 512), 17.79, 17.56, 35.51, budget=4096),
+    Measured("128 + 128, G 32", (8, 32, 128, 128), 9.25, 15.79, 25.21, budget=4096),
+    Measured("128 + 64, G 2", (8, 2, 128, 64), 1.13, 0.90, 2.18),
+    Measured("128 + 64", (8, 8, 128, 64), 1.68, 2.23, 4.07),
+    Measured("128 + 64, G 32", (8, 32, 128, 64), 4.14, 7.35, 11.66, budget=2176),
+    Measured("128 + 64, G 64", (8, 64, 128, 64), 8.04, 14.68, 22.89, budget=4096),
+    Measured("64 + 64", (8, 8, 64, 64), 1.87, 2.14, 4.17),
+    Measured("256 + 64", (8, 8, 256, 64), 2.05, 2.63, 4.84),
+    Measured("512 + 64", (8, 8, 512, 64), 2.68, 3.67, 6.54),
+    Measured("1024 + 64", (8, 8, 1024, 64), 4.09, 6.50, 10.75),
+    Measured("2048 + 64", (8, 8, 2048, 64), 6.71, 13.40, 20.29, budget=2560),
+    Measured("128 + 16", (8, 8, 128, 16), 0.50, 0.90, 1.55),
+    Measured("128 + 32", (8, 8, 128, 32), 0.89, 1.29, 2.33),
+    Measured("128 + 256", (8, 8, 128, 256), 7.52, 7.84, 15.51, budget=2176),
+]
+
+PASSES = [  # forward and backward on an H100: model, prompts, tokens of a prompt and of a completion, seconds
+    ("0.5B", 4, 128, 128, 0.168),
+    ("0.5B", 8, 512, 256, 0.181),
+    ("0.5B", 32, 128, 128, 0.291),
+    ("1.5B", 2, 512, 768, 0.282),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of the steps of a run whose completions ended where they liked: the least and the most."""
+
+    name: str
+    device: Machine
+    model: str
+    rows: tuple[int, int, int, int]  # as of Measured, with generation.max_tokens
+    least: float
+    most: float
+
+    @property
+    def step(self) -> Forecast:
+        prompts, group, prompt, completion = self.rows
+        work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=1536)
+        schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
+        network = script.network(SIZED[self.model], itemsize=4)
+        step_work = StepWork(trained=work, is_sampled=True)
+        return estimate(step_work, network, self.device, demand_of(), schedule, "").step
+
+
+RUNS = [
+    Run("embedded model, 8 x 8 (Xeon)", XEON, "embedded", (8, 8, 32, 48), 0.25, 0.35),
+    Run("grpo_arithmetic (EPYC)", EPYC, "embedded", (32, 8, 32, 48), 0.7, 0.7),
+    Run("grpo_smollm2_sums, alone (EPYC)", EPYC, "SmolLM2", (16, 8, 53, 16), 13.0, 20.0),
+    Run("grpo_smollm2_sums, median beside other work", EPYC, "SmolLM2", (16, 8, 53, 16), 54.0, 54.0),
+    Run("grpo_smollm2_sums, one thread", ONE_THREAD, "SmolLM2", (16, 8, 53, 16), 18.4, 29.0),
+]
+
+
+def table() -> list[str]:
+    """The lines of docs/performance.md."""
+    lines = []
+    for case in STEPS:
+        estimated = case.estimated
+        cells = [f"{case.seconds[name]:.2f} / {estimated[name]:.2f}" for name in estimated]
+        lines.append(f"| {case.name} | {' | '.join(cells)} | {case.step / estimated['step']:.2f} |")
+    for run in RUNS:
+        measured = f"{run.least:g} to {run.most:g}" if run.least < run.most else f"{run.least:g}"
+        lines.append(
+            f"| {run.name} | {measured} | {run.step.seconds:.3g} ({run.step.low:.3g} to {run.step.high:.3g}) |"
+        )
+    return lines
+
+
+def test_the_page_has_each_comparison() -> None:
+    page = PAGE.read_text()
+    missing = [line for line in table() if line not in page]
+    assert not missing, "\n".join(table())
+
+
+def test_the_factor_covers_each_stage_that_was_measured() -> None:
+    for case in STEPS:
+        estimated = case.estimated
+        wrong = {name: case.seconds[name] / estimated[name] for name in estimated}
+        assert all(1 / FACTOR <= ratio <= FACTOR for ratio in wrong.values()), (case.name, wrong)
+    for name, prompts, prompt, completion, seconds in PASSES:
+        work = Work(prompts=prompts, group=8, prompt=prompt, completion=completion, budget=10**6)
+        modelled = sum(seconds_of(list(update(script.MODELS[name], work)), CARDS["H100"]).values())
+        assert 1 / FACTOR <= seconds / modelled <= FACTOR, (name, prompts, seconds / modelled)
+
+
+def test_the_interval_covers_runs_whose_completions_end_where_they_like() -> None:
+    for run in RUNS:
+        assert run.step.low <= run.least <= run.most <= run.step.high, (run.name, run.step)
+
+
+def planned(*words: str, command: str = "train") -> tuple[Plan, ModelSizes, Demand]:
+    plan = resolve(compose_run([*words, "model.device=cpu"], None, command).plain, command).plan(runs_here=False)
+    model = sizes_of(plan.config.model, plan.config.lora)
+    return plan, model, plan.demand(model, False)
+
+
+def seconds_of_recorded_steps(name: str) -> Iterator[float]:
+    """The median seconds of a step of each run of this name in recipes/chains.json."""
+    for run in json.loads((ROOT / "recipes" / "chains.json").read_text())["runs"]:
+        if run["name"] == name:
+            yield median(run["seconds"])
+
+
+OF_CHAINS = ("cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "grpo_process", "gspo", "gspo_token", "iterative_grpo", "sapo",
+             "kimi", "reinforce", "reinforce_pp", "rloo", "a2c", "ppo", "ppo_penalty", "ppo_ptx")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["grpo", *map(slow, OF_CHAINS)])
+def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name: str) -> None:
+    words = ("data=chains", "epochs=1", "minibatches=4", "model.path=embedded:tiny-chains", "generation=transformers")
+    plan, model, demand = planned(f"+recipe={name}_arithmetic", *words, "generation.max_tokens=64")
+    work, network = plan.step_work(), network_of(model, whole=False)
+    assert work is not None
+    assert network is not None
+    step = estimate(work, network, ONE_THREAD, demand, schedule_of(plan), "").step
+    recorded = list(seconds_of_recorded_steps(name))
+    assert len(recorded) == 5
+    assert all(step.low <= seconds <= step.high for seconds in recorded), (step, recorded)
+
+
+# -- what a run computes -----------------------------------------------------------------------------------------------
+SMALL = ("data.size=200", "data.held_out_size=40", "generation=transformers")
+
+
+@each(
+    ("words", "epochs", "critics", "forwards"),
+    [
+        (("+recipe=grpo_arithmetic",), 1, 0, 0),
+        (("+recipe=grpo_arithmetic", "minibatches=2", "epochs=3"), 3, 0, 1),  # the old policy, once
+        (("+recipe=grpo_arithmetic", "snapshot.old=recompute"), 1, 0, 1),
+        (("+recipe=grpo_arithmetic", "minibatches=2", "snapshot.old=sampled"), 1, 0, 0),
+        (("+recipe=grpo_arithmetic", "snapshot.reference=copy"), 1, 0, 1),
+        (("+recipe=ppo_arithmetic",), 2, 1, 3),  # old, reference, values
+    ],
+)
+def test_a_step_has_the_passes_of_its_roles(words: Sequence[str], epochs: int, critics: int, forwards: int) -> None:
+    work = planned(*words, *SMALL)[0].step_work()
+    assert work is not None
+    assert (work.epochs, work.critics, work.forwards) == (epochs, critics, forwards)
+    assert work.is_sampled
+    assert (work.trained.prompts, work.trained.group, work.trained.completion) == (32, 8, 48)
+    assert work.sampled is not None
+    assert (work.sampled.prompts, work.sampled.group) == (40, 4)
+
+
+@each(
+    ("command", "recipe", "trained", "reads", "samples"),
+    [
+        ("sft", "sft_arithmetic", (32, 1), True, True),
+        ("dpo", "dpo_arithmetic", (32, 2), True, False),
+        ("rm", "rm_arithmetic", (32, 2), True, False),
+    ],
+)
+def test_supervised_runs_learn_rows_of_known_lengths(
+    command: str, recipe: str, trained: tuple[int, int], reads: bool, samples: bool
+) -> None:
+    plan, model, demand = planned(f"+recipe={recipe}", command=command)
+    work = plan.step_work()
+    assert work is not None
+    assert (work.trained.prompts, work.trained.group) == trained
+    assert (work.read is not None, work.sampled is not None, work.is_sampled) == (reads, samples, False)
+    assert work.shorter(SHORT).trained == work.trained
+    assert 10 < work.trained.prompt + work.trained.completion < 100
+    estimated = duration_of(plan, model, demand, schedule_of(plan), absent=False)
+    assert isinstance(estimated, Duration)
+    assert set(estimated.stages) == {"update", "evaluate", "checkpoint"}
+    assert (estimated.completion_tokens is not None) == samples
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+NETWORK = script.network(SIZED["embedded"], itemsize=4)
+ROWS = Work(prompts=4, group=2, prompt=10, completion=20, budget=1000)
+
+
+def test_a_run_is_the_sum_of_its_steps_evaluations_and_checkpoints() -> None:
+    work = StepWork(trained=ROWS, epochs=3, critics=1, forwards=2, is_sampled=True, sampled=ROWS)
+    schedule = Schedule(steps=10, first_evaluation=5, evaluations=3, checkpoints=2)
+    found = estimate(work, NETWORK, XEON, demand_of(), schedule, "words")
+    passes = sum(seconds_of(list(update(NETWORK, ROWS)), XEON).values())
+    stages = {name: stage.seconds for name, stage in found.stages.items()}
+    assert list(stages) == ["sample", "credit", "update", "publish", "evaluate", "checkpoint"]
+    assert stages["update"] == pytest.approx(6 * passes)
+    assert stages["credit"] == pytest.approx(2 * 0.5 * passes)
+    assert stages["evaluate"] == stages["sample"]
+    assert stages["checkpoint"] == 0.1
+    of_a_step = ("sample", "credit", "update", "publish")
+    assert found.step.seconds == pytest.approx(sum(stages[name] for name in of_a_step))
+    assert found.run.seconds == pytest.approx(10 * found.step.seconds + 3 * stages["evaluate"] + 2 * 0.1)
+    # The upper end is FACTOR times as long, the lower one that of completions of 5 tokens.
+    assert found.step.high == pytest.approx(FACTOR * found.step.seconds)
+    short = estimate(replace(work, trained=replace(ROWS, completion=5)), NETWORK, XEON, demand_of(), schedule, "")
+    assert found.step.low == pytest.approx(short.step.seconds / FACTOR)
+    assert found.completion_tokens == (5, 20)
+
+
+def test_more_rows_than_the_engine_takes_are_sampled_one_part_after_the_other() -> None:
+    work = StepWork(trained=ROWS, is_sampled=True)
+    whole, halves = (seconds_by_stage(work, NETWORK, XEON, demand_of(at_once))["sample"] for at_once in (8, 4))
+    half = seconds_by_stage(replace(work, trained=replace(ROWS, prompts=2)), NETWORK, XEON, demand_of())["sample"]
+    assert halves == pytest.approx(2 * half)
+    assert whole < halves
+
+
+def test_checkpointed_gradients_take_half_a_pass_more() -> None:
+    stages = [
+        seconds_by_stage(StepWork(trained=ROWS), NETWORK, XEON, cast(Demand, SimpleNamespace(**vars(demand) | more)))
+        for demand in [demand_of()]
+        for more in ({}, {"recompute": True})
+    ]
+    assert stages[1]["update"] == pytest.approx(1.5 * stages[0]["update"])
+
+
+def test_a_gpus_engine_is_less_certain_than_its_updates() -> None:
+    schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
+    work = StepWork(trained=ROWS, is_sampled=True)
+    stages = estimate(work, NETWORK, CARDS["H100"], demand_of(), schedule, "").stages
+    assert stages["update"].high == FACTOR * stages["update"].seconds
+    assert stages["sample"].high == UNMEASURED * stages["sample"].seconds
+
+
+# -- machines and models -----------------------------------------------------------------------------------------------
+def test_cards_are_known_by_their_whole_names() -> None:
+    assert all(card_named(name) is CARDS[card] for name, card in NAMES.items())
+    assert set(NAMES.values()) == set(CARDS)
+    for name in ("NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X", "H100",
+                 "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB", "mps", ""):  # fmt: skip
+        assert card_named(name) is None, name
+
+
+@each(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA L4", "bfloat16", (CARDS["L4"], "NVIDIA L4, by its published rates")),
+        ("NVIDIA L4", "float16", (CARDS["L4"], "NVIDIA L4, by its published rates")),
+        ("NVIDIA L4", "float32", "no figures for float32 on a GPU"),
+        ("NVIDIA L40S", "bfloat16", "unknown card: NVIDIA L40S"),
+    ],
+)
+def test_a_gpu_is_judged_by_its_name_and_dtype(
+    name: str, dtype: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr("rlft.plan.duration.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("rlft.plan.duration.resolve_dtype", lambda dtype, device: getattr(torch, dtype))
+    monkeypatch.setattr("rlft.plan.duration.machine", lambda device: {"device": name})
+    assert machine_of(SimpleNamespace(device="cuda", dtype=dtype)) == expected
+
+
+def test_the_probe_of_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    asked: list[float] = []
+
+    def fake(run: Any, device: Any, total_s: float) -> list[float]:
+        run()
+        asked.append(total_s)
+        return [1.0, 2.0, 10.0]
+
+    monkeypatch.setattr(rates, "seconds_of_calls", fake)
+    state = torch.random.get_rng_state()
+    # Medians of 2 s: 2 x 512^3 operations, and 2^25 bytes read and written.
+    assert rates.host_rates(torch.float32) == (512.0**3, 2.0**25)
+    assert sum(asked) <= 0.1
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_only_the_plan_command_probes() -> None:
+    """A training or any other command never estimates, so that it never spends time on a probe."""
+    callers = [
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "rlft").rglob("*.py")
+        if any(f"{name}(" in file.read_text().replace(f"def {name}(", "") for name in ("duration_of", "host_rates"))
+    ]
+    assert sorted(callers) == ["rlft/commands/plan.py", "rlft/plan/duration.py"]
+
+
+def test_only_models_of_attention_and_gated_mlps_are_known() -> None:
+    """0.5B: 24 layers of 896 x (896 + 2 x 128) + 896 x 896 + 3 x 896 x 4864 weights."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
+        vocab_size=151936,
+    )  # fmt: skip
+    linear = 24 * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864)
+    sizes = {"config": config, "hidden": 896, "vocabulary": 151936, "itemsize": 2, "lora": 8_798_208}
+
+    def network(linear: int, *, whole: bool = False) -> Network | None:
+        return network_of(cast(ModelSizes, SimpleNamespace(**sizes, linear=linear)), whole=whole)
+
+    found = network(linear)
+    assert found == replace(script.MODELS["0.5B"], rank=16.0)
+    assert found is not None
+    assert found.linear == linear
+    whole = network(linear, whole=True)
+    assert whole is not None
+    assert whole.rank == 0
+    assert network(int(0.9 * linear)) is None  # others have fewer, such as experts, which are no linear layers
+    assert network(0) is None
+
+
+@each(
+    ("changes", "why"),
+    [
+        ({"environment": object()}, "how many turns"),
+        ({"packed": False}, "padded rows"),
+        ({"plain": True}, "padded rows"),
+        ({"quantized": True}, "quantised"),
+        ({"teacher": object()}, "teacher"),
+        ({"pretrain_text": object()}, "pretraining text"),
+        ({"cluster": SimpleNamespace(engines=2, ranks=1)}, "several processes"),
+        ({"cluster": SimpleNamespace(engines=0, ranks=2)}, "several processes"),
+        ({"in_graphs": None}, "no figures for vLLM on a CPU"),
+        ({"in_graphs": True}, "no figures for vLLM on a CPU"),
+        ({"in_graphs": None, "device": "cuda"}, "no figures for vLLM on a GPU"),
+        ({"work": None}, "does not say"),
+        ({"absent": True}, "unknown card: the GPU is not here"),
+    ],
+)
+def test_what_is_not_known_is_said(changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change of a run that is known makes it one that is not."""
+    monkeypatch.setattr("rlft.plan.duration.machine_of", lambda settings: (XEON, "words"))
+    known = {
+        "environment": None, "cluster": SimpleNamespace(engines=0, ranks=1), "packed": True, "plain": False,
+        "quantized": False, "teacher": None, "pretrain_text": None, "in_graphs": False, "device": "cpu",
+        "work": StepWork(trained=ROWS, is_sampled=True), "absent": False,
+    }  # fmt: skip
+
+    def found(**values: Any) -> Duration | str:
+        names = ("environment", "cluster")
+        config = SimpleNamespace(model=None, **{name: values[name] for name in names})
+        plan = SimpleNamespace(config=config, pretrain_text=values["pretrain_text"], step_work=lambda: values["work"])
+        sizes = {name: values[name] for name in ("packed", "plain", "quantized")}
+        config_of_model = SimpleNamespace(
+            hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
+        )
+        config_of_model.get_text_config = lambda: config_of_model
+        model = SimpleNamespace(
+            config=config_of_model, hidden=128, vocabulary=272, itemsize=4, linear=NETWORK.linear, lora=100, **sizes
+        )
+        demand = demand_of()
+        engine = SimpleNamespace(at_once=256, in_graphs=values["in_graphs"], title="vLLM")
+        fields = vars(demand) | {"engine": engine, "teacher": values["teacher"], "device": values["device"]}
+        demand = SimpleNamespace(**fields, whole_model=False)
+        schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
+        return duration_of(*cast(Any, (plan, model, demand, schedule)), absent=values["absent"])
+
+    assert isinstance(found(**known), Duration)
+    said = found(**known | changes)
+    assert isinstance(said, str)
+    assert why in said
+
+
+# -- the rows of the page ----------------------------------------------------------------------------------------------
+SCHEDULE = Schedule(steps=10, first_evaluation=4, evaluations=4, checkpoints=3)
+
+
+def test_the_rows_give_seconds_by_stage_an_interval_and_the_cost() -> None:
+    stages = {"sample": 2.5, "update": 0.051, "evaluate": 70.0, "checkpoint": 0.1}
+    estimated = Duration(
+        machine="a machine",
+        stages={name: Forecast(seconds, seconds / 2, 2 * seconds) for name, seconds in stages.items()},
+        step=Forecast(2.551, 1.0, 5.2),
+        run=Forecast(3600.0, 1800.0, 7200.0),
+        completion_tokens=(12, 48),
+    )
+    rows = {name: (value, text) for name, value, text in time_rows(SCHEDULE, estimated, Price(2.5, "EUR"))}
+    assert list(rows) == ["steps", "evaluations", "checkpoints", "a step", "the run", "price"]
+    assert rows["a step"][0] == "2.6 s (1 s to 5.2 s)"
+    assert rows["a step"][1].startswith("sample 2.5 s, update 0.051 s; if completions have all 48 tokens")
+    assert "at the lower end 12" in rows["a step"][1]
+    assert rows["the run"][0] == "1:00:00 (30:00 to 2:00:00)"
+    assert rows["the run"][1].startswith("evaluate 1:10, checkpoint 0.1 s; an estimate for a machine; after 5 steps")
+    assert rows["price"] == ("2.50 (1.25 to 5.00) EUR", "at 2.50 EUR/h, without the start")
+    supervised = time_rows(SCHEDULE, replace(estimated, completion_tokens=None), None)
+    assert supervised[3][2] == "sample 2.5 s, update 0.051 s"
+    assert supervised[-1][0] == "the run"
+
+
+def test_the_rows_say_why_there_is_no_estimate() -> None:
+    rows = time_rows(SCHEDULE, "unknown card: NVIDIA L40S", Price(2.5))
+    assert [row[0] for row in rows] == ["steps", "evaluations", "checkpoints", "the run", "price"]
+    assert rows[3][1:] == (
+        "no estimate", "unknown card: NVIDIA L40S; after 5 steps rlft watch says it from what they took"
+    )  # fmt: skip
+    assert rows[4][:2] == ("price", "2.50/h")
