@@ -5,8 +5,8 @@ from __future__ import annotations
 from rlft.plan.roofline import Machine
 
 CARDS = {
-    "H200": Machine(rate=989e12, bandwidth=4.8e12),
-    "H100": Machine(rate=989e12, bandwidth=3.35e12),
+    "H200": Machine(rate=989e12, bandwidth=4.8e12, is_compared=True),
+    "H100": Machine(rate=989e12, bandwidth=3.35e12, is_compared=True),
     "A100": Machine(rate=312e12, bandwidth=2.04e12),
     "4090": Machine(rate=165e12, bandwidth=1.01e12),
     "L4": Machine(rate=121e12, bandwidth=0.30e12),

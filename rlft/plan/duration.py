@@ -55,7 +55,8 @@ class StepWork:
         trained: the rows of a step.
         epochs: times that the updates go over them.
         critics: networks with adapters of their own that learn from them as well.
-        forwards: passes without gradient over them.
+        forwards: passes without gradient over them, between sampling and updates.
+        scorers: rewards that are networks in the trainer, which read them.
         is_sampled: whether the engine has sampled them, so that they may be shorter than generation.max_tokens.
         sampled: the rows of an evaluation that are sampled.
         read: the rows of an evaluation whose loss is computed.
@@ -65,6 +66,7 @@ class StepWork:
     epochs: int = 1
     critics: int = 0
     forwards: int = 0
+    scorers: int = 0
     is_sampled: bool = False
     sampled: Work | None = None
     read: Work | None = None
@@ -174,7 +176,7 @@ def machine_of(settings: Any) -> tuple[Machine, str] | str:
 
 def cpu(rate: float, bandwidth: float) -> Machine:
     """A CPU that multiplies and copies so fast (FLOP/s, bytes per second)."""
-    return Machine(rate=rate, bandwidth=bandwidth, launch=LAUNCH_ON_A_CPU, is_host=True)
+    return Machine(rate=rate, bandwidth=bandwidth, launch=LAUNCH_ON_A_CPU, is_host=True, is_compared=True)
 
 
 # -- seconds -----------------------------------------------------------------------------------------------------------
@@ -216,6 +218,7 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
         evaluation += sampled(work.sampled) + (0.0 if work.is_sampled else publish)
     stages = {
         "sample": sampled(work.trained) if work.is_sampled else 0.0,
+        "score": OF_A_FORWARD * work.scorers * passes,
         "credit": OF_A_FORWARD * work.forwards * passes,
         "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * demand.recompute) * passes,
         "publish": publish if work.is_sampled else 0.0,
@@ -226,8 +229,9 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
 
 def factor_of(stage: str, device: Machine) -> float:
     """The factor by which the estimate of a stage may be wrong; no engine's has been compared on a GPU."""
-    is_measured = stage in ("credit", "update") or (device.is_host and stage != CHECKPOINT)
-    return FACTOR if is_measured else UNMEASURED
+    if device.is_host:
+        return UNMEASURED if stage == CHECKPOINT else FACTOR
+    return FACTOR if device.is_compared and stage in ("score", "credit", "update") else UNMEASURED
 
 
 def _sum(parts: Iterable[tuple[int, Forecast]]) -> Forecast:

@@ -27,6 +27,7 @@ class Machine:
             ones: what was measured on one H100, whose host took 168 ms for the 2,201 kernels that are counted here of
             an update of 0.5B (it launched 3,467: single calls of attention are several kernels).
         is_host: whether the host itself computes, so that launches take their time beside the kernels.
+        is_compared: whether updates on it have been compared with this model.
     """
 
     rate: float
@@ -35,6 +36,7 @@ class Machine:
     of_the_rate: float = 0.7
     of_the_bandwidth: float = 0.8
     is_host: bool = False
+    is_compared: bool = False
 
 
 IN_A_GRAPH = 1.5e-6
@@ -170,7 +172,7 @@ def update(network: Network, work: Work, *, fused: bool = True) -> Iterator[Kern
     for sizes, number in Counter(network.layers).items():
         for kernel in layer(network, sizes, work, fused=fused):
             yield replace(kernel, number=kernel.number * work.passes * number)
-    yield product("LM head", 2, sampled, network.hidden, network.vocabulary, network.itemsize)
+    yield product("LM head", 2 if network.rank else 3, sampled, network.hidden, network.vocabulary, network.itemsize)
     yield Kernel(name="softmax", number=3, bytes=sampled * network.vocabulary * network.itemsize)
     yield Kernel(name="optimizer", number=12, bytes=3 * 4 * parameters)
 

@@ -42,7 +42,8 @@ def stages_text(estimated: Duration) -> str:
     if estimated.completion_tokens is None:
         return text
     short, longest = estimated.completion_tokens
-    return f"{text}; if completions have all {longest} tokens (at the lower end {short}); rewards are not counted"
+    text += f"; if completions have all {longest} tokens (at the lower end {short})"
+    return f"{text}; rewards by programs are not counted"
 
 
 def seconds(number: float) -> str:

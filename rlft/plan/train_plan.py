@@ -272,13 +272,13 @@ class TrainPlan(Plan):
             snapshot.reference != "none",
             snapshot.teacher != "none",
             own_critic,
-            *(spec.runs_in_trainer for spec in specs(run.reward).values()),
         ]
         return StepWork(
             trained=rows_of(self.train_prompts.num_tokens, run.group_size, run, number=run.prompts_per_step),
             epochs=run.epochs,
             critics=int(own_critic),
             forwards=sum(passes),
+            scorers=sum(spec.runs_in_trainer for spec in specs(run.reward).values()),
             is_sampled=True,
             sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
         )
