@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -276,7 +276,19 @@ def _in_one_transfer(tensors: Sequence[Tensor], device: torch.device) -> list[Te
 
 
 def score_sequences(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> list[list[float]]:
-    """Natural-log probabilities (temperature 1) of all tokens but each sequence's first, in one forward.
+    """Natural-log probabilities (temperature 1) of all tokens but each sequence's first, in one forward."""
+    scored = [rows.gather(-1, ids[1:, None])[:, 0] for ids, rows in _logprobs(model, sequences, device)]
+    return [part.tolist() for part in torch.cat(scored).cpu().split([len(score) for score in scored])]
+
+
+def best_tokens(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> list[list[tuple[int, float]]]:
+    """(the most likely token, its natural-log probability at temperature 1) in place of all tokens but the first."""
+    best = [rows.max(-1) for _, rows in _logprobs(model, sequences, device)]
+    return [list(zip(row.indices.tolist(), row.values.tolist(), strict=True)) for row in best]
+
+
+def _logprobs(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """(the ids `[T]` of a sequence, the log-probs `[T-1, V]` of what follows each of them but the last).
 
     Shorter sequences are padded behind their end, which no token before it sees.
     """
@@ -286,8 +298,5 @@ def score_sequences(model: Any, sequences: Sequence[Sequence[int]], device: torc
     if any(len(row) < longest for row in rows):
         inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
     logits = model(**inputs).logits
-    scores = [
-        row_logits[: len(row) - 1].float().log_softmax(-1).gather(-1, ids[1 : len(row), None])[:, 0]
-        for row_logits, ids, row in zip(logits, inputs["input_ids"], rows, strict=True)
-    ]
-    return [part.tolist() for part in torch.cat(scores).cpu().split([len(score) for score in scores])]
+    for row_logits, ids, row in zip(logits, inputs["input_ids"], rows, strict=True):
+        yield ids[: len(row)], row_logits[: len(row) - 1].float().log_softmax(-1)

@@ -37,8 +37,8 @@ usage: rlft serve run=<run or checkpoint folder> [serve.port=8000] [<key>=<value
        rlft serve model.path=<model> [serve.port=8000] [<key>=<value>] ...
 
 Answers requests of any client of OpenAI's API, and of vLLM's with tokens, until Ctrl-C: /v1/models,
-/v1/chat/completions, /inference/v1/generate, /tokenize. Listens on this machine alone, and asks for a key, unless told
-otherwise; serve.<key> are described in docs/serve.md.
+/v1/chat/completions, /v1/completions, /inference/v1/generate, /tokenize. Listens on this machine alone, and asks for a
+key, unless told otherwise; serve.<key> are described in docs/serve.md.
   rlft serve run=runs/grpo_arithmetic/<time>
   rlft serve run=latest serve.port=8001 serve.token=secret generation.temperature=0
   rlft serve model.path=embedded:tiny-arithmetic"""
@@ -158,7 +158,7 @@ def opened(
         token = keys.token or secrets.token_urlsafe(24)
         inbox = Inbox()
         limits = Limits(body_bytes=keys.body_bytes, requests=keys.requests, timeout=keys.timeout, section=SECTION)
-        app = make_app(inbox, {token}, limits, model=name, most_tokens=most_tokens)
+        app = make_app(inbox, {token}, limits, model=name, most_tokens=most_tokens, completes=True)
         server = Server(app, listening)
         stack.callback(server.close)
         stack.callback(inbox.close)

@@ -98,6 +98,10 @@ class Generator(Protocol):
         """Log-probs (temperature 1) of every token but the first, by the adapter in use; empty without weights."""
         ...
 
+    def best_tokens(self, sequences: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
+        """(the most likely token, its log-prob) in place of every token that `score` scores; empty: it cannot tell."""
+        return []
+
     def loaded_adapter(self) -> LoadedAdapter | str:
         """What it holds of the adapter in use, read back from where it computes with it; or why that cannot be."""
         return "it has no way to tell"

@@ -298,6 +298,12 @@ class TransformersGenerator(Generator):
         with torch.no_grad(), self._active() as model:
             return score_sequences(model, sequences, self.device)
 
+    def best_tokens(self, sequences: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
+        from rlft.batch import best_tokens
+
+        with torch.no_grad(), self._active() as model:
+            return best_tokens(model, sequences, self.device)
+
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")
 

@@ -16,7 +16,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.endpoint.bodies import Body, Chat, Generate, Refusal, Stream, Tokenize, list_of_models, read
+from rlft.environment.endpoint.bodies import (
+    Body,
+    Chat,
+    Complete,
+    Generate,
+    Refusal,
+    Stream,
+    Tokenize,
+    list_of_models,
+    read,
+)
 from rlft.environment.endpoint.service import Inbox, Request
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, are, counted, require
@@ -45,9 +55,12 @@ class Limits:
     section: str
 
 
-def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: str, most_tokens: int) -> Starlette:
+def make_app(
+    inbox: Inbox, callers: Container[str], limits: Limits, *, model: str, most_tokens: int, completes: bool = False
+) -> Starlette:
     """The app of `model`, whose prompt and completion have at most `most_tokens` together; requests go into the inbox.
 
+    `completes`: whether it continues texts that are no conversations (`/v1/completions`).
     `callers` are the keys with which requests may come now; the server's thread reads it.
     """
     from starlette.applications import Starlette
@@ -144,6 +157,7 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
             Route("/health", healthy),
             Route("/v1/models", serving(list_models)),
             Route("/v1/models/{name:path}", serving(one_model)),
+            *([Route("/v1/completions", answering(Complete), methods=["POST"])] if completes else []),
             Route("/v1/chat/completions", answering(Chat), methods=["POST"]),
             Route("/inference/v1/generate", answering(Generate), methods=["POST"]),
             Route("/tokenize", answering(Tokenize), methods=["POST"]),

@@ -32,6 +32,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "structured_outputs": (None,),
     "features": (None,),
+    "suffix": (None, ""),
+    "prompt_logprobs": (None,),
     "content_parts": (None, []),
 }
 """{field: its values that change nothing}. Other values would change what is sampled; they are refused, not ignored."""
@@ -153,6 +155,27 @@ class Generate(Body):
     @property
     def most_tokens(self) -> int | None:
         return self.sampling_params.max_tokens
+
+
+class Complete(Drawn):
+    """`POST /v1/completions`: a text or tokens, or several of either, are continued as they are, without a template.
+
+    With `echo` the prompt stands before the continuation, and with `logprobs` its log-probs before the others.
+    """
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(default=16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+    stream: Literal[False] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
 
 
 class Tokenize(Body):
@@ -287,7 +310,7 @@ def chat_reply(
             {
                 "index": index,
                 "message": as_message(message, seed + index),
-                "finish_reason": "tool_calls" if message.calls else _finish(completion),
+                "finish_reason": "tool_calls" if message.calls else finish_of(completion),
                 "logprobs": _chat_logprobs(body, completion, tokenizer),
                 **({"token_ids": list(completion.token_ids)} if body.return_token_ids else {}),
             }
@@ -298,7 +321,7 @@ def chat_reply(
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": _usage(prompt, completions),
+        "usage": usage(len(prompt), completions),
         **({"prompt_token_ids": list(prompt)} if body.return_token_ids else {}),
     }
 
@@ -377,7 +400,7 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
                 for token, value in zip(ids, values, strict=True)
             ]
             logprobs = {"content": content}
-        choice = {"index": index, "token_ids": ids, "logprobs": logprobs, "finish_reason": _finish(completion)}
+        choice = {"index": index, "token_ids": ids, "logprobs": logprobs, "finish_reason": finish_of(completion)}
         choices.append({**choice, "stop_reason": None})
     return {
         "request_id": body.request_id or uuid.uuid4().hex,
@@ -385,7 +408,7 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
         "model": model,
         "created": int(time.time()),
         "choices": choices,
-        "usage": _usage(body.token_ids, completions),
+        "usage": usage(len(body.token_ids), completions),
         "prompt_token_ids": list(body.token_ids) if body.return_token_ids else None,
     }
 
@@ -398,13 +421,13 @@ def tokenize_reply(
 
 
 # -- details -----------------------------------------------------------------------------------------------------------
-def _finish(completion: Completion) -> str:
+def finish_of(completion: Completion) -> str:
     return "length" if completion.finish_reason.is_limit else "stop"
 
 
-def _usage(prompt: Sequence[int], completions: Sequence[Completion]) -> dict[str, int]:
+def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, int]:
     sampled = sum(len(completion.token_ids) for completion in completions)
-    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
 def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 from rlft.environment.endpoint.bodies import (
     Body,
     Chat,
+    Complete,
+    Drawn,
     Generate,
     Refusal,
     Said,
@@ -27,6 +29,7 @@ from rlft.environment.endpoint.bodies import (
     normal,
     tokenize_reply,
 )
+from rlft.environment.endpoint.continuations import complete_reply, scored_prompt
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator, TokenCallback
 from rlft.generation.stops import ShownText, plain_decoder
@@ -194,57 +197,89 @@ class Service:
 
         `failed` is called with an error of the engine, which also becomes the reply to all requests that needed it.
         """
-        draws: list[tuple[Request, Draw]] = []
+        asked: list[tuple[Request, list[Draw]]] = []
         for request in requests:
             try:
                 if isinstance(request.body, Tokenize):
                     request.reply.set_result(tokenized(request.body, self._speech, self._most_tokens))
                 else:
-                    draws.append((request, self._draw(request.body)))
+                    asked.append((request, list(self._draws(request.body))))
             except Refusal as refusal:
                 request.reply.set_exception(refusal)
-        if not draws:
+        if not asked:
             return
         try:
-            pieces = ((i, self._pieces(*each)) for i, each in enumerate(draws))
-            on_token = {i: add for i, add in pieces if add is not None}
-            groups = drawn(self._generator, [draw for _, draw in draws], on_token)
+            self._answer(asked)
         except Exception as error:  # whatever the engine raises is reported to the clients and to the caller
             failed(error)
             problem = f"the engine has failed ({type(error).__name__}: {error})"
-            for request, _ in draws:
-                request.reply.set_exception(Refusal(500, problem, "engine_failed"))
-            return
-        for (request, draw), group in zip(draws, groups, strict=True):
-            completions = [rollout.completion for rollout in group.rollouts]
-            request.reply.set_result(reply_of(request.body, self._model, self._speech, draw, completions)[0])
+            for request, _ in asked:
+                if not request.reply.done():
+                    request.reply.set_exception(Refusal(500, problem, "engine_failed"))
 
-    def _draw(self, body: Body) -> Draw:
+    def _answer(self, asked: Sequence[tuple[Request, list[Draw]]]) -> None:
+        """Samples all draws together, then replies. Raises whatever the engine raises."""
+        draws = [(request, draw) for request, some in asked for draw in some if draw.sampling.max_tokens]
+        pieces = ((i, self._pieces(*each)) for i, each in enumerate(draws))
+        on_token = {i: add for i, add in pieces if add is not None}
+        groups = iter(drawn(self._generator, [draw for _, draw in draws], on_token))
+        for request, some in asked:
+            answers = [
+                [rollout.completion for rollout in next(groups).rollouts] if draw.sampling.max_tokens else []
+                for draw in some
+            ]
+            try:
+                request.reply.set_result(self._reply(request.body, some, answers))
+            except Refusal as refusal:
+                request.reply.set_exception(refusal)
+
+    def _reply(self, body: Body, draws: Sequence[Draw], answers: Sequence[list[Completion]]) -> dict[str, Any]:
+        if not isinstance(body, Complete):
+            return reply_of(body, self._model, self._speech, draws[0], answers[0])[0]
+        tokenizer, ids = self._speech.tokenizer, [draw.prompt.token_ids for draw in draws]
+        texts = [given if isinstance(given, str) else str(tokenizer.decode(given)) for given in body.prompts]
+        is_scored = body.echo and body.logprobs is not None
+        echoes = [scored_prompt(self._generator, tokenizer, each) if is_scored else [] for each in ids]
+        return complete_reply(body, self._model, list(zip(texts, ids, strict=True)), echoes, answers, tokenizer)
+
+    def _draws(self, body: Body) -> Iterator[Draw]:
         """What a request needs from the engine. Raises Refusal if it cannot be answered."""
-        assert isinstance(body, Chat | Generate), "there are three kinds of requests"
         if isinstance(body, Chat):
             messages = normal(body.messages)
-            ids = self._speech.of(body.shown_tools).prompt(messages)
+            yield self._draw(body.drawn, self._speech.of(body.shown_tools).prompt(messages), body.most_tokens, messages)
+        elif isinstance(body, Generate):
+            yield self._draw(body.drawn, check_ids(body.token_ids, self._vocabulary), body.most_tokens)
         else:
-            messages, ids = [], check_ids(body.token_ids, self._vocabulary)
+            assert isinstance(body, Complete), "there are four kinds of requests"
+            if body.max_tokens == 0 and not body.echo:
+                raise Refusal(400, "max_tokens: 0 needs echo; ask for tokens, or for the prompt", "invalid_value")
+            for given in body.prompts:
+                ids = ids_of_text(given, self._speech) if isinstance(given, str) else given
+                if not ids:
+                    raise Refusal(400, "prompt: has no token; send one that has", "invalid_value")
+                yield self._draw(body, check_ids(ids, self._vocabulary, "prompt"), body.max_tokens)
+
+    def _draw(
+        self, asked: Drawn, ids: tuple[int, ...], limit: int | None, messages: Sequence[dict[str, Any]] = ()
+    ) -> Draw:
         room = self._most_tokens - len(ids)
         if room < 1:
             most = f"prompt and answer may have {self._most_tokens} together"
             problem = f"the prompt has {counted(len(ids), 'token')}, and {most}"
             remedy = "send less, or raise prompts.max_tokens"
             raise Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
-        limit = body.most_tokens
         if limit is not None and limit > room:
-            asked = counted(limit, "token")
-            problem = f"max_tokens: {asked} and the prompt's {len(ids)} are more than {self._most_tokens}"
+            number = counted(limit, "token")
+            problem = f"max_tokens: {number} and the prompt's {len(ids)} are more than {self._most_tokens}"
             raise Refusal(400, f"{problem}; ask for fewer, or raise generation.max_tokens", "context_length_exceeded")
         self._num_requests += 1
-        seed = body.drawn.seed
+        seed = asked.seed
         seed = derive(self._seed, self._num_requests, "endpoint") if seed is None else seed % 2**63
-        sampling = body.drawn.sampling(self._sampling, limit or min(room, self._sampling.max_tokens))
+        longest = min(room, self._sampling.max_tokens) if limit is None else limit
+        sampling = asked.sampling(self._sampling, longest)
         turn = NextTurn(turn=0, seed=seed, max_tokens=sampling.max_tokens)
         prompt = Prompt(id=ID, messages=tuple(messages), answer="", token_ids=ids, next_turn=turn)
-        return Draw(prompt=prompt, n=body.drawn.n, seed=seed, sampling=sampling)
+        return Draw(prompt=prompt, n=asked.n, seed=seed, sampling=sampling)
 
     def _pieces(self, request: Request, draw: Draw) -> Callable[[int], None] | None:
         """Passes the tokens of a reply on as text; None if nobody listens, or the reply can only be sent as a whole.
@@ -281,17 +316,22 @@ def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any
         ids = speech.of(body.tools or []).prompt(normal(body.messages), start=body.add_generation_prompt)
     elif body.prompt is not None:
         with_special = True if body.add_special_tokens is None else body.add_special_tokens
-        text = body.prompt.encode("utf-8", "replace").decode()
-        ids = speech.tokenizer(text, add_special_tokens=with_special)["input_ids"]
+        ids = ids_of_text(body.prompt, speech, with_special=with_special)
     else:
         raise Refusal(400, "prompt: is missing; send a text, or messages", "invalid_value")
     return tokenize_reply(body, ids, most_tokens, speech.tokenizer)  # type: ignore[arg-type]
 
 
-def check_ids(ids: Sequence[int], vocabulary: int) -> tuple[int, ...]:
+def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:
+    """The tokens of a text of a request, which may hold half a character."""
+    plain = text.encode("utf-8", "replace").decode()
+    return speech.tokenizer(plain, add_special_tokens=with_special)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def check_ids(ids: Sequence[int], vocabulary: int, field: str = "token_ids") -> tuple[int, ...]:
     """The token ids of a request. Raises Refusal for one that the model does not have."""
     unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
     if unknown is not None:
-        problem = f"token_ids: the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}"
+        problem = f"{field}: the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}"
         raise Refusal(400, problem, "invalid_value")
     return tuple(ids)

@@ -25,7 +25,7 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
-from rlft.types import Group, Prompt, Sampling, UserError
+from rlft.types import Batch, Group, Prompt, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 KEY = "a-secret-key"
@@ -45,7 +45,7 @@ ADD = {
         },
     },
 }
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
@@ -81,7 +81,7 @@ class Served:
         self.service = Service(
             generator, speech, USUAL, model="policy", most_tokens=MOST, vocabulary=len(tokenizer), seed=1
         )
-        app = make_app(self.inbox, {KEY}, Limits(**given), model="policy", most_tokens=MOST)
+        app = make_app(self.inbox, {KEY}, Limits(**given), model="policy", most_tokens=MOST, completes=True)
         self.server = Server(app, bound("127.0.0.1", 0, "serve"))
         self.url = self.server.address
         self.ends = False
@@ -371,6 +371,58 @@ def test_the_tiny_model_answers_as_the_engine_does(
     assert stopped["choices"][0]["finish_reason"] == "stop"
 
 
+def test_texts_are_continued_and_scored_as_the_trainer_scores_them(
+    serve: Serve, backbone: Backbone, make_roles: Callable[..., Roles], make_batch: Callable[..., Batch]
+) -> None:
+    roles, tokenizer = make_roles(), backbone.tokenizer
+    engine = TransformersGenerator(roles, tokenizer, torch.device("cpu"), 8)
+    served = serve(engine, tokenizer)
+    texts = ["<think>12 + 30 = 42</think>", "12+"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    client = served.client()
+    scored = client.completions.create(model="policy", prompt=texts, echo=True, logprobs=1, max_tokens=0)
+    row_ids = [token for row in ids for token in row]
+    assert scored.usage is not None
+    assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (len(row_ids), 0)
+    expected_BT = roles.logprobs(make_batch([(i, row[:1], row[1:]) for i, row in enumerate(ids)]), None)
+    for choice, text, row, expected_T in zip(scored.choices, texts, ids, expected_BT, strict=True):
+        assert (choice.text, choice.finish_reason) == (text, "length")
+        found = choice.logprobs
+        assert found is not None
+        assert found.token_logprobs is not None
+        assert "".join(found.tokens or []) == text
+        assert found.text_offset == [len("".join((found.tokens or [])[:i])) for i in range(len(row))]
+        assert (found.token_logprobs[0], (found.top_logprobs or [0])[0]) == (None, None)
+        torch.testing.assert_close(
+            torch.tensor(found.token_logprobs[1:]), expected_T[1 : len(row)].detach(), rtol=0, atol=1e-4
+        )
+        # The most likely token of each place is there, and is the token itself where decoding is greedy.
+        with torch.no_grad():
+            logits = backbone.model(torch.tensor([row])).logits[0, :-1].float().log_softmax(-1)
+        for place, top in enumerate((found.top_logprobs or [])[1:]):
+            best = tokenizer.decode([int(logits[place].argmax())])
+            assert top.keys() == {best, (found.tokens or [])[place + 1]}
+            assert max(top.values()) == pytest.approx(float(logits[place].max()), abs=1e-4)
+    wish = {"max_tokens": 5, "seed": 3, "n": 2}
+    [first, second, *others] = served.post(COMPLETIONS, {"prompt": ids, "logprobs": 1, **wish}).json()["choices"]
+    assert [choice["index"] for choice in (first, second, *others)] == [0, 1, 2, 3]
+    prompts = [Prompt(id="p", messages=(), answer="", token_ids=tuple(row)) for row in ids]
+    groups = engine.sample(prompts, 2, [3, 3], Sampling(max_tokens=5, temperature=1.0))
+    sampled = [rollout for group in groups for rollout in group.rollouts]
+    for choice, rollout in zip((first, second, *others), sampled, strict=True):
+        assert choice["text"] == rollout.completion.text
+        assert choice["logprobs"]["token_logprobs"] == list(rollout.completion.logprobs)
+    [echoed] = served.post(COMPLETIONS, {"prompt": texts[0], "echo": True, "logprobs": 1, **wish, "n": 1}).json()[
+        "choices"
+    ]
+    assert echoed["text"] == texts[0] + first["text"]
+    assert len(echoed["logprobs"]["tokens"]) == len(ids[0]) + len(first["logprobs"]["tokens"])
+    # Sampled alone: products of other shapes round differently.
+    assert echoed["logprobs"]["token_logprobs"][len(ids[0]) :] == pytest.approx(
+        first["logprobs"]["token_logprobs"], abs=1e-5
+    )
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, b"{", 400, "the body is no JSON"),
@@ -394,7 +446,19 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids: list should have at least 1 item"),
     ("/inference/v1/generate", {"token_ids": [1], "stream": True}, 400, "stream: input should be False"),
     ("/tokenize", {}, 400, "prompt: is missing; send a text, or messages"),
-    ("/v1/completions", {"prompt": "a"}, 404, "there is no such path here: POST /v1/completions"),
+    ("/v1/completion", {"prompt": "a"}, 404, "there is no such path here: POST /v1/completion"),
+    (COMPLETIONS, {}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, 400, "prompt: has no token; send one that has"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt: has no token; send one that has"),
+    (COMPLETIONS, {"prompt": [[5], []]}, 400, "prompt: has no token; send one that has"),
+    (COMPLETIONS, {"prompt": [10**6]}, 400, "prompt: the model has no token 1000000"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens: 0 needs echo"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 3000}, 400, "raise generation.max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 2}, 400, "logprobs: input should be less"),
+    (COMPLETIONS, {"prompt": "a", "stream": True}, 400, "stream: input should be False"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix: is not supported"),
+    (COMPLETIONS, {"prompt": "1 2", "echo": True, "logprobs": 1, "max_tokens": 0}, 400,
+     "echo: with logprobs it needs an engine that gives the most likely tokens of a prompt; serve with"),
 ]  # fmt: skip
 
 
@@ -492,3 +556,15 @@ def test_a_server_that_ends_refuses_what_waits(serve: Serve) -> None:
     assert status == [503]
     assert served.post(CHAT, {"messages": ASKED}).status_code == 503  # after the end, too
     assert engine.calls == []
+
+
+def test_conversations_of_agents_have_no_plain_continuations() -> None:
+    limits = Limits(body_bytes=1, requests=1, timeout=1.0, section="environment")
+    paths = [
+        {
+            getattr(route, "path", "")
+            for route in make_app(Inbox(), {KEY}, limits, model="m", most_tokens=1, **more).routes
+        }
+        for more in ({}, {"completes": True})
+    ]
+    assert paths[1] - paths[0] == {COMPLETIONS}
