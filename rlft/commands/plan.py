@@ -120,15 +120,16 @@ class Planned:
         return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
 
 
-def plan_of(resolved: Resolved, limit: int | None) -> Planned:
+def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> Planned:
     """Plans the run of this config, which may run on another machine.
 
     Args:
         resolved: the config.
         limit: bytes of the device's memory; None for the free memory of this machine's device.
+        card: the GPU that it is to run on, a name in `rlft.plan.cards.CARDS`; None: the one that is here.
 
     Raises:
-        UserError: the run would be refused.
+        UserError: the run would be refused, or a card is named for a run on a CPU.
     """
     settings = resolved.config.model
     on_another = settings.device.startswith("cuda") and not torch.cuda.is_available()
@@ -190,7 +191,7 @@ def plan_of(resolved: Resolved, limit: int | None) -> Planned:
         ],
         disk=plan.disk_bytes(model),
         schedule=(schedule := schedule_of(plan)),
-        duration=duration_of(plan, model, demand, schedule, absent=on_another),
+        duration=duration_of(plan, model, demand, schedule, absent=on_another, card=card),
         advice=advice,
     )
 

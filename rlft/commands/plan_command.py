@@ -22,7 +22,8 @@ from rlft.types import UserError
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 USAGE = """\
-usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [price=2.5/h] [--json]
+usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [card=H100] [price=2.5/h]
+                 [--json]
 
 Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
 which key to change where it does not, how long it may take, how long the data are, what every reward says of right and
@@ -31,6 +32,7 @@ Whatever the run itself would refuse is refused here.
 
   <command>       of the run: by default the recipe's, else train
   device_memory   of the device that the run is planned for; by default that of this machine
+  card            the GPU that it would run on, to say how long it may take: H200, H100, A100, 4090 or L4
   price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run may cost
   --json          the same as one JSON object of at most 64 KiB, for scripts
 
@@ -46,9 +48,13 @@ def command(arguments: list[str]) -> int:
     """Prints the plan of this config's run; returns 0 if the run fits and its rewards can be computed, else 1."""
     words = [word for word in arguments if word != "--json"]
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
-    parsed = only_overrides(words, command, ("device_memory", "price"))
-    overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "price="))]
-    price = read_price(parsed.value("price"))
+    parsed = only_overrides(words, command, ("device_memory", "card", "price"))
+    overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "card=", "price="))]
+    price, card = read_price(parsed.value("price")), parsed.value("card")
+    if card is not None:
+        from rlft.plan.cards import read_card  # it imports torch
+
+        card = read_card(card)
     with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
         run = compose_run(overrides, parsed.config_dir, command)
         plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
@@ -58,7 +64,7 @@ def command(arguments: list[str]) -> int:
         from rlft.commands import plan
         from rlft.plan.sizes import note_of_disk
 
-        planned = replace(plan.plan_of(resolved, memory), price=price)
+        planned = replace(plan.plan_of(resolved, memory, card), price=price)
     if disk_note := note_of_disk(planned.disk, run.folder):
         planned = replace(planned, notes=[*planned.notes, disk_note])
     if "--json" in arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlft.plan.roofline import Machine
+from rlft.types import UserError
 
 CARDS = {
     "H200": Machine(rate=989e12, bandwidth=4.8e12, is_compared=True),
@@ -21,10 +22,25 @@ NAMES = {
 """{name: card}. Cards with a part of such a name may be slower (H100 PCIe, RTX 4090 Laptop, a MIG slice, L40S)."""
 
 
-def card_named(name: str) -> Machine | None:
-    """The rates of the card that a driver calls `name`; None where none are known.
+def card_named(name: str) -> str | None:
+    """The card of CARDS that a driver calls `name`; None where no rates are known.
 
-    >>> card_named("NVIDIA L4") == CARDS["L4"], card_named("NVIDIA L40S"), card_named("NVIDIA H100 PCIe")
-    (True, None, None)
+    >>> card_named("NVIDIA L4"), card_named("NVIDIA L40S"), card_named("NVIDIA H100 PCIe")
+    ('L4', None, None)
     """
-    return CARDS.get(NAMES.get(name.strip(), ""))
+    return NAMES.get(name.strip())
+
+
+def read_card(text: str) -> str:
+    """The name in CARDS of a card that a command line names, in any case.
+
+    >>> read_card("h100")
+    'H100'
+
+    Raises:
+        UserError: no figures are known of it.
+    """
+    name = text.strip().upper().removeprefix("RTX").strip()
+    if name not in CARDS:
+        raise UserError("card", "no figures are known of this card", got=text, remedy=f"use {', '.join(CARDS)}")
+    return name

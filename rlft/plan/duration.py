@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rlft.generation.memory import ModelSizes
 from rlft.logger.forecast import Forecast
 from rlft.model.activations import layer_sizes
-from rlft.plan.cards import card_named
+from rlft.plan.cards import CARDS, card_named
 from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
 from rlft.plan.roofline import Kernel, Machine, Network, Work, publishing, sampling, seconds_of, update
 from rlft.plan.schedule import Schedule
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.machine import machine
 from rlft.system.rates import host_rates
+from rlft.types import UserError
 
 if TYPE_CHECKING:
     from rlft.plan.run_plan import Plan
@@ -104,13 +105,22 @@ class Duration:
     completion_tokens: tuple[int, int] | None
 
 
-def duration_of(plan: Plan, model: ModelSizes, demand: Demand, schedule: Schedule, *, absent: bool) -> Duration | str:
+def duration_of(
+    plan: Plan, model: ModelSizes, demand: Demand, schedule: Schedule, *, absent: bool, card: str | None = None
+) -> Duration | str:
     """The estimate for this plan, or why there is none.
 
     Args:
         demand: what the plan takes of the device.
         absent: whether the device is not in this machine.
+        card: the GPU that is meant, by its name in CARDS.
+
+    Raises:
+        UserError: a card is named, and the run would not be on a GPU.
     """
+    if card is not None and demand.device == "cpu":
+        remedy = "add model.device=cuda, and device_memory=<its memory> where there is none"
+        raise UserError("card", "the run is planned for a CPU", got=card, remedy=remedy)
     work, network = plan.step_work(), network_of(model, whole=demand.whole_model)
     if work is None:
         return "the command does not say what its steps compute"
@@ -118,9 +128,9 @@ def duration_of(plan: Plan, model: ModelSizes, demand: Demand, schedule: Schedul
         return why
     if network is None:
         return "no figures for the layers of this model"
-    if absent:
-        return "unknown card: the GPU is not here"
-    known = machine_of(plan.config.model)
+    if absent and card is None:
+        return "unknown card: the GPU is not here; name it with card=H100"
+    known = machine_of(plan.config.model) if card is None else of_card(card, card, network.itemsize)
     if isinstance(known, str):
         return known
     device, words = known
@@ -166,12 +176,16 @@ def machine_of(settings: Any) -> tuple[Machine, str] | str:
         rate, bandwidth = host_rates(dtype)
         words = f"this CPU, as fast as it is now: {rate / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.2g} GB/s"
         return cpu(rate, bandwidth), words
-    card = card_named(name)
+    return of_card(card_named(name), name, dtype.itemsize)
+
+
+def of_card(card: str | None, name: str, itemsize: int) -> tuple[Machine, str] | str:
+    """The rates of a card of CARDS for weights of so many bytes, and in words, or why they are not known."""
     if card is None:
         return f"unknown card: {name}"
-    if dtype.itemsize != 2:
-        return f"no figures for {str(dtype).removeprefix('torch.')} on a GPU"
-    return card, f"{name}, by its published rates"
+    if itemsize != 2:
+        return f"no figures for weights of {8 * itemsize} bits on a GPU"
+    return CARDS[card], f"{name}, by its published rates"
 
 
 def cpu(rate: float, bandwidth: float) -> Machine:

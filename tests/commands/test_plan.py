@@ -68,8 +68,18 @@ def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(
     )
     assert estimated["completion_tokens"] == [12, 48]
     assert planned(capsys, *ON_A_GPU, "device_memory=24GiB")["duration"] == {
-        "no_estimate": "unknown card: the GPU is not here"
+        "no_estimate": "unknown card: the GPU is not here; name it with card=H100"
     }
+    for card in ("H100", "rtx 4090"):
+        there = planned(capsys, *ON_A_GPU, "device_memory=24GiB", f"card={card}", "price=2.5/h")["duration"]
+        assert there["machine"] == f"{card.upper().removeprefix('RTX ')}, by its published rates"
+        assert 0 < there["run"]["low"] < there["run"]["seconds"] < there["run"]["high"]
+    assert cli.run(["plan", *ON_A_GPU, "device_memory=24GiB", "card=B200"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "rlft: card: no figures are known of this card, got B200; use H200, H100, "
+    )
+    assert cli.run(["plan", *words, "card=H100"]) == 2
+    assert "rlft: card: the run is planned for a CPU, got H100; add model.device=cuda" in capsys.readouterr().err
     assert cli.run(["plan", *words, "eval.every=0", "price=$3/h"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "steps 10 evaluations 0 none checkpoints 4 of the last step as well a step " in page

@@ -328,7 +328,7 @@ def test_a_gpus_engine_is_less_certain_than_its_updates() -> None:
 
 # -- machines and models -----------------------------------------------------------------------------------------------
 def test_cards_are_known_by_their_whole_names() -> None:
-    assert all(card_named(name) is CARDS[card] for name, card in NAMES.items())
+    assert all(card_named(name) == card in CARDS for name, card in NAMES.items())
     assert set(NAMES.values()) == set(CARDS)
     for name in ("NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X", "H100",
                  "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB", "mps", ""):  # fmt: skip
@@ -340,7 +340,7 @@ def test_cards_are_known_by_their_whole_names() -> None:
     [
         ("NVIDIA L4", "bfloat16", (CARDS["L4"], "NVIDIA L4, by its published rates")),
         ("NVIDIA L4", "float16", (CARDS["L4"], "NVIDIA L4, by its published rates")),
-        ("NVIDIA L4", "float32", "no figures for float32 on a GPU"),
+        ("NVIDIA L4", "float32", "no figures for weights of 32 bits on a GPU"),
         ("NVIDIA L40S", "bfloat16", "unknown card: NVIDIA L40S"),
     ],
 )
