@@ -170,12 +170,11 @@ class Complete(Drawn):
     stream: Literal[False] | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if not self.prompt or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        several = [each for each in self.prompt if not isinstance(each, int)]
+        return several or [[token for token in self.prompt if isinstance(token, int)]]
 
 
 class Tokenize(Body):
