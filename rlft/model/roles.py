@@ -378,9 +378,10 @@ class Roles:
         """(the sampler's slot, each B times its layer's scale; layers that would compute with something else)."""
         tensors = {}
         for name, tensor in self._tensors(SAMPLER).items():
-            module, is_up, _ = name.partition(".lora_B.")
-            scale = cast(LoraLayer, self.model.get_submodule(module)).scaling[SAMPLER] if is_up else 1.0
-            tensors[self.names.outside(name)] = tensor * scale if is_up else tensor
+            if name.endswith(".lora_B.weight"):
+                layer = cast(LoraLayer, self.model.get_submodule(name.removesuffix(".lora_B.weight")))
+                tensor = tensor * layer.scaling[SAMPLER]
+            tensors[self.names.outside(name)] = tensor
         return tensors, selection.outdated(self.model, SAMPLER)
 
     def share_merged_weights(self) -> None:
@@ -534,8 +535,8 @@ class Roles:
 
 def _of_peft(name: str, role: str) -> str:
     """The name in PEFT's files of a role's parameter with this name in the model."""
-    stem = name.removesuffix(f".{role}.weight")
-    return stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.weight"
+    stem, _, field = name.rpartition(f".{role}.")
+    return stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.{field}"
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
