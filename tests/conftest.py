@@ -42,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "whole_runs" not in item.path.parts)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of trackio's databases, which it reads from the environment when anything, such as TRL, imports it."""
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder))
+        yield folder
+
+
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids); a negative completion id is that token with its loss mask off."""
 

@@ -320,7 +320,7 @@ def changed(
 
 def _rank(key: str, command: str) -> int:
     """Position of a key in the order in which changes are applied."""
-    groups = catalog.groups(command)
+    groups = [group for group in catalog.groups(command) if group != "recipe"]  # no choice of a section
     return 0 if any(key in catalog.referred_to(group) for group in groups) else 1 if key in groups else 2
 
 

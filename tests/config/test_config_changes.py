@@ -27,6 +27,13 @@ def test_a_choice_of_a_group_changes_the_whole_section_and_its_keys_follow_in_an
     assert after["seed"] == 9
 
 
+def test_what_a_recipe_refers_to_does_not_change_that_order(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Mine\nname: ${data.path}_${data.subset}\n")
+    after = changed(PLAIN, ["data.subset=main", "data.path=rows", "data=hub"], tmp_path)
+    assert (after["data"]["path"], after["data"]["subset"]) == ("rows", "main")
+
+
 def test_other_rewards_refer_to_the_runs_own_limits() -> None:
     after = changed(PLAIN, ["reward=[exact_match,overlong]"], None)
     assert list(after["reward"]) == ["exact_match", "overlong"]

@@ -8,16 +8,13 @@ from rlft.logger.trackio import Trackio
 
 
 @pytest.fixture(scope="module", autouse=True)
-def storage(tmp_path_factory):
-    """Its storage in a folder of the tests', which it reads from the environment when it is imported."""
-    folder = tmp_path_factory.mktemp("trackio")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(folder))
-        from trackio import utils
-        from trackio.sqlite_storage import SQLiteStorage
+def storage(trackio_folder):
+    """Its storage, in a folder of the tests'."""
+    from trackio import utils
+    from trackio.sqlite_storage import SQLiteStorage
 
-        assert folder == utils.TRACKIO_DIR, "it was imported before"
-        yield SQLiteStorage
+    assert trackio_folder == utils.TRACKIO_DIR, "it was imported before"
+    return SQLiteStorage
 
 
 @pytest.fixture
