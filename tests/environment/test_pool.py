@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from run_processes import happens
 
 from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Kind, Order, Reply
 from rlft.environment.protocol import Cause, Environment
@@ -87,8 +88,15 @@ def test_closing_leaves_no_process_of_a_tool() -> None:
     started = [child for pid in workers if pid for child in psutil.Process(pid).children(recursive=True)]
     pool.close()
     pool.close()
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started)
+    assert happens(lambda: not any(map(runs, started)), within_s=10.0), "a killed process takes a moment to end"
     assert not any(psutil.pid_exists(pid) for pid in workers if pid)
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_an_environment_that_cannot_start_says_why() -> None:
