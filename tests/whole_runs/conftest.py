@@ -58,3 +58,20 @@ def undisturbed(
     place = tmp_path_factory.mktemp("undisturbed")
     quiet.run("train", *tiny, *all_checkpoints, "hydra.run.dir=run", cwd=place, ends=0)
     return place / "run"
+
+
+VARIED = """
+def reward(group):
+    return [float(sum(rollout.completion.token_ids) % 7) for rollout in group.rollouts]
+"""
+
+
+@pytest.fixture
+def varied_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of configs (--config-dir) with `reward=[varied]`, which differs among siblings of any model."""
+    (tmp_path / "varied_reward.py").write_text(VARIED)
+    config = tmp_path / "mine" / "reward" / "varied.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("varied:\n  _target_: varied_reward.reward\n  weight: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "mine"

@@ -18,10 +18,6 @@ from rlft import cli
 
 pytestmark = pytest.mark.slow
 
-REWARD = """
-def reward(group):
-    return [float(sum(rollout.completion.token_ids) % 7) for rollout in group.rollouts]
-"""
 KEYS = (
     "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=10",
     "lora.rank=2", "data.size=16", "data.held_out_size=4", "eval.every=0", "model.device=cpu", "scoring.workers=0",
@@ -30,13 +26,8 @@ KEYS = (
 
 
 @pytest.fixture
-def train(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def train(tmp_path: Path, tiny_path: Path, varied_reward: Path) -> Callable[..., Path]:
     """Runs `rlft train` on a random model of this type, with a reward that varies; returns the run's folder."""
-    (tmp_path / "varied_reward.py").write_text(REWARD)
-    config = tmp_path / "mine" / "reward" / "varied.yaml"
-    config.parent.mkdir(parents=True)
-    config.write_text("varied:\n  _target_: varied_reward.reward\n  weight: 1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
 
     def run(kind: str, code: int = 0) -> Path:
         folder = tmp_path / kind
@@ -46,7 +37,7 @@ def train(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         for file in tiny_path.glob("*.jinja"):
             shutil.copy(file, folder / "model")
         words = [f"model.path={folder / 'model'}", f"hydra.run.dir={folder / 'run'}"]
-        assert cli.run(["train", "--config-dir", str(tmp_path / "mine"), *KEYS, *words]) == code, kind
+        assert cli.run(["train", "--config-dir", str(varied_reward), *KEYS, *words]) == code, kind
         return folder
 
     return run

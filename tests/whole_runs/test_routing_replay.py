@@ -15,10 +15,6 @@ from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
 
 from rlft import cli
 
-REWARD = """
-def reward(group):
-    return [float(sum(rollout.completion.token_ids) % 7) for rollout in group.rollouts]
-"""
 KEYS = (
     "prompts_per_step=2", "group_size=4", "minibatches=2", "generation=transformers", "generation.max_tokens=10",
     "lora.rank=2", "data.size=16", "data.held_out_size=4", "eval.every=1", "eval.num_prompts=2", "model.device=cpu",
@@ -28,13 +24,8 @@ KEYS = (
 
 
 @pytest.fixture
-def train(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def train(tmp_path: Path, tiny_path: Path, varied_reward: Path) -> Callable[..., Path]:
     """Runs `rlft train` on a random mixture of four experts, with a reward that varies; returns the run's folder."""
-    (tmp_path / "varied_reward.py").write_text(REWARD)
-    reward = tmp_path / "mine" / "reward" / "varied.yaml"
-    reward.parent.mkdir(parents=True)
-    reward.write_text("varied:\n  _target_: varied_reward.reward\n  weight: 1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
     model = tmp_path / "model"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -50,7 +41,7 @@ def train(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
     def run(name: str, *words: str) -> Path:
         places = [f"model.path={model}", f"hydra.run.dir={tmp_path / name}"]
-        assert cli.run(["train", "--config-dir", str(tmp_path / "mine"), *KEYS, *words, *places]) == 0
+        assert cli.run(["train", "--config-dir", str(varied_reward), *KEYS, *words, *places]) == 0
         return tmp_path / name
 
     return run

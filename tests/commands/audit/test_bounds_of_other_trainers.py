@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import plain_grpo
 import pytest
@@ -49,7 +49,9 @@ def trls_advantages(rewards: torch.Tensor, weights: torch.Tensor, size: int, sca
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_trls_formula_in_float32_is_within_the_bounds_of_advantages(scale: str, tmp_path: Path) -> None:
+def test_trls_formula_in_float32_is_within_the_bounds_of_advantages(
+    scale: Literal["group", "batch", "none"], tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(0)
     closest = 0.0
     for trial in range(60):
@@ -58,7 +60,7 @@ def test_trls_formula_in_float32_is_within_the_bounds_of_advantages(scale: str, 
         if trial % 4 == 0:
             rewards = 0.1 + rewards.round(decimals=1) * 0  # all equal, of which no sum is exact
         weights = torch.tensor([0.7, 0.3])
-        settings = Settings(scale_rewards=scale, reward_weights=weights.tolist())  # type: ignore[arg-type]
+        settings = Settings(scale_rewards=scale, reward_weights=weights.tolist())
         step = scored(rewards, size, tmp_path, reward_weights=weights.tolist())
         found, bound = credited(step, settings)
         apart = (trls_advantages(rewards, weights, size, scale).double() - found).abs()
@@ -111,8 +113,10 @@ def trls_loss(step: Step, compared: Compared, number: int, level: str) -> float:
 
 
 @each("level", ["token", "sequence"])
-def test_trls_formula_in_float32_is_within_the_bounds_of_losses(level: str, tmp_path: Path) -> None:
-    settings = replace(Settings(**plain_grpo.SETTINGS), importance_sampling_level=level)  # type: ignore[arg-type]
+def test_trls_formula_in_float32_is_within_the_bounds_of_losses(
+    level: Literal["token", "sequence"], tmp_path: Path
+) -> None:
+    settings = replace(Settings(**plain_grpo.SETTINGS), importance_sampling_level=level)
     settings = replace(settings, loss_type=changes.LossType.grpo)
     for step in steps(in_float32(Plain(level=level).lines()), tmp_path):
         for number, compared in enumerate(losses(step, settings)):
