@@ -177,7 +177,9 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
 
     def trained(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
         made = super().trained(step, optimizer, state)
-        if self.head is SCORES or self.plan.reference == "none":
+        if self.head is SCORES:
+            return replace(made, heads={REWARD: {"weight": self.roles.heads[REWARD].weights()["weight"]}})
+        if self.plan.reference == "none":
             return made
         logprobs = [logprob for values in self.known.values() for logprob in values]
         known = {

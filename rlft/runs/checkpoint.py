@@ -146,13 +146,16 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
     was sampled ahead: a run that is made longer has not sampled ahead after what was its last step, and the completions
     of the step after it have a digest of their own."""
     tensors = {name: of_name for name, of_name in checkpoint.tensors.items() if name not in (SAMPLED, SAMPLER)}
-    named = {"adapters": checkpoint.adapters, "heads": checkpoint.heads, "tensors": tensors}
+    named = {"adapters": checkpoint.adapters, "tensors": tensors}
+    heads = {f"{role}/{n}": t for role, of_role in checkpoint.heads.items() for n, t in of_role.items()}
     state = {key: value for key, value in checkpoint.state.items() if key not in (CHECKSUMS, SAMPLED)}
     roles = {*checkpoint.adapters, *checkpoint.heads}
     # A base that has moved is told by its fingerprint, which is in the state.
     config = {key: value for key, value in checkpoint.adapter_config.items() if key != "base_model_name_or_path"}
     return {
         **{f"{kind}/{name}": digests.of_tensors(t) for kind, groups in named.items() for name, t in groups.items()},
+        # Each tensor apart: a reward model's bias, its center, takes a forward pass and is made only for what is saved.
+        **{f"heads/{name}": digests.of_tensors({name: tensor}) for name, tensor in heads.items()},
         "optimizer": digests.of_tensors(checkpoint.optimizer),
         "state": digests.of_json([checkpoint.step, state, config]),
         "records": digests.of_json({role: record_of(checkpoint, role) for role in roles}),

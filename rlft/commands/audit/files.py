@@ -240,13 +240,14 @@ def _check_rollouts(run: Audited) -> None:
         settings = from_mapping(RolloutsConfig, run.config["rollouts"], "rollouts")
         written = [step for step in having if settings.writes(step)]
         for step in written if settings.keep is None else written[-settings.keep :]:
-            if step not in present and _same_config(run, step):
+            if step not in present and made_with_config_now(run, step):
                 findings.differ(str(rollout_file(run.folder, step).relative_to(run.folder)), f"step {step} is missing")
     if absent := [step for step in having if step not in present]:
         findings.leave_open("rollouts", f"{steps_text(absent)}: completions are not on disk")
 
 
-def _same_config(run: Audited, step: int) -> bool:
+def made_with_config_now(run: Audited, step: int) -> bool:
+    """Whether the step was made with the config of the run's last one; else a resume has changed keys after it."""
     return run.lines[step]["sha256"].get("config") == run.lines[run.last]["sha256"].get("config")
 
 
@@ -309,4 +310,4 @@ def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) ->
 
 
 def _roles(line: Line) -> set[str]:
-    return {part.partition("/")[2] for part in line["sha256"] if part.startswith(("adapters/", "heads/"))}
+    return {part.split("/")[1] for part in line["sha256"] if part.startswith(("adapters/", "heads/"))}

@@ -48,11 +48,11 @@ def check_inputs(run: Audited, plan: Plan) -> bool:
         before = parts.get(what)
         if before is None or not now:
             continue
-        with run.findings.checking(what, f"{noun}: as in the run, fingerprint {now[:12]}"):
+        with run.findings.checking(noun, f"as in the run, fingerprint {now[:12]}"):
             if before != now:
                 same = False
                 text = f"{key} has the fingerprint {now[:12]} now, and had {before[:12]} in step {run.last}"
-                run.findings.differ(what, text)
+                run.findings.differ(noun, text)
     return same
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlft.commands.audit.files import Audited
+from rlft.commands.audit.files import Audited, made_with_config_now
 from rlft.config import command as commands
 from rlft.logger.interface import Logger, StepRecord
 from rlft.logger.jsonl import METRICS, Rollouts, number, read_lines, silent
@@ -86,6 +86,10 @@ def compare(
     differing = [part for part in sorted({*parts, *new} - {"config"}) if parts.get(part) != new.get(part)]
     if not differing:
         findings.confirm("replay", f"step {step}, bit for bit: {', '.join(sorted(new.keys() - {'config'}))}")
+        return
+    if not made_with_config_now(run, step):
+        text = f"was made with another config.yaml than the run has now, with which {', '.join(differing)} differs"
+        findings.leave_open("replay", f"step {step} {text}")
         return
     then, now = line["machine"], again["machine"]
     changed = [what for what in sorted({*then, *now}) if then.get(what) != now.get(what)]

@@ -21,7 +21,9 @@ def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys
     assert cli.run(["audit", str(folder), "recompute=2", "replay=0", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["differs"] is False
-    assert {"chain.jsonl", "checkpoints", "data", "rewards", "advantages"} <= {row["name"] for row in found["rows"]}
+    assert {"chain.jsonl", "checkpoints", "training data", "rewards", "advantages"} <= {
+        row["name"] for row in found["rows"]
+    }
     edited("metrics.jsonl", 1, key_set(step=9))(folder)
     assert cli.run(["audit", f"run={folder}", "recompute=0", "replay=0"]) == 1
     table = capsys.readouterr().out
