@@ -1,5 +1,7 @@
 # rlft in a container, with the exact versions of pins/: `docker build --target cpu --tag rlft .`, or cuda, and then
 #   docker run --rm --volume "$PWD/runs:/work/runs" rlft train +recipe=grpo_arithmetic   # with CUDA also --gpus all
+# reward=code isolates programs by user namespaces, which Docker forbids: add --security-opt seccomp=unconfined to the run
+# (and --security-opt apparmor=unconfined where AppArmor is on), or set allow_unsafe=true: the container is a sandbox, too.
 # With --build-arg PIP_EXTRA_INDEX_URL=<index>, pip also looks there, for instance for a torch without CUDA.
 FROM python:3.12-slim AS base
 ARG PIP_EXTRA_INDEX_URL

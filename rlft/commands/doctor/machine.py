@@ -200,10 +200,9 @@ def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) 
     """Whether reward=code can isolate programs; `sentence` and `bound` say how, and how their memory is limited."""
     if isolation is not Isolation.none:
         return CheckRow("sandbox", Status.ok, f"{sentence}; {bound}" if bound else sentence)
-    remedy = "install bubblewrap (apt install bubblewrap) for reward=code"
     if is_used:
-        return CheckRow("sandbox", Status.wrong, sentence, remedy)
-    return CheckRow("sandbox", Status.skipped, f"{sentence}; only reward=code needs it", remedy)
+        return CheckRow("sandbox", Status.wrong, sentence, trials.INSTALL)
+    return CheckRow("sandbox", Status.skipped, f"{sentence}; only reward=code needs it", trials.INSTALL)
 
 
 # -- installed libraries -----------------------------------------------------------------------------------------------

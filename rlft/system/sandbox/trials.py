@@ -176,6 +176,12 @@ class Required(StrEnum):
     strict = "strict"
 
 
+INSTALL = (
+    "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; a container "
+    "must allow user namespaces)"
+)
+
+
 def check_isolation(required: Required, *, allow_unsafe: bool) -> None:
     """Refuses to run programs here without the required isolation, by the key `isolation` or `allow_unsafe`.
 
@@ -189,8 +195,7 @@ def check_isolation(required: Required, *, allow_unsafe: bool) -> None:
             "isolation" if strict else "allow_unsafe",
             f"programs that a model wrote would run unisolated here ({what})",
             got=required.value if strict else "false",
-            remedy="install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; a container "
-            "must allow user namespaces), or set "
+            remedy=f"{INSTALL}, or set "
             + ("isolation=standard and allow_unsafe=true" if strict else "it to true")
             + " where nothing can be lost",
         )

@@ -309,7 +309,9 @@ def test_no_sandbox_is_wrong_only_for_who_runs_programs() -> None:
     code = {"code": {"_target_": "rlft.reward.code.Code", "weight": 1.0}}
     assert (machine.uses_code(code), machine.uses_code(compose([])["reward"])) == (True, False)
     none = Isolation.none
-    assert machine.sandbox_row(none, "bubblewrap is not installed", "", True).status is Status.wrong
+    row = machine.sandbox_row(none, "bubblewrap cannot isolate: not permitted", "", True)
+    assert row.status is Status.wrong
+    assert "a container must allow user namespaces" in row.remedy
     assert machine.sandbox_row(none, "bubblewrap is not installed", "", False).status is Status.skipped
     assert machine.sandbox_row(Isolation.user, "isolated", "bounded", True).value == "isolated; bounded"
 
