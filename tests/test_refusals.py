@@ -59,6 +59,7 @@ TEXT = "pretrain.path=embedded:arithmetic-text"
 LEARNED = "reward=[exact_match,learned]"
 SFT = "sft demonstrations.path=embedded:arithmetic-demonstrations max_completion_tokens=64"
 RM = "rm preferences.path=embedded:arithmetic-preferences max_completion_tokens=64"
+ALL = "train lora=null"
 DPO = "dpo preferences.path=embedded:arithmetic-preferences max_completion_tokens=64"
 TWO_LEARNED = "+reward.second='${reward.learned}'"
 REFRESH = "reward_model.refresh_every=10 reward_model.labels=exact_match"
@@ -688,6 +689,27 @@ TABLE = [
     (f"{SFT} examples_per_step=2000", "examples_per_step", "demonstrations to train on, got 2000; use at most 9"),
     (f"{SFT} prompts.over_limit=refuse prompts.max_tokens=20", "max_completion_tokens", "demonstrations exceed pro"),
     (f"{SFT} lora=null generation=vllm", "generation.engine", "is given adapters only, and lora=null has none"),
+    (f"{SFT} lora=null lora.rank=4", "lora.rank", "belongs to the section lora, which is null here, got 4; leave out"),
+    (f"{ALL} generation=vllm", "generation.engine", "is given adapters only, and lora=null has none"),
+    (f"{ALL} model.quantization=4bit model.device=cuda", "model.quantization", "4-bit weights cannot be trained"),
+    (f"{ALL} model.dtype=bfloat16", "model.dtype", "of bfloat16 weights, got bfloat16; set"),
+    (f"{ALL} checkpoint.on_signal=now", "checkpoint.on_signal", "could be saved in place of a step's, got now"),
+    (f"{ALL} eval.kl_base=true", "eval.kl_base", "lora=null changes the base itself"),
+    (f"{ALL} lora.path=critic", "lora.path", "which is null here, got critic; leave out lora=null"),
+    (f"{ALL} {LEARNED} reward.learned.path=critic", "reward", "stand on a frozen base, which lora=null changes"),
+    (f"{ALL} algorithm=ppo critic.kind=adapter", "critic.kind", "lora=null changes, got adapter; use shared"),
+    (f"{ALL} snapshot.reference=policy", "snapshot.reference", "lora=null changes that, got policy; use base"),
+    (f"{ALL} algorithm=opd snapshot.teacher=policy", "snapshot.teacher", "lora=null changes that, got policy; use"),
+    (f"{ALL} overlap.lag=1 algorithm.mismatch=token_truncate", "overlap.lag", "the update changes meanwhile, got 1"),
+    (f"{ALL} cluster.engines=2", "cluster.engines", "are sent adapters only, and lora=null has none, got 2; set"),
+    (f"{ALL} cluster.ranks=2", "cluster.ranks", "are sent adapters only, and lora=null has none, got 2"),
+    (f"{ALL} cluster.lanes=2", "cluster.lanes", "would have a gradient of all weights, got 2; set it to 1"),
+    (
+        f"{ALL} generation=transformers generation.transformers.weights=merged_bfloat16",
+        "generation.transformers.weights",
+        "rounds the sum of base and adapter, and lora=null has none, got merged_bfloat16; leave it out",
+    ),
+    ("doctor lora=null", "lora", "the engine is tried with adapters, and null has none, got null; leave it out"),
     (f"{SFT} lora=null model.quantization=4bit", "model.quantization", "4-bit weights cannot be trained"),
     (f"{SFT} lora=null model.dtype=bfloat16", "model.dtype", "small updates are lost in the rounding of bfloat16"),
     (f"{SFT} steps=0", "steps", "for instance null (optimizer updates;"),

@@ -74,25 +74,31 @@ def as_training(source: NamedRun) -> dict[str, Any]:
     """
     config = source.config
     command = commands.named(config["command"])
+    weights: dict[str, Any] = {}
+    if config.get("lora", {}) is None:  # the trained model is named by its run, as an adapter could be
+        path = str(source.checkpoint or source.run)
+        weights = {"lora": compose([])["lora"], "model": {**config["model"], "path": path}}
     if command.name == USUAL:
-        return config
+        return {**config, **weights}
     if not command.has_policy:
         others = " or ".join(f"rlft {other.name}" for other in commands.working() if other.has_policy)
         problem = f"is a run of rlft {command.name}, which has no policy"
         raise UserError("run", problem, got=source.run, remedy=f"name one of {others}")
     common = compose([])
     shared = {key: config[key] for key in shared_keys(command.root) if key in config}
-    weights: dict[str, Any] = {}
-    if config["lora"] is None:  # the trained model is named by its run, as an adapter could be
-        weights = {"lora": common["lora"], "model": {**config["model"], "path": str(source.checkpoint or source.run)}}
     return {**common, "data": {}, **shared, **weights}
 
 
 def shared_keys(root: type) -> list[str]:
     """The keys of a command's config that `rlft train` has with the same type, so that an evaluation can read them."""
     types, train_types = get_type_hints(root), get_type_hints(RunConfig)
-    common = (key for key in types if key in train_types and train_types[key] in (types[key], *get_args(types[key])))
+    common = (key for key in types if key in train_types and _reads(train_types[key], types[key]))
     return [key for key in common if key not in ("command", "epochs", "steps")]
+
+
+def _reads(first: Any, second: Any) -> bool:
+    """Whether one of two types is the other one, or has it as a choice."""
+    return first in (second, *get_args(second)) or second in get_args(first)
 
 
 # -- the policy that answers -------------------------------------------------------------------------------------------

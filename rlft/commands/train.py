@@ -38,7 +38,8 @@ def print_summary(plan: TrainPlan, folder: Path) -> None:
     if config.trainer.schedule == "constant":  # other schedules end with the last step
         commands.append(("train on", ["resume", str(folder), f"steps={2 * config.steps}"]))
     if config.name in catalog.recipes("train"):
-        words = [f"+recipe={config.name}", f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
+        weights = ["lora=null"] if config.lora is None else []
+        words = [f"+recipe={config.name}", *weights, f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
         commands.append(("sweep its recipe", ["train", "-m", *words]))
     words = ["plan", MAIN_JOB, "model.device=cuda", "device_memory=24GiB"]
     print_page(folder, [*commands, ("the main job: what it asks of a GPU", words)])

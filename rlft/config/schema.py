@@ -343,14 +343,14 @@ class SamplingRoot(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(SamplingRoot):
-    """The root of `rlft train`."""
+    """The root of `rlft train`; lora=None trains the model's own weights."""
 
     steps: Annotated[PositiveInt, Key(free=True, measured=True, only_trains=True)]
     prompts_per_step: Annotated[PositiveInt, Key(only_trains=True, in_trial="typed")]
     group_size: Annotated[PositiveInt, Key(only_trains=True, in_trial="typed")]
     epochs: Annotated[PositiveInt, Key(only_trains=True)]
     minibatches: Annotated[PositiveInt, Key(only_trains=True)]
-    lora: Annotated[LoraSettings, Key(in_state=True, in_trial="always")]
+    lora: Annotated[LoraSettings | None, Key(in_state=True, in_trial="always")]
     snapshot: SnapshotConfig
     critic: Annotated[CriticConfig, Key(only_trains=True)]
     trainer: Annotated[TrainerConfig, Key(only_trains=True, in_trial="always")]

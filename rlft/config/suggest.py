@@ -145,6 +145,9 @@ def unknown_key(
             return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
         belongs = f"it belongs to {' and '.join(f'{group}={choice}' for choice in choices[key])}"
         return UserError(key, f"the {group} chosen here has no such key", got=got, remedy=belongs)
+    if subkey and key in catalog.root_entries(command):
+        remedies = f"leave out {group}=null, or this key"
+        return UserError(key, f"belongs to the section {group}, which is null here", got=got, remedy=remedies)
     meant = remedy(suggestions(key, command, known)) or f"`rlft {command} --cfg job` shows every key"
     return UserError(key, "there is no such key", got=got, remedy=meant)
 

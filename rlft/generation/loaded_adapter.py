@@ -41,12 +41,14 @@ class LoadedAdapter:
         tensors: {PEFT's name: fingerprint of A, or of s B}; empty without an adapter.
         faults: what else is wrong with what it computes with, in words.
         unread: names of tensors of the adapter that cannot be read back, and are not compared.
+        is_trainers: whether it computes with the trainer's own tensors, so that there is nothing to compare.
     """
 
     dtype: str = "float32"
     tensors: Mapping[str, Fingerprint]
     faults: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    is_trainers: bool = False
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], faults: Iterable[str] = (), unread: Iterable[str] = ()) -> LoadedAdapter:

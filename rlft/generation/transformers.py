@@ -22,7 +22,7 @@ from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.device import widest
 from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +151,8 @@ class Decoder(Protocol):
 
 
 class AdapterSlot(Protocol):
-    """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`).
+    """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`), or the
+    policy itself where all weights are trained (`WholeModel`).
 
     `prefix_cache` gives a decoder that keeps each prompt once, or None where the model cannot be decoded like that.
     """
@@ -160,7 +161,7 @@ class AdapterSlot(Protocol):
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None: ...
 
-    def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]: ...
+    def sampler_tensors(self) -> tuple[dict[str, Tensor] | None, list[str]]: ...
 
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
@@ -279,6 +280,9 @@ class TransformersGenerator(Generator):
         if self.version is None:
             return LoadedAdapter.of({})
         tensors, outdated = self.slot.sampler_tensors()
+        if tensors is None:
+            since = f"{counted(len(outdated), 'weight')} such as {outdated[0]} changed since then" if outdated else None
+            return LoadedAdapter(tensors={}, is_trainers=True, faults=() if since is None else (since,))
         return LoadedAdapter.of(tensors, [f"{name} computes with another sum or copy of it" for name in outdated])
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:

@@ -18,7 +18,8 @@ class TokenValues:
         text: the text that the token adds.
         old: its log-prob by the policy that sampled it, as the trainer computes it.
         after: its log-prob by the policy after the update.
-        reference: its log-prob by the reference, or by the bare base if there is no reference.
+        reference: its log-prob by the reference, or by the bare base if there is no reference; None for all tokens if
+            neither is held.
         entropy: the entropy of the policy's distribution at this token after the update.
         advantage: the advantage that it was trained with.
     """

@@ -15,6 +15,7 @@ from rlft.loop.metrics import evaluate, kl_to_base, text_loss
 from rlft.loop.parts import load_for_training, open_scorer
 from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
 from rlft.model.full_weights import WholeModel
+from rlft.model.networks import Networks
 from rlft.model.roles import Roles
 from rlft.plan.sft_plan import SftPlan
 from rlft.plan.sizes import of_evaluation, rehearse_decoding
@@ -36,7 +37,7 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
     def __init__(
         self,
         plan: SftPlan,
-        learner: Roles | WholeModel,
+        learner: Networks,
         generator: Generator | None,
         scorer: Scorer | None,
         say: Say,
@@ -107,7 +108,7 @@ def open_task(plan: SftPlan, engines: Engines, stack: ExitStack, say: Say) -> De
     """Loads the model and, if the task is evaluated, opens the engine and the rewards' workers."""
     config = plan.config
     if config.lora is None:
-        learner: Roles | WholeModel = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
+        learner: Networks = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
     else:
         adopt = engines.adopting(config, config.lora, plan.engine)
         learner = open_policy(config, config.lora, stack, adopt)

@@ -18,7 +18,7 @@ from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
 from rlft.model.adapter_folder import POLICY, adapted_modules
 from rlft.model.backbone import Adopt, ends_of, load_tokenizer, read_backbone, read_config, resolve_path
 from rlft.model.forward import Forward, choose
-from rlft.model.full_weights import WholeModel
+from rlft.model.networks import Networks
 from rlft.model.roles import Roles
 from rlft.plan.adapters import modules_to_adapt
 from rlft.plan.run_plan import Plan
@@ -87,7 +87,7 @@ class Engines:
     def opened_for(
         self,
         plan: Plan,
-        learner: Roles | WholeModel,
+        learner: Networks,
         lora: LoraSettings | None,
         environment: Environment | None = None,
         traces: Traces | None = None,
@@ -107,7 +107,7 @@ class Engines:
                 if over is not generator:
                     over.close()
 
-    def adopting(self, config: SamplingRoot, lora: LoraSettings, engine: str | None) -> Adopt | None:
+    def adopting(self, config: SamplingRoot, lora: LoraSettings | None, engine: str | None) -> Adopt | None:
         """The function that puts the trainer's base on the engine's storage; None where each holds its own base.
 
         The engine is opened first, so that the device never holds two bases. Jobs of a sweep that share the engine get
@@ -180,7 +180,7 @@ def base_sharing_obstacle(engine: Engine, model: ModelConfig) -> str | None:
     return engine.base_sharing_obstacle(device=str(device), itemsize=itemsize, quantized=quantized)
 
 
-def engine_args(config: Any, lora: LoraSettings | None, learner: Roles | WholeModel | None = None) -> EngineArgs:
+def engine_args(config: Any, lora: LoraSettings | None, learner: Networks | None = None) -> EngineArgs:
     """The arguments for opening the engine of this config.
 
     Args:

@@ -32,8 +32,7 @@ from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine, FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, difference, published
 from rlft.model.backbone import Backbone
-from rlft.model.full_weights import WholeModel
-from rlft.model.roles import Roles
+from rlft.model.networks import Networks
 from rlft.system.device import fork_rng
 from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError, counted
 
@@ -234,7 +233,7 @@ class Freshness:
             return None
         of_version = self._published.setdefault(adapter.version, {})
         if found.dtype not in of_version:
-            of_version[found.dtype] = published(adapter, found.dtype)
+            of_version[found.dtype] = {} if found.is_trainers else published(adapter, found.dtype)
         earlier = {
             v: kept[found.dtype] for v, kept in self._published.items() if v != adapter.version and found.dtype in kept
         }
@@ -309,7 +308,7 @@ LENGTHS = ((33, 4), (5, 16), (18, 10))
 
 def check_decoding(
     generator: Generator,
-    learner: Roles | WholeModel,
+    learner: Networks,
     prompts: PromptSet,
     config: Any,
     limits: Limits,
@@ -351,7 +350,7 @@ def _probes(prompts: PromptSet, max_prompt_tokens: int, max_tokens: int) -> list
     ]
 
 
-def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: int, limits: Limits) -> float:
+def _check(groups: Sequence[Group], learner: Networks, token_budget: int, limits: Limits) -> float:
     shape = len(groups), NUM_SAMPLES
     batch = collate(groups, Scores(total=torch.zeros(shape), by_reward={}), learner.backbone.decode)
     gap = _gap(batch, learner, token_budget, training=True)
@@ -370,7 +369,7 @@ def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: i
     raise UserError("model.path", problem, got=learner.backbone.path, remedy=remedy)
 
 
-def _gap(batch: Batch, learner: Roles | WholeModel, token_budget: int, *, training: bool) -> Gap:
+def _gap(batch: Batch, learner: Networks, token_budget: int, *, training: bool) -> Gap:
     """The gap between the log-probs of all sampled tokens."""
     with torch.no_grad(), fork_rng(learner.backbone.device):
         if training:

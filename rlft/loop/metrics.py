@@ -21,8 +21,8 @@ from rlft.algorithm.ops.kl import k3
 from rlft.batch import select
 from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator
-from rlft.model.full_weights import WholeModel
-from rlft.model.roles import POLICY, Roles
+from rlft.model.adapter_folder import POLICY
+from rlft.model.networks import Networks
 from rlft.system.seeds import sampling_seeds
 from rlft.types import Batch, Completion, Evaluation, FinishReason, Group, Prompt, Rollouts, Scores
 
@@ -174,13 +174,13 @@ def summarise(
     )
 
 
-def kl_to_base(roles: Roles, batch: Batch) -> float:
+def kl_to_base(roles: Networks, batch: Batch) -> float:
     """KL(policy || base) on the policy's own completions, in nats, mean over tokens (k3: unbiased, never negative)."""
     gaps_BT = k3(roles.logprobs(batch, POLICY), roles.logprobs(batch, None))
     return row_sum(gaps_BT.double(), batch.loss_mask).sum().item() / max(1, int(batch.loss_mask.sum()))
 
 
-def text_loss(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> float:
+def text_loss(learner: Networks, batch: Batch, token_budget: int) -> float:
     """Mean negative log-prob per token (nats) of these texts, with the active adapter, at temperature 1, no gradient.
 
     The mean is over learned tokens, not texts: the sum over the batch of -log p(token | earlier tokens of its text) /

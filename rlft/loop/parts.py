@@ -15,6 +15,7 @@ from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, 
 from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.lora_config import lora_config
+from rlft.model.networks import Networks
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
 from rlft.plan.adapters import empty_model, fresh_shapes
@@ -90,25 +91,22 @@ def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int, **la
 @contextmanager
 def open_roles(
     config: RunConfig, teacher: Any, *, adopt: Adopt | None = None, base: ShardedLayers | None = None
-) -> Iterator[Roles]:
+) -> Iterator[Networks]:
     """Loads the base and the roles on it; teacher: one that is a separate model, loaded before.
 
     adopt puts the base on its device (`load_for_training`); base: its layers where ranks divide them.
     """
-    backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
+    lora, own = config.lora, config.lora is None
+    backbone = load_for_training(config.model, lora, config.token_budget, own=own, adopt=adopt, sharded=base)
     critic = config.critic
     if critic.init == "reward":
         [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number
         critic = replace(critic, init=learned.kwargs["path"])
-    roles = Roles(
-        backbone,
-        config.lora,
-        config.snapshot,
-        critic,
-        temperature=config.generation.temperature,
-        token_budget=config.token_budget,
-        seed=config.seed,
-        teacher=teacher,
+    how = {"temperature": config.generation.temperature, "token_budget": config.token_budget, "teacher": teacher}
+    roles = (
+        WholeModel(backbone, config.snapshot, critic, **how)
+        if lora is None
+        else Roles(backbone, lora, config.snapshot, critic, seed=config.seed, **how)
     )
     try:
         yield roles
@@ -117,10 +115,11 @@ def open_roles(
 
 
 # -- trainer -----------------------------------------------------------------------------------------------------------
-def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = None) -> LocalTrainer:
+def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = None) -> LocalTrainer:
     """The trainer of this run on these roles, with fresh optimizers; `base` is as in `open_roles`."""
     config, reward_training = plan.config, None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
+        assert isinstance(roles, Roles), "plan/learner_rules.py refuses learned rewards beside all weights"
         role = reward_role(learned[0].name)
         reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
     return LocalTrainer(
@@ -139,7 +138,7 @@ def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = Non
 @contextmanager
 def open_scorer(
     config: Any,
-    learner: Roles | WholeModel,
+    learner: Networks,
     *,
     learns: bool = False,
     pool: EnginePool | None = None,

@@ -33,7 +33,7 @@ from rlft.loop.token_inspection import Inspection
 from rlft.model.backbone import ids_without_token
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward
-from rlft.model.roles import Roles
+from rlft.model.networks import Networks
 from rlft.plan.memory_parts import longest_rows
 from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
@@ -64,8 +64,9 @@ class Session(RunDriver):
     plan: TrainPlan
     config: RunConfig
 
-    def __init__(self, run: OpenRun, roles: Roles, generator: Generator, scorer: Scorer, trainer: Trainer) -> None:
+    def __init__(self, run: OpenRun, roles: Networks, generator: Generator, scorer: Scorer, trainer: Trainer) -> None:
         super().__init__(run, generator)
+        self.chains_state = not roles.is_whole
         self.backbone, self.roles, self.generator = roles.backbone, roles, generator
         self.scorer, self.trainer = scorer, trainer
         self.hints = Hints()
@@ -99,7 +100,13 @@ class Session(RunDriver):
     def restore(self, saved: Checkpoint) -> None:
         state, critic = saved.state, saved.state.get("critic")
         self.trainer.restore(
-            TrainerState(adapters=saved.adapters, optimizer=saved.optimizer, heads=saved.heads, critic=critic)
+            TrainerState(
+                adapters=saved.adapters,
+                optimizer=saved.optimizer,
+                heads=saved.heads,
+                critic=critic,
+                folder=saved.folder,
+            )
         )
         self.hints.restore(state["hints"])
         if self.alarms is not None and "alarms" in state:
@@ -306,6 +313,7 @@ class Session(RunDriver):
             step=state.step,
             adapters=trainer.adapters,
             adapter_config=self.roles.adapter_config(),
+            write_folders=trainer.folders,
             optimizer=trainer.optimizer,
             state=self.state_values(for_chain=for_chain) | values,
             heads=trainer.heads,

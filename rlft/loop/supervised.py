@@ -24,7 +24,8 @@ from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.metrics import Clock
 from rlft.loop.parts import load_for_training
 from rlft.model.backbone import Adopt
-from rlft.model.full_weights import MODEL, WholeModel
+from rlft.model.full_weights import MODEL
+from rlft.model.networks import Networks
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
@@ -49,9 +50,9 @@ class SupervisedTask(ABC, Generic[AnyPlan]):
 
     generator: Generator | None = None
 
-    def __init__(self, plan: AnyPlan, learner: Roles | WholeModel, role: str | None = None) -> None:
+    def __init__(self, plan: AnyPlan, learner: Networks, role: str | None = None) -> None:
         self.plan, self.config, self.learner = plan, plan.config, learner
-        self.role = role or (MODEL if isinstance(learner, WholeModel) else POLICY)
+        self.role = role or (MODEL if learner.is_whole else POLICY)
 
     @abstractmethod
     def backward(self, step: int) -> dict[str, float]:
@@ -78,21 +79,19 @@ class SupervisedTask(ABC, Generic[AnyPlan]):
 
     def trained(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
         """The part of the checkpoint that takes no forward pass to compute."""
-        weights: dict[str, Any] = {"adapters": {}, "adapter_config": {}}
-        if isinstance(self.learner, WholeModel):
-            weights["write_folders"] = {MODEL: self.learner.write}
-        else:
-            weights["adapters"] = {self.role: self.learner.weights(self.role)}
-            weights["adapter_config"] = self.learner.adapter_config()
-        return Checkpoint(step=step, optimizer=optimizer, state=state, **weights)
+        kept = self.learner.kept([self.role])
+        return Checkpoint(
+            step=step,
+            adapters=kept.adapters,
+            adapter_config=self.learner.adapter_config(),
+            write_folders=kept.folders,
+            optimizer=optimizer,
+            state=state,
+        )
 
     def restore(self, saved: Checkpoint) -> None:
         """Loads what `saved` returned."""
-        if isinstance(self.learner, WholeModel):
-            assert saved.folder is not None, "it was loaded from a folder"
-            self.learner.restore(saved.folder / MODEL)
-        else:
-            self.learner.restore_role(self.role, saved.adapters[self.role])
+        self.learner.restore_roles([self.role], saved.adapters, saved.folder)
 
 
 def open_policy(
@@ -108,7 +107,7 @@ def open_policy(
     return roles
 
 
-def likelihood_gradient(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> dict[str, float]:
+def likelihood_gradient(learner: Networks, batch: Batch, token_budget: int) -> dict[str, float]:
     """Adds the gradient of the mean negative log-prob (nats) over the batch's learned tokens; returns its metrics."""
     losses, real, network = [], 0, 0
     with learner.training():
@@ -130,7 +129,7 @@ class SupervisedRun(RunDriver):
     def __init__(self, run: OpenRun, task: SupervisedTask[Any]) -> None:
         super().__init__(run, task.generator)
         self.task = task
-        self.chains_state = not isinstance(task.learner, WholeModel)
+        self.chains_state = not task.learner.is_whole
         self.optimizer = Optimizer(task.parameters(), self.config.trainer, task.role)
 
     def train(self) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rlft.batch import Decode, select
 from rlft.logger.interface import TokenValues
-from rlft.model.roles import POLICY, Roles
+from rlft.model.adapter_folder import POLICY
+from rlft.model.networks import Networks
 from rlft.types import Batch
 
 DIGITS = 5
@@ -31,7 +32,7 @@ class Inspection:
 
     def __init__(
         self,
-        roles: Roles,
+        roles: Networks,
         batch: Batch,
         prompt_lengths: Sequence[int],
         zero_gradient_B: Tensor,
@@ -42,7 +43,8 @@ class Inspection:
         self.rows = chosen_rows(batch.group_ids, zero_gradient_B, num_groups)
         self.batch = select(batch, self.rows)
         self.old_BT = roles.logprobs(self.batch, POLICY)
-        self.reference_BT = roles.logprobs(self.batch, roles.reference_role)
+        reference = roles.reference_role
+        self.reference_BT = roles.logprobs(self.batch, reference) if roles.has(reference) else None
 
     def finish(self) -> dict[int, TokenValues]:
         """{row of the step's batch: the values of its tokens}."""
@@ -51,12 +53,9 @@ class Inspection:
         values = {}
         for i, row in enumerate(self.rows.tolist()):
             completion = slice(self.prompt_lengths[row], int(batch.attention_mask[i].sum()))
-            sampled = batch.loss_mask[i, completion].tolist()
+            sampled_T = batch.loss_mask[i, completion]
             old, after, reference, entropy, advantage = (
-                [
-                    value if is_sampled else None
-                    for value, is_sampled in zip(_rounded(values_BT[i, completion]), sampled, strict=True)
-                ]
+                _of_sampled(None if values_BT is None else values_BT[i, completion], sampled_T)
                 for values_BT in (self.old_BT, after_BT, self.reference_BT, entropy_BT, advantages)
             )
             values[row] = TokenValues(
@@ -106,5 +105,11 @@ def pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def _rounded(values_T: Tensor) -> list[float]:
-    return [round(value, DIGITS) + 0.0 for value in values_T.tolist()]  # + 0.0: no -0.0
+def _of_sampled(values_T: Tensor | None, sampled_T: Tensor) -> list[float | None]:
+    """The values of sampled tokens, and None for the others; None for all without values."""
+    if values_T is None:
+        return [None] * len(sampled_T)
+    return [
+        round(value, DIGITS) + 0.0 if is_sampled else None  # + 0.0: no -0.0
+        for value, is_sampled in zip(values_T.tolist(), sampled_T.tolist(), strict=True)
+    ]

@@ -112,10 +112,12 @@ class EngineWorker:
     def _args(self, engine: Engine, config: RunConfig) -> EngineArgs:
         if not engine.on_trainers_base:
             return engine_args(config, config.lora)
+        lora = config.lora
+        assert lora is not None, "plan/learner_rules.py refuses engines in other processes beside all weights"
         # The adapter's weights arrive with the first version.
         roles = policy_alone(
             load_backbone(config.model),
-            replace(config.lora, path=None),
+            replace(lora, path=None),
             token_budget=config.token_budget,
             seed=config.seed,
             temperature=config.generation.temperature,

@@ -1,87 +1,179 @@
-"""The model's own weights as the policy, all of them trained: supervised fine-tuning without an adapter."""
+"""The model's own weights as the policy, all of them trained, without an adapter; and frozen copies in other roles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.batch import score_sequences
-from rlft.model.backbone import Backbone, set_training_mode
-from rlft.model.forward import Forward, choose
-from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
+from rlft.config.model import CriticConfig, CriticKind, Old, SnapshotConfig
+from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER
+from rlft.model.backbone import Backbone
+from rlft.model.critic import CRITIC
+from rlft.model.experts import mixture_of
+from rlft.model.forward import Forward
+from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
+from rlft.model.routing import Routing
+from rlft.model.teacher import TeacherEngine
 from rlft.types import Adapter
 
 MODEL = "model"
-"""The role, and its folder in a checkpoint: a complete Hugging Face model."""
+"""The policy's folder in a checkpoint, a complete Hugging Face model; and its role where nothing else has one."""
+OWN = (POLICY, MODEL, SAMPLER)
+"""Roles that are the weights being trained."""
+UNLIMITED = 2**62
+"""A token budget that no batch exceeds, where only losses of texts are computed, which have budgets of their own."""
 
 
-class WholeModel:
-    """The part of `Roles` that supervised fine-tuning needs, for a backbone whose weights change.
+def has_base_copy(snapshot: SnapshotConfig) -> bool:
+    """Whether a role is the model as the run found it, of which a frozen copy is held."""
+    return "base" in (snapshot.reference, snapshot.teacher)
 
-    Nobody else may use that backbone. An engine on it samples from the current weights: publishing copies nothing.
+
+def copied_roles(snapshot: SnapshotConfig) -> list[str | None]:
+    """The roles that are frozen copies of all weights; None is the base."""
+    roles: list[str | None] = [None] if has_base_copy(snapshot) else []
+    roles += [REFERENCE] if snapshot.reference in ("copy", "ema") else []
+    return roles + ([OLD] if snapshot.old is Old.copy else [])
+
+
+class WholeModel(Networks):
+    """The roles of a run that trains all weights of its backbone, which nobody else may use.
+
+    The policy is the model itself. Another role is a frozen copy of its weights, which takes their place for that
+    role's passes. An engine on this backbone samples from the policy's own weights: publishing copies nothing, and
+    what it holds is proven by their addresses and by torch's count of writes into them.
+
+    Args:
+        critic: no critic, or one whose head reads the policy's features.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone, self.model = backbone, backbone.model
-        self.model.requires_grad_(True)
-        self.forward: Forward = choose(self.model, backbone.kernels)
+    is_whole: ClassVar[bool] = True
 
-    def named_parameters(self, role: str = MODEL) -> list[tuple[str, Parameter]]:
-        """Every weight in a fixed order, tied ones only once."""
-        return list(self.model.named_parameters())
+    def __init__(
+        self,
+        backbone: Backbone,
+        snapshot: SnapshotConfig = NO_SNAPSHOTS,
+        critic: CriticConfig = NO_CRITIC,
+        *,
+        temperature: float = 1.0,
+        token_budget: int = UNLIMITED,
+        teacher: Forward | TeacherEngine | None = None,
+    ) -> None:
+        self.model = backbone.model
+        self.model.requires_grad_(True)
+        super().__init__(backbone, snapshot, temperature=temperature, token_budget=token_budget, teacher=teacher)
+        self._own = list(self.model.named_parameters())  # tied ones only once; they are written into, never replaced
+        self._copies = {role: _copied(self.tensors(POLICY)) for role in copied_roles(snapshot)}
+        self._published: dict[str, tuple[int, int]] = {}
+        if critic.kind is not CriticKind.none:
+            assert critic.kind is CriticKind.shared, "plan/full_weights.py refuses a critic with an adapter"
+            path = None if critic.init == "base" else critic.init
+            self._add_head(CRITIC, path, "critic.init")
+            self._set_critic(POLICY, path, normalize=critic.normalize_values)
+        self._open_routing(Routing(self.model, mixture_of(self.model)))
+
+    def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
+        own = self._own if role in OWN else []
+        head = self.heads[role].named_parameters() if role in self.heads else ()
+        return [*own, *((f"{role}.head.{name}", parameter) for name, parameter in head)]
+
+    def tensors(self, role: str | None) -> dict[str, Tensor]:
+        """{name: tensor} of the role's weights; writing into them changes it."""
+        if role in OWN:
+            return {name: parameter.detach() for name, parameter in self._own}
+        return self._copies[role]
 
     @contextmanager
-    def training(self, *, dropout: bool = True) -> Iterator[None]:
-        """Inside, gradient checkpointing is on if it is configured; the model's own dropout is always off."""
-        set_training_mode(self.model, dropout=dropout)
+    def using(self, role: str | None) -> Iterator[Any]:
+        """The model with this role's weights in the place of its own (None: the base's)."""
+        assert not torch.is_grad_enabled(), "gradients would be those of another role's weights"
+        if role in OWN:
+            yield self.model
+            return
+        own = self.tensors(POLICY)
         try:
-            yield
+            self._place(self._copies[role])
+            yield self.model
         finally:
-            self.model.eval()
+            self._place(own)
 
-    def check_gradients(self) -> None:
-        missing = [name for name, p in self.named_parameters() if p.grad is None]
-        assert not missing, f"no gradient reached {len(missing)} weights, e.g. {missing[0]}"
+    def _place(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._own:
+            parameter.data = tensors[name]
 
-    def write(self, folder: Path) -> None:
+    def has(self, role: str | None) -> bool:
+        return role in OWN or role in self._copies
+
+    @contextmanager
+    def learning(self, role: str) -> Iterator[None]:
+        assert role in OWN, "no other role's weights are trained"
+        yield
+
+    # -- what checkpoints keep -----------------------------------------------------------------------------------------
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """As in `Networks`, without the old policy, which is the policy between two steps."""
+        return tuple(role for role in super().moving if role != OLD)
+
+    def kept(self, roles: Sequence[str]) -> Kept:
+        return Kept(folders={_folder_of(role): partial(self.write, role=role) for role in roles})
+
+    def adapter_config(self) -> dict[str, Any]:
+        return {}
+
+    def write(self, folder: Path, role: str = POLICY) -> None:
         """Writes a model folder that transformers and vLLM can load: weights, config, tokenizer."""
-        self.model.save_pretrained(folder)
+        with torch.no_grad(), self.using(role):
+            self.model.save_pretrained(folder)
         self.backbone.tokenizer.save_pretrained(folder)
 
-    def restore(self, folder: Path) -> None:
+    def restore_roles(
+        self, roles: Sequence[str], adapters: Mapping[str, Mapping[str, Tensor]], folder: Path | None
+    ) -> None:
+        assert folder is not None, "a checkpoint was loaded from a folder"
+        for role in roles:
+            self.restore_role(folder / _folder_of(role), role)
+        if OLD in self._copies:
+            self.copy(POLICY, OLD)
+
+    def restore_role(self, folder: Path, role: str = POLICY) -> None:
         """Loads the weights that `write` has saved."""
         weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-        report = self.model.load_state_dict(weights, strict=False)
+        with torch.no_grad(), self.using(role):
+            report = self.model.load_state_dict(weights, strict=False)
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         mismatched = [*(name for name in report.missing_keys if name not in tied), *report.unexpected_keys]
         assert not mismatched, f"these weights are another model's: {mismatched[:3]}"
 
-    # -- what an engine on the trainer's own model needs ------------------------------------------------------------
+    # -- what engines sample from --------------------------------------------------------------------------------------
     def publish(self, version: int) -> Adapter:
-        return Adapter(version=version, weights={}, config={})
+        """The weights themselves, not copies: an engine with weights of its own has to copy them when it loads them."""
+        self._published = self._marks()
+        return Adapter(version=version, weights=self.tensors(POLICY), config={})
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Does nothing: the engine's model is the trainer's."""
 
-    def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
-        return {}, []
+    def sampler_tensors(self) -> tuple[None, list[str]]:
+        """(None, names of the weights that were written or replaced since the last publish)."""
+        return None, [name for name, mark in self._marks().items() if self._published.get(name) != mark]
 
-    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
-        """A cache for decoding these prompts with the current weights; None if the model cannot use one."""
-        return open_prefix_cache(self.forward, prompts, max_tokens)
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        """{name: (the weight's address, how often it was written into)}."""
+        return {name: (parameter.data_ptr(), parameter._version) for name, parameter in self._own}
 
-    @contextmanager
-    def using(self, role: str | None) -> Iterator[Any]:
-        yield self.model
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1) of every token but the first: the freshness check."""
-        with torch.no_grad():
-            return score_sequences(self.model, sequences, self.backbone.device)
+def _folder_of(role: str) -> str:
+    return MODEL if role in OWN else role
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -92,7 +92,7 @@ class Use:
 
 def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     """The adapter folders that this config names, in the order of its sections."""
-    adapter_uses = use_of_policy("lora.path", config.lora.path)
+    adapter_uses = use_of_policy("lora.path", None if config.lora is None else config.lora.path)
     if config.snapshot.reference not in ("none", "base", "copy", "ema"):
         reference, words = config.snapshot.reference, "none, base, copy or ema"
         adapter_uses.append(Use(key="snapshot.reference", path=reference, accepts=AdapterUse.frozen, words=words))
@@ -123,11 +123,15 @@ def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
     ]
 
 
-def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
-    """Checks that each folder has the files that its use needs, and the run's rank if a role starts from it."""
+def check_folders(used: Sequence[Use], lora: LoraSettings | None) -> None:
+    """Checks that each folder has the files that its use needs, and the run's rank if a role starts from it.
+
+    lora: None where all weights are trained, so that no use is of an adapter.
+    """
     for use in used:
         _check_exists(use)
         if use.has_adapter:
+            assert lora is not None, "plan/learner_rules.py refuses adapters beside all weights"
             _check_fields(lora, use, check_adapter_folder(use.path, use.key))
         if use.has_head:
             check_head(use.path, use.key)
@@ -172,13 +176,20 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
 
 
 def check_adapters(
-    used: Sequence[Use], lora: LoraSettings, settings: ModelConfig, base_fingerprint: str, model: PreTrainedConfig
+    used: Sequence[Use],
+    lora: LoraSettings | None,
+    settings: ModelConfig,
+    base_fingerprint: str,
+    model: PreTrainedConfig,
 ) -> None:
-    """Checks that every adapter was made for the base of this fingerprint and config; called after `check_folders`."""
+    """Checks that every adapter was made for the base of this fingerprint and config; called after `check_folders`.
+
+    lora: as in `check_folders`.
+    """
     from rlft.model.experts import mixture_of
 
     names: frozenset[str] = frozenset()
-    if lora.experts or lora.router:
+    if lora is not None and (lora.experts or lora.router):
         mixture = mixture_of(empty_model(settings, model))
         names = frozenset(mixture.parameters(experts=lora.experts, router=lora.router))
     for use in used:
@@ -188,7 +199,7 @@ def check_adapters(
             raise _other_base(use, problem)
         if use.has_head:
             _check_head(use, model.get_text_config().hidden_size)
-        if use.has_adapter:
+        if lora is not None and use.has_adapter:
             others = _check_tensors(lora, settings, use, model)
             if names and others and names != others:  # which PEFT does not take on one base
                 problem = f"adapts other experts or routers ({min(names ^ others)}) than another adapter of this run"

@@ -14,14 +14,15 @@ from rlft.algorithm.objective import Objective
 from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
 from rlft.config.instantiate import instantiate
 from rlft.config.model import LoraSettings
-from rlft.config.schema import AUTO, DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
+from rlft.config.schema import DpoConfig, Keep, RmConfig, RunConfig, SampleConfig, SftConfig
 from rlft.config.trainer import FLAT
 from rlft.data.files import files_at
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares, loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan.adapters import AdapterUse, Use, check_folders, use_of_policy, uses, uses_of_rewards
-from rlft.plan.model_rules import check_engine, check_model, check_served
+from rlft.plan.learner_rules import check_learner, start_of
+from rlft.plan.model_rules import check_engine, check_model
 from rlft.plan.roles import check_roles
 from rlft.plan.rules import (
     check_budget,
@@ -78,8 +79,7 @@ def check_sft(config: SftConfig) -> tuple[Logger, ...]:
     """The loggers of `rlft sft`."""
     check_name(config.name)
     check_engine(config.generation, config.model)
-    if config.lora is None:
-        _check_whole(config)
+    check_learner(config)
     check_model(config.model)
     check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
@@ -87,48 +87,20 @@ def check_sft(config: SftConfig) -> tuple[Logger, ...]:
         check_stops_and_rewards(config.generation, specs(config.reward))
     longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
     check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
-    if config.lora is not None:
-        if config.data:
-            check_rewarded(config)
-        rewards = specs(config.reward) if config.data else {}
-        check_learned(rewards)
-        check_folders([*uses_of_sft(config), *uses_of_rewards(rewards)], config.lora)
-        check_served(config.generation, config.lora)
+    rewards = specs(config.reward) if config.data else {}
+    if config.data:
+        check_rewarded(config)
+    check_learned(rewards)
+    check_folders([*uses_of_sft(config), *uses_of_rewards(rewards)], config.lora)
     for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
         if section:
             check_data(section, key)
     return checked_loggers(config)
 
 
-def _check_whole(config: SftConfig) -> None:
-    remedy = "set it to null, or train an adapter"
-    require(config.model.quantization is None, "model.quantization", "4-bit weights cannot be trained", remedy=remedy)
-    generation = config.generation
-    is_served = generation.engine == AUTO or generation.named(generation.engine).serves_whole_models
-    problem = "is given adapters only, and lora=null has none"
-    require(is_served, "generation.engine", problem, remedy="use transformers")
-    remedy = "set it to false, or train an adapter"
-    require(not config.eval.kl_base, "eval.kl_base", "lora=null changes the base itself", remedy=remedy)
-    is_scored_by_models = config.data and any(spec.runs_in_trainer for spec in specs(config.reward).values())
-    problem = "learned rewards stand on a frozen base, which lora=null changes"
-    require(not is_scored_by_models, "reward", problem, remedy="use rule rewards")
-    saves_each_step = config.checkpoint.on_signal == "step" or config.checkpoint.every == 1
-    problem = "with lora=null, no copy of all weights is kept that could be saved in place of a step's"
-    require(saves_each_step, "checkpoint.on_signal", problem, remedy="set it to step, or checkpoint.every=1")
-    if config.model.dtype != "auto":
-        check_trainable(config.model.dtype)
-
-
-def check_trainable(dtype: str) -> None:
-    """Refuses a dtype in which the small steps of an optimizer are lost."""
-    problem = f"small updates are lost in the rounding of {dtype} weights"
-    remedy = "set model.dtype=float32, or train an adapter (whose weights are float32)"
-    require(dtype in ("float32", "float64"), "model.dtype", problem, remedy=remedy)
-
-
 def uses_of_sft(config: SftConfig) -> list[Use]:
     """The adapter folder that the run starts from, if it names one."""
-    return [] if config.lora is None else use_of_policy("lora.path", config.lora.path)
+    return use_of_policy("lora.path", start_of(config.lora))
 
 
 def check_sample(config: SampleConfig) -> None:

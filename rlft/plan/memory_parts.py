@@ -113,6 +113,7 @@ class Demand:
         recompute: whether the run uses gradient checkpointing.
         device: "cpu" or "cuda".
         whole_model: whether the model's own weights are trained.
+        copies: number of frozen copies of these weights, in other roles.
         through_head: whether the LM head computes log-probs (values alone need none).
         entropy: whether the loss needs the entropy.
         top_k: of how many of a teacher's most likely tokens distributions are compared.
@@ -144,6 +145,7 @@ class Demand:
     recompute: bool
     device: str
     whole_model: bool = False
+    copies: int = 0
     through_head: bool = True
     entropy: bool = False
     top_k: int = 0
@@ -172,6 +174,11 @@ class Demand:
             device=self.device,
             device_memory=self.device_memory,
         )
+
+
+def of_all_weights(model: ModelSizes, *, heads: int = 0, copies: int = 0) -> dict[str, Any]:
+    """The fields of a Demand where all weights are trained, and scalar heads with so many parameters."""
+    return {"adapters": 0, "trainable": model.parameters + heads, "whole_model": True, "copies": copies}
 
 
 def moved_by_adamw(demand: Demand) -> int:
@@ -210,6 +217,8 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     ]
     if norm := model.adapter.bytes_of_a_norm(model.itemsize):
         counted.append(always("weight norms of DoRA", norm, "lora.use_dora"))
+    if demand.copies:
+        counted.append(always("frozen copies", demand.copies * model.base_bytes, "snapshot.reference"))
     if demand.engines_apart and demand.engine is not None and demand.engine.on_trainers_base:
         counted.append(always("bases of the engines", demand.engines_apart * model.base_bytes, "cluster.engines"))
     if demand.beside:

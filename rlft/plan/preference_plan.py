@@ -24,7 +24,7 @@ from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
-from rlft.plan.startup_table import Facts, TableRow
+from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.system.device import resolve_device
 from rlft.types import Split, UserError, counted
 
@@ -101,7 +101,7 @@ class PreferencePlan(Plan):
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         run, rankings, replays = self.config, self.train.rankings, self.config.rankings_per_step - self.num_new
         pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
-        learner = f"{run.lora.kind} rank {run.lora.rank}{' and a scalar head' if self.trains_reward else ''}"
+        learner = learner_of(run.lora) + " and a scalar head" * self.trains_reward
         held_out = counted(len(self.held_out.rankings), "ranking", ",")
         epochs = self.num_steps * self.num_new / len(rankings)
         replayed = "" if self.replay is None else f", {replays} of them replayed"

@@ -16,6 +16,7 @@ from rlft.config.model import ANSWER, CriticKind, is_adapter, resolve_path, teac
 from rlft.config.schema import RunConfig, section_of
 from rlft.generation.vllm.engine import NO_BITSANDBYTES, obstacle, reads_bitsandbytes, why_not_invariant
 from rlft.model.positions import limit_of
+from rlft.plan.learner_rules import start_of
 from rlft.plan.model_rules import check_machine, check_model
 from rlft.plan.scoring_rules import read_environment
 from rlft.reward.workers.reward_spec import RewardSpec
@@ -111,7 +112,7 @@ def _hint(hint: str, *, has_environment: bool) -> None:
 
 def _is_the_first_policy(config: RunConfig) -> bool:
     """Whether the teacher is the network that the policy of a new run starts as, and reads the same prompts."""
-    snapshot, model, start = config.snapshot, config.model, config.lora.path
+    snapshot, model, start = config.snapshot, config.model, start_of(config.lora)
     if snapshot.teacher_hint is not None:
         return False
     if start is not None:

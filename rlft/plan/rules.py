@@ -14,7 +14,8 @@ from rlft.config.instantiate import instantiate
 from rlft.config.schema import AUTO, EvalConfig, GenerationConfig, RunConfig, section_of
 from rlft.config.trainer import ClusterConfig
 from rlft.generation.pool import units_of
-from rlft.plan.model_rules import check_apart, check_engine, check_model, check_served
+from rlft.plan.learner_rules import check_learner
+from rlft.plan.model_rules import check_apart, check_engine, check_model
 from rlft.plan.scoring_rules import check_time_limits
 from rlft.system.device import kind_of
 from rlft.types import UserError, are, counted, require
@@ -41,7 +42,7 @@ def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -
     _resampling(config, algorithm)
     check_members(config)
     check_model(config.model)
-    check_served(config.generation, config.lora)
+    check_learner(config)
 
 
 def check_name(name: str) -> None:
@@ -327,6 +328,8 @@ def why_whole(config: RunConfig) -> tuple[str, str] | None:
         return "is for ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
     if config.model.quantization is not None:
         return "layers in 4 bits are not divided", "set model.quantization=null"
+    if config.lora is None:
+        return "what is divided is frozen, and lora=null trains it", "train an adapter"
     if config.lora.use_dora:
         return "DoRA asks for the lengths of all weights before there are ranks", "set lora.use_dora=false"
     return None

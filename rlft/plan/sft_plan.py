@@ -13,20 +13,21 @@ from rlft.data.prompts import PromptSet, left_out, scan
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
-from rlft.plan.adapters import check_adapters, fingerprints_of, uses_of_rewards
-from rlft.plan.config_checks import check_trainable, uses_of_sft
+from rlft.plan.adapters import fingerprints_of, uses_of_rewards
+from rlft.plan.config_checks import uses_of_sft
 from rlft.plan.duration import StepWork
-from rlft.plan.memory_parts import Demand
-from rlft.plan.model_rules import check_adapted, check_machine, check_optimizer, check_row, check_targets, choose_engine
+from rlft.plan.learner_rules import check_learner_on
+from rlft.plan.memory_parts import Demand, of_all_weights
+from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine
 from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers
 from rlft.plan.sizes import checkpoint_bytes, completion_bytes, of_evaluation, rows_of, sampling_of, sizes_of
-from rlft.plan.startup_table import Facts, TableRow
+from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
-from rlft.system.device import resolve_device, resolve_dtype
+from rlft.system.device import resolve_device
 from rlft.types import Split, counted
 
 
@@ -52,7 +53,7 @@ class SftPlan(Plan):
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         run, examples = self.config, len(self.train.texts)
         epochs = self.num_steps * run.examples_per_step / examples
-        learner = "all weights" if run.lora is None else f"{run.lora.kind} rank {run.lora.rank}"
+        learner = learner_of(run.lora)
         task = f"{self.engine}, {counted(run.eval.num_samples, 'sample')} of each held-out prompt"
         return [
             facts.model_row(run.model.path, "parameters"),
@@ -67,14 +68,12 @@ class SftPlan(Plan):
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
         """The demand of one adapter, or of training all weights."""
-        run, whole = self.config, self.config.lora is None
+        run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))
         return Demand(
-            adapters=0 if whole else 1,
-            trainable=model.parameters if whole else model.lora,
+            **(of_all_weights(model) if run.lora is None else {"adapters": 1, "trainable": model.lora}),
             matrices=model.matrices,
             optimizer=run.trainer.optimizer,
-            whole_model=whole,
             prompt_tokens=longest.num_given,
             completion_tokens=len(longest.ids) - longest.num_given,
             group=1,
@@ -125,11 +124,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     config: SftConfig = resolved.config
     check_machine(config.model, runs_here=runs_here)
     check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
-    whole = config.lora is None
-    if whole:
-        dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-        check_trainable(str(dtype).removeprefix("torch."))
-    engine, _ = choose_engine(config.generation, config.model, config.lora, runs_here=runs_here, whole=whole)
+    engine, _ = choose_engine(
+        config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
+    )
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
@@ -146,11 +143,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         data_notes = (*notes(rewards), *check_scoring(config, rewards, held_out, tokenizer, ends))
-    if config.lora is not None:
-        check_targets(config.lora, config.model, model_config)
-        if held_out is not None:
-            check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
-        check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    sampling = None if held_out is None else config.generation.named(engine)
+    check_learner_on(config, sampling, used, base_fingerprint, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")
     train, held_out_examples = (
         scan_demonstrations(demonstrations.load(split), tokenizer, limits, config.max_completion_tokens, split)

@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn import Parameter
 
+from rlft.config.model import LoraSettings
 from rlft.model.kernels.selection import Decision
 from rlft.model.lora_config import adapted_words
 from rlft.system.memory import multiplies_in
 
 TableRow = tuple[str, str, str]
 """(name, value, explanation)"""
+
+
+def learner_of(lora: LoraSettings | None) -> str:
+    """What learns, in words."""
+    return "all weights" if lora is None else f"{lora.kind} rank {lora.rank}"
 
 
 class BaseCopies(NamedTuple):

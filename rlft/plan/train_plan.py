@@ -23,19 +23,19 @@ from rlft.generation.stops import check_stops
 from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import decoder_layers, ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
-from rlft.plan.adapters import check_adapters, empty_model, fingerprints_of, uses
+from rlft.plan.adapters import empty_model, fingerprints_of, uses
 from rlft.plan.duration import StepWork
-from rlft.plan.memory_parts import Demand, TeacherDemand
+from rlft.plan.learner_rules import check_learner_on
+from rlft.plan.memory_parts import Demand, TeacherDemand, of_all_weights
 from rlft.plan.model_rules import (
-    check_adapted,
     check_apart,
     check_context,
     check_machine,
     check_optimizer,
     check_routing,
-    check_targets,
     choose_engine,
     resolve_mismatch,
 )
@@ -62,7 +62,7 @@ from rlft.plan.sizes import (
     sampling_of,
     sizes_of,
 )
-from rlft.plan.startup_table import Facts, TableRow
+from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
@@ -110,7 +110,7 @@ class TrainPlan(Plan):
         completions = run.completions_per_step
         held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
         epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
-        learner = f"{run.lora.kind} rank {run.lora.rank}"
+        learner = learner_of(run.lora)
         evaluated = f"{held_out:,} held out for evaluation x {counted(run.eval.num_samples, 'sample')}"
         longest = counted(run.generation.max_tokens, "token")
         groups = f"{counted(run.prompts_per_step, 'prompt')} x group of {run.group_size}"
@@ -122,7 +122,7 @@ class TrainPlan(Plan):
         if self.environment is not None and self.environment.rewards_turns:
             rewards = f"{rewards}, the environment's".removeprefix(", ")
         return [
-            facts.model_row(run.model.path),
+            facts.model_row(run.model.path, "frozen parameters" if run.lora else "parameters"),
             ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
             ("trainable", f"{facts.trainable:,}", f"{learner}, {facts.trainable / facts.base:.2%} of the base"),
             *facts.adapter_rows(),
@@ -206,20 +206,10 @@ class TrainPlan(Plan):
         return fields
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
-        """The demand of the policy, with old, reference, teacher, critic and rewards as adapters beside it."""
-        run = self.config
-        critic, snapshot = run.critic.kind, run.snapshot
-        adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
-        adapters += critic is CriticKind.adapter
-        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
-        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
-        adapters += networks.count(0)
-        learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
+        """The demand of the policy, and of old, reference, teacher, critic and rewards beside it."""
+        run, critic = self.config, self.config.critic.kind
         return Demand(
-            adapters=adapters,
-            frozen=sum(frozen_parameters(run.snapshot).values()),
-            trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
-            matrices=learning * model.matrices,
+            **self._networks(model),
             optimizer=run.trainer.optimizer,
             prompt_tokens=self.train_prompts.lengths.longest,
             completion_tokens=run.generation.max_tokens,
@@ -232,13 +222,32 @@ class TrainPlan(Plan):
             choice=self._choice_bytes(),
             recompute=recompute,
             own_critic=critic is CriticKind.adapter,
-            beside=sum(networks),
             teacher=self._teacher_demand(),
             device=resolve_device(run.model.device).type,
             ranks=run.cluster.ranks,
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             **self._sampling_demand(),
         )
+
+    def _networks(self, model: ModelSizes) -> dict[str, Any]:
+        """The fields of a Demand about the networks of the roles."""
+        run, snapshot, critic = self.config, self.config.snapshot, self.config.critic.kind
+        heads = (critic is not CriticKind.none) * model.hidden
+        if run.lora is None:
+            fields = of_all_weights(model, heads=heads, copies=len(copied_roles(snapshot)))
+            return fields | {"matrices": model.matrices}
+        adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        adapters += critic is CriticKind.adapter
+        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
+        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
+        learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
+        return {
+            "adapters": adapters + networks.count(0),
+            "frozen": sum(frozen_parameters(snapshot).values()),
+            "trainable": learning * model.lora + heads,
+            "matrices": learning * model.matrices,
+            "beside": sum(networks),
+        }
 
     def _choice_bytes(self) -> int:
         """Bytes of a token's experts that a step holds: of batches, and of completions where the engine notes them."""
@@ -284,15 +293,20 @@ class TrainPlan(Plan):
         )
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
-        result, critic = {"base (frozen)": model.parameters}, self.config.critic.kind
+        whole, critic = self.config.lora is None, self.config.critic.kind
+        result = {"base (learns)" if whole else "base (frozen)": model.parameters}
+        of_a_role = model.parameters if whole else model.lora
         for role in role_names(self):
+            if whole and role == "policy":  # the base itself
+                continue
             head = model.hidden + 1 if role in ("critic", "reward") else 0
             snapshot = self.config.snapshot
-            on_the_base = {"reference": snapshot.reference, "teacher": snapshot.teacher}.get(role) == "base"
+            is_base = {"reference": snapshot.reference, "teacher": snapshot.teacher}.get(role) == "base"
             if role == "teacher" and snapshot.teacher_model is not None:
                 result["teacher (does not learn)"] = teacher_sizes(self.config).parameters
                 continue
-            adapter = 0 if on_the_base or (role == "critic" and critic is CriticKind.shared) else model.lora
+            adds_none = (is_base and not whole) or (role == "critic" and critic is CriticKind.shared)
+            adapter = 0 if adds_none else of_a_role
             adapter = frozen_parameters(snapshot).get(role, adapter)
             learns = role in ("policy", "critic") or (role == "reward" and self.config.reward_model.refresh_every > 0)
             result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
@@ -309,9 +323,10 @@ class TrainPlan(Plan):
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config, snapshot = self.config, self.config.snapshot
         model = model or sizes_of(config.model, config.lora)
-        moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        beside = (snapshot.reference in MOVING_REFERENCES) * (model.parameters if config.lora is None else model.lora)
+        beside += (snapshot.old is Old.copy) * model.lora  # all weights are the policy's after a step
         demand = self.demand(model, False)  # of policy, critic and a reward model that learns
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, moving * model.lora)
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
         result = {"checkpoints": saved}
         line_bytes = completion_bytes(config)
         rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
@@ -336,7 +351,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
     rewards = specs(config.reward)
     used = uses(config, rewards)
-    engine, reason = choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
+    engine, reason = choose_engine(
+        config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
+    )
     if trains:
         check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
     itemsize = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
@@ -350,13 +367,11 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
     check_context(config, model_config)
-    check_targets(config.lora, config.model, model_config)
-    check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
     if trains:
         check_routing(config.snapshot, config.generation.named(engine), config.model, model_config)
     if trains and config.cluster.shard_base:
         check_layers(config.model, model_config)
-    check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    check_learner_on(config, config.generation.named(engine), used, base_fingerprint, model_config)
     check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
@@ -514,11 +529,12 @@ def role_names(plan: TrainPlan) -> list[str]:
 def roles_text(plan: TrainPlan) -> str:
     """Says which policy is old, what the reference is, and what gives values."""
     snapshot, critic = plan.config.snapshot, plan.config.critic
+    kind = "weights" if plan.config.lora is None else "an adapter"
     old = "old = current (one update a step, no extra pass)"
     if snapshot.old == "sampled":
         old = "old = the engine's log-probs"
     elif snapshot.old == "copy":
-        old = "old = an adapter of its own, copied at each publish"
+        old = f"old = {kind} of its own, copied at each publish"
     elif snapshot.old == "recompute" or plan.needs_old:
         old = "old = recomputed before the updates"
     text = old

@@ -3,7 +3,7 @@
     checkpoints/step_000100/
       policy/ reference/ old/ critic/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors;
                               head.safetensors where the role has a scalar head; rlft.json: role, base, step
-      model/                  a complete Hugging Face model, where its own weights are trained
+      model/ reference/       complete Hugging Face models, where the model's own weights are trained
       sampled.safetensors     token ids and log-probs of the groups that are sampled ahead (overlap.lag=1), whose texts
                               are in state.json; or sampler.safetensors: the adapter that samples them
       curriculum.safetensors  right and wrong completions of the prompts so far, where a curriculum counts them

@@ -11,9 +11,10 @@ takes the same optimizer step as the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +24,9 @@ from rlft.algorithm.objective import Objective
 from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import TrainerConfig
+from rlft.model.adapter_folder import POLICY
 from rlft.model.critic import CRITIC
-from rlft.model.roles import POLICY, Roles
+from rlft.model.networks import Networks
 from rlft.system import digests
 from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
@@ -57,12 +59,16 @@ class TrainerState:
         optimizer: moments by parameter name, and the learned reward's pairs of tokens.
         heads: {role: {name: tensor}} of scalar heads.
         critic: the statistics that normalise the critic's values; None without a critic.
+        folders: {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
+        folder: the checkpoint that the state was read from; None if it was not read.
     """
 
     adapters: Mapping[str, Mapping[str, Tensor]]
     optimizer: Mapping[str, Tensor]
     heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     critic: Mapping[str, Any] | None = None
+    folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +153,7 @@ class LocalTrainer:
 
     def __init__(
         self,
-        roles: Roles,
+        roles: Networks,
         optimizers: Mapping[str, Optimizer],
         config: RunConfig,
         *,
@@ -313,8 +319,10 @@ class LocalTrainer:
     def state(self, *, alone: bool = False) -> TrainerState:
         roles = self.roles
         tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
+        kept = roles.kept(roles.moving)
         return TrainerState(
-            adapters={role: roles.weights(role) for role in roles.moving},
+            adapters=kept.adapters,
+            folders=kept.folders,
             optimizer=tensors | ({} if self.reward_training is None else self.reward_training.state()),
             heads={role: head.weights() for role, head in roles.heads.items()},
             critic=None if roles.critic is None else roles.critic.state(),
@@ -324,7 +332,7 @@ class LocalTrainer:
         """The sha256 of what must be equal on every rank: all that changes but the learned reward, which rank 0 has."""
         roles, reward_role = self.roles, None if self.reward_training is None else self.reward_training.role
         tensors = {
-            f"{role}/{n}": t for role in roles.moving if role != reward_role for n, t in roles.weights(role).items()
+            f"{role}/{n}": t for role in roles.moving if role != reward_role for n, t in roles.tensors(role).items()
         }
         if roles.critic is not None:
             tensors |= {f"{CRITIC}.head/{name}": tensor for name, tensor in roles.critic.head.weights().items()}
@@ -333,7 +341,7 @@ class LocalTrainer:
         return digests.of_json([digests.of_tensors(tensors), None if roles.critic is None else roles.critic.state()])
 
     def restore(self, state: TrainerState) -> None:
-        self.roles.restore(state.adapters, state.heads)
+        self.roles.restore(state.adapters, state.heads, state.folder)
         for optimizer in self.optimizers.values():
             optimizer.reset()
             optimizer.restore(state.optimizer)
@@ -344,7 +352,7 @@ class LocalTrainer:
             self.reward_training.restore(state.optimizer)
 
 
-def open_optimizers(roles: Roles, config: TrainerConfig, critic_lr: float) -> dict[str, Optimizer]:
+def open_optimizers(roles: Networks, config: TrainerConfig, critic_lr: float) -> dict[str, Optimizer]:
     """An optimizer for the policy, and one with a learning rate of its own for the critic, if there is one."""
     optimizers = {POLICY: Optimizer(roles.named_parameters(), config)}
     if roles.critic is not None:

@@ -19,8 +19,7 @@ from rlft.algorithm.objective import WEIGHT, WEIGHT_SQUARED, Objective
 from rlft.batch import select
 from rlft.model.critic import CRITIC
 from rlft.model.forward import MicroBatch
-from rlft.model.full_weights import WholeModel
-from rlft.model.roles import Roles
+from rlft.model.networks import Networks
 from rlft.trainer.lanes import balance
 from rlft.types import Batch, LossScale
 
@@ -44,7 +43,7 @@ def minibatches(batch: Batch, epochs: int, num_minibatches: int, seed: int) -> l
     ]
 
 
-def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Roles) -> LossScale:
+def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Networks) -> LossScale:
     """Sizes of the whole minibatch; rows that are never forwarded count, too."""
     return LossScale(
         num_tokens=int(minibatch.loss_mask.sum()),
@@ -56,7 +55,7 @@ def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Roles) -> Lo
 
 # -- passes with gradient ----------------------------------------------------------------------------------------------
 def backward(
-    roles: Roles, algorithm: Objective, micro: MicroBatch, scale: LossScale, policy_learns: bool
+    roles: Networks, algorithm: Objective, micro: MicroBatch, scale: LossScale, policy_learns: bool
 ) -> Mapping[str, Tensor]:
     """Adds a micro-batch's gradients to the critic's and, if it learns, to the policy's; returns the loss's metrics.
 
@@ -84,7 +83,7 @@ def backward(
 
 
 def text_passes(
-    learner: Roles | WholeModel,
+    learner: Networks,
     text: Batch,
     token_budget: int,
     loss_of: Callable[[Tensor, Tensor, int], Tensor],

@@ -164,7 +164,7 @@ def test_a_checkpoints_model_folder_is_a_model_for_transformers(
 ) -> None:
     folder = whole / "checkpoints" / "step_000002" / "model"
     own = WholeModel(read_backbone(model_config()))
-    own.restore(folder)
+    own.restore_role(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_a_checkpoints_model_folder_is_a_model_for_transformers(
 
 def test_the_weights_of_another_model_are_not_restored(whole: Path, make_double: Callable[[], Backbone]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
-        WholeModel(make_double()).restore(whole / "checkpoints" / "step_000002" / "model")
+        WholeModel(make_double()).restore_role(whole / "checkpoints" / "step_000002" / "model")
 
 
 @pytest.mark.parametrize("kind", ["adapted", "whole"])

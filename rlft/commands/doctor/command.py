@@ -24,7 +24,7 @@ from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging
 from rlft.system.locks import owned_folder
 from rlft.system.terminal import say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft doctor [+recipe=<name>] [<key>=<value>] ... [--json]
@@ -88,7 +88,9 @@ def command(arguments: list[str]) -> int:
     run = compose_run(parsed.overrides, parsed.config_dir, COMMAND)
     plain = with_named_runs(run.plain)
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
-        resolve(plain, COMMAND)
+        config = resolve(plain, COMMAND).config
+    problem, remedy = "the engine is tried with adapters, and null has none", "leave it out"
+    require(config.lora is not None, "lora", problem, got="null", remedy=remedy)
     return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)
 
 

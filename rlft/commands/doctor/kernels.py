@@ -178,6 +178,7 @@ def measured_pass(trial: MachineTrial, kernels: KernelChoice, batch: Batch, dtyp
     config = trial.config
     settings = replace(config.model, kernels=kernels, gradient_checkpointing=False, dtype=dtype or config.model.dtype)
     backbone = read_backbone(settings)
+    assert config.lora is not None, "the command refuses lora=null"
     roles = policy_alone(backbone, replace(config.lora, dropout=0.0), token_budget=TOKENS, seed=config.seed)
     roles.restore_role(POLICY, with_noise(roles.weights(POLICY), LORA_B_SPREAD))
     seconds, logprobs = [], torch.empty(0)

@@ -162,6 +162,7 @@ class MachineTrial:
 
     @property
     def roles(self) -> Roles:
+        assert isinstance(self.session.roles, Roles), "the command refuses lora=null"
         return self.session.roles
 
     def publish(self) -> None:

@@ -110,7 +110,7 @@ def test_a_text_model_that_was_trained_whole_is_put_back_into_its_folder(
     shutil.rmtree(folder / "policy")
     model.write(folder / "model")
     again = WholeModel(read_backbone(model_config(path=str(base))))
-    again.restore(folder / "model")
+    again.restore_role(folder / "model")
     assert again.score([IDS]) == model.score([IDS])
     checkpoint._write_manifest(folder)
     out, said = exported(

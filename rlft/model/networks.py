@@ -1,0 +1,383 @@
+"""The networks of a run by their roles: policy, old, reference, teacher and critic, whatever they are made of.
+
+The algorithm never sees networks, only the tensors that they produce: `annotate` makes those without grad, `outputs`
+and `values` those with grad. `Roles` has an adapter for each role on one frozen base, `WholeModel` the base's own
+weights as the policy and frozen copies of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlft.batch import score_sequences, select
+from rlft.config.model import CriticConfig, CriticKind, Old, RoutingSource, SnapshotConfig
+from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, TEACHER, load_head, read_record
+from rlft.model.backbone import Backbone, set_training_mode
+from rlft.model.critic import CRITIC, Critic, ScalarHead
+from rlft.model.forward import Forward, choose, scale_down
+from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
+from rlft.model.packing import Layout
+from rlft.model.routing import Routing
+from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
+from rlft.types import Adapter, Batch, Outputs, UserError
+
+NO_SNAPSHOTS = SnapshotConfig(reference="none", refresh_every=0, ema_decay=None, old=Old.auto)
+NO_CRITIC = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a checkpoint keeps of networks.
+
+    Attributes:
+        adapters: {role: {PEFT name: tensor}}, copies.
+        folders: {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
+    """
+
+    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+class Networks(ABC):
+    """The roles of a run. `critic` is where values come from, or None; `heads` is {role: scalar head}.
+
+    Args:
+        backbone: the base.
+        snapshot: chooses reference, old policy and teacher.
+        temperature: temperature at which log-probs are taken.
+        token_budget: the most tokens in a forward.
+        teacher: the forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
+    """
+
+    model: Any
+    is_whole: ClassVar[bool] = False
+    """Whether the model's own weights are the policy, of which nothing is copied that could be left out."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        snapshot: SnapshotConfig,
+        *,
+        temperature: float,
+        token_budget: int,
+        teacher: Forward | TeacherEngine | None,
+    ) -> None:
+        self.backbone, self.snapshot = backbone, snapshot
+        self.temperature, self.token_budget = temperature, token_budget
+        self.forward: Forward = choose(backbone.model, backbone.kernels)
+        self.heads: dict[str, ScalarHead] = {}
+        self.critic: Critic | None = None
+        self._teacher = teacher if isinstance(teacher, Forward) else None
+        self._teacher_engine = None if isinstance(teacher, Forward) else teacher
+        self._learning = {POLICY}
+        self._routing: Routing | None = None
+
+    # -- what networks are made of -------------------------------------------------------------------------------------
+    @abstractmethod
+    def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
+        """The role's trainable parameters in a fixed order: its network's own, if it has any, and its head's."""
+
+    @abstractmethod
+    def tensors(self, role: str) -> dict[str, Tensor]:
+        """{name, the same in every role: tensor} of the role's network; writing into them changes it."""
+
+    @abstractmethod
+    def using(self, role: str | None) -> AbstractContextManager[Any]:
+        """The model as this role (None: the bare base). Only for passes without gradient."""
+
+    def has(self, role: str | None) -> bool:
+        """Whether the network of this role is held; that of the bare base (None) is on a base that does not learn."""
+        return True
+
+    @abstractmethod
+    def learning(self, role: str) -> AbstractContextManager[None]:
+        """Inside, forwards with grad are this role's. The backward must happen inside, too."""
+
+    @abstractmethod
+    def kept(self, roles: Sequence[str]) -> Kept:
+        """What a checkpoint keeps of these roles."""
+
+    @abstractmethod
+    def adapter_config(self) -> dict[str, Any]:
+        """The fields of adapter_config.json, the same for every role that rlft makes; empty without adapters."""
+
+    @abstractmethod
+    def restore_roles(
+        self, roles: Sequence[str], adapters: Mapping[str, Mapping[str, Tensor]], folder: Path | None
+    ) -> None:
+        """Sets these roles to what `kept` gave: {role: {PEFT name: tensor}}, and the checkpoint's folder."""
+
+    @abstractmethod
+    def publish(self, version: int) -> Adapter:
+        """The policy as it is now, for an engine."""
+
+    @abstractmethod
+    def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
+        """Makes a published version what an engine on this base samples from."""
+
+    @abstractmethod
+    def sampler_tensors(self) -> tuple[dict[str, Tensor] | None, list[str]]:
+        """(what such an engine holds, None if those are the policy's own tensors; names of outdated ones)."""
+
+    def share_merged_weights(self) -> None:  # noqa: B027 (only adapters have sums)
+        """Lets the policy learn with the sampler's sums of base and adapter, where there are any."""
+
+    def close(self) -> None:
+        """Leaves the base as it was before, as far as it has not learned. Safe to call twice."""
+        if self._routing is not None:
+            self._routing.close()
+
+    # -- what checkpoints keep ---------------------------------------------------------------------------------------
+    @property
+    def critic_adapter(self) -> str | None:
+        """The critic's own adapter; None if it has none, or there is no critic."""
+        return CRITIC if self.critic is not None and self.critic.role == CRITIC else None
+
+    @property
+    def reference_role(self) -> str | None:
+        """The role of the reference; None: the bare base, also if there is no reference."""
+        return None if self.snapshot.reference in ("none", "base") else REFERENCE
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """Roles whose networks change during a run, so that every checkpoint includes them."""
+        roles = [POLICY]
+        if self.snapshot.reference in ("copy", "ema"):
+            roles.append(REFERENCE)
+        if self.snapshot.old is Old.copy:
+            roles.append(OLD)
+        return (*roles, *sorted(self._learning - {POLICY}))
+
+    @property
+    def learning_roles(self) -> tuple[str, ...]:
+        """Roles with parameters that are trained in this run."""
+        shared = self.critic is not None and self.critic_adapter is None
+        return (*sorted(self._learning, key=lambda role: (role != POLICY, role)), *([CRITIC] if shared else []))
+
+    def restore(
+        self,
+        adapters: Mapping[str, Mapping[str, Tensor]],
+        heads: Mapping[str, Mapping[str, Tensor]] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Sets every moving role to what a checkpoint held, and heads to {role: {name: tensor}}."""
+        self.restore_roles(self.moving, adapters, folder)
+        for role, weights in (heads or {}).items():
+            if role in self.heads:
+                self.heads[role].restore(weights)
+
+    # -- passes with gradient ----------------------------------------------------------------------------------------
+    def outputs(self, batch: Batch, entropy: bool, layout: Layout | None = None, *, top_k: bool = False) -> Outputs:
+        """The current policy on these rows, with grad (`Forward`); with values if the critic reads its features."""
+        critic = self.critic
+        if critic is None or critic.role != POLICY:
+            return self.forward(batch, self.temperature, entropy, layout=layout, top_k=top_k)
+        outputs = self.forward(batch, self.temperature, entropy, critic.head, layout, top_k)
+        assert outputs.values is not None, "the forward was given a head"
+        return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
+
+    def values(self, batch: Batch, layout: Layout | None = None) -> Tensor:
+        """The critic's values `[B, T]` for these rows in units of reward, with the active adapter."""
+        assert self.critic is not None, "plan/roles.py refuses algorithms that need values without a critic"
+        return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
+
+    @contextmanager
+    def training(self, *, dropout: bool = True) -> Iterator[None]:
+        """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False."""
+        set_training_mode(self.model, dropout=dropout)
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def check_gradients(self, role: str = POLICY) -> None:
+        """Checks that every parameter of the role has a gradient, after a backward (see the module's docstring)."""
+        missing = [name for name, p in self.named_parameters(role) if p.grad is None]
+        assert not missing, f"no gradient reached {len(missing)} parameters of {role}, e.g. {missing[0]}"
+
+    # -- snapshots in time -------------------------------------------------------------------------------------------
+    def refresh(self, step: int) -> tuple[str, ...]:
+        """After `step` steps, moves the snapshots that are due, and returns their roles.
+
+        old becomes the policy that samples next. A `copy` reference becomes the policy every `refresh_every` steps; an
+        `ema` reference moves towards it each step: reference <- decay x reference + (1 - decay) x policy, by tensor.
+        """
+        due = []
+        every, decay = self.snapshot.refresh_every, self.snapshot.ema_decay
+        if self.snapshot.reference == "copy" and every > 0 and step % every == 0:
+            self.copy(POLICY, REFERENCE)
+            due.append(REFERENCE)
+        if self.snapshot.reference == "ema":
+            assert decay is not None, "plan/roles.py refuses ema without a decay"
+            policy = self.tensors(POLICY)
+            for name, tensor in self.tensors(REFERENCE).items():
+                tensor.copy_(decay * tensor + (1 - decay) * policy[name])
+            due.append(REFERENCE)
+        if self.snapshot.old is Old.copy:
+            self.copy(POLICY, OLD)
+            due.append(OLD)
+        return tuple(due)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copies source's network exactly to target's; they share no tensors."""
+        found = self.tensors(source)
+        for name, tensor in self.tensors(target).items():
+            tensor.copy_(found[name])
+
+    # -- passes without gradient -------------------------------------------------------------------------------------
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
+        """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
+
+        Args:
+            zero_gradient_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
+            needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
+                the current policy, detached, at no cost.
+            teacher_top_k: number of the teacher's most likely tokens whose log-probs are added, too.
+        """
+        parts = self.forward.micro_batches(batch, (~zero_gradient_B).nonzero()[:, 0], self.token_budget)
+        fields = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
+        return replace(batch, **fields) if fields else batch
+
+    def annotations(
+        self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool, teacher_top_k: int = 0
+    ) -> dict[str, Tensor]:
+        """The fields that `annotate` adds, {field: `[B, T, ..]`}, for these micro-batches (int64 indices of rows)."""
+        results: dict[str, Tensor] = {}
+        fields_by_role: dict[str | None, set[str]] = defaultdict(set)
+        old, reference = self.snapshot.old, self.snapshot.reference
+        if old is Old.sampled:
+            results["old_logprobs"] = batch.sampled_logprobs
+        elif old is Old.copy:
+            fields_by_role[OLD].add("old_logprobs")
+        elif old is Old.recompute or needs_old:
+            fields_by_role[POLICY].add("old_logprobs")
+        if self.snapshot.routing is RoutingSource.old:
+            fields_by_role[OLD if old is Old.copy else POLICY].add("experts")
+        if reference != "none":
+            fields_by_role[self.reference_role].add("reference_logprobs")
+        if self.critic is not None:
+            fields_by_role[self.critic.role].add("old_values")
+        engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
+        parts: list[Part] = []
+        if fields_by_role or (has_teacher and engine is None):  # packed once for the passes of all roles
+            micros = self.forward.placed([select(batch, rows) for rows in micro_batches])
+            parts = [(rows, m.batch, m.layout) for rows, m in zip(micro_batches, micros, strict=True)]
+        for role, fields in fields_by_role.items():
+            results |= self._without_gradient(batch, parts, role, fields)
+        asked = {"top_k": teacher_top_k, "vocabulary": self.backbone.model.config.get_text_config().vocab_size}
+        if engine is not None:
+            results |= teacher_logprobs_by_engine(engine, batch, micro_batches, **asked)
+        elif has_teacher:
+            role = TEACHER if self.snapshot.teacher_adapter is not None else None
+            with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
+                teacher = self._teacher or self.forward
+                results |= teacher_logprobs(teacher, batch, parts, token_budget=self.token_budget, **asked)
+        return results
+
+    def _without_gradient(
+        self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
+    ) -> dict[str, Tensor]:
+        """{field: float32 `[B, T]` on the batch's device} of log-probs and values by this role, without dropout.
+
+        `experts` are those of the same pass, as in Batch. The passes of the policy and of the old one are replays of
+        what the engine chose, if `snapshot.routing` says so.
+        """
+        result = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields - {"experts"}}
+        if "experts" in fields:
+            result["experts"] = self.routing.unknown(batch.token_ids.shape)
+        with torch.no_grad(), self.using(role):
+            for part, micro, layout in parts:
+                noting = self.routing.noting() if "experts" in fields else self._replaying_as(role, micro, layout)
+                with noting as noted:
+                    if fields == {"old_values"}:
+                        outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro, layout))
+                    elif "old_values" in fields:
+                        outputs = self.outputs(micro, entropy=False, layout=layout)
+                    else:
+                        outputs = self.forward(micro, self.temperature, layout=layout)
+                    if noted is not None:
+                        result["experts"][part] = self.forward.experts_by_row(noted(), micro, layout).cpu()
+                for field in fields - {"experts"}:
+                    computed = outputs.values if field == "old_values" else outputs.logprobs
+                    assert computed is not None, "the pass computes what is requested"
+                    result[field][part] = computed.to(result[field])
+        return result
+
+    def logprobs(self, batch: Batch, role: str | None) -> Tensor:
+        """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
+        result = torch.zeros_like(batch.sampled_logprobs)
+        with torch.no_grad(), self.using(role):
+            for part, micro in self.forward.parts(batch, self.token_budget):
+                with self._replaying_as(role, micro.batch, micro.layout):
+                    outputs = self.forward(micro.batch, self.temperature, layout=micro.layout)
+                result[part] = outputs.logprobs.to(result)
+        return result
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check."""
+        with torch.no_grad():
+            return score_sequences(self.model, sequences, self.backbone.device)
+
+    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+        """A cache for decoding these prompts with the active role; None if the model cannot use one."""
+        return open_prefix_cache(self.forward, prompts, max_tokens)
+
+    # -- which experts tokens go to ------------------------------------------------------------------------------------
+    @property
+    def routing(self) -> Routing:
+        """The choices of the base's routers, which are none without experts."""
+        assert self._routing is not None, "the roles are complete"
+        return self._routing
+
+    @contextmanager
+    def replaying(self, micro: Batch, layout: Layout | None) -> Iterator[None]:
+        """Inside, passes over these rows send tokens to `micro.experts`, unless `snapshot.routing` leaves them free."""
+        if self.snapshot.routing is RoutingSource.free or micro.experts is None:
+            yield
+            return
+        assert layout is not None, "the trainer lays out its rows before their passes"
+        with self.routing.imposing(*self.forward.experts_by_token(micro, layout)):
+            yield
+
+    def _replaying_as(self, role: str | None, micro: Batch, layout: Layout | None) -> AbstractContextManager[None]:
+        """`replaying` for the policy and the old one; other roles choose experts themselves."""
+        return self.replaying(micro, layout) if role in (POLICY, OLD) else nullcontext()
+
+    def _open_routing(self, routing: Routing) -> None:
+        """Takes the model's routing, made once its modules are in their places. UserError: it cannot be imposed."""
+        self._routing = routing
+        source = self.snapshot.routing
+        if source is not RoutingSource.free and (problem := routing.check()) is not None:
+            remedy = "set it to free, or use another model"
+            raise UserError("snapshot.routing", problem, got=source, remedy=remedy)
+
+    # -- heads ---------------------------------------------------------------------------------------------------------
+    def _set_critic(self, role: str, path: str | None, *, normalize: bool) -> None:
+        """The critic that reads this role's features, with the statistics that the folder of its head has recorded."""
+        self.critic = Critic(role, self.heads[CRITIC], normalize)
+        if path is not None and (returns := read_record(path, "critic.init").get("returns")) is not None:
+            self.critic.restore_statistics(returns)
+            self.critic.forget_statistics()
+
+    def _add_head(self, role: str, path: str | None, key: str) -> None:
+        size = self.backbone.model.config.get_text_config().hidden_size
+        head = self.heads[role] = ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
+        self._scale_gradients_of(head.parameters())
+        if path is not None:
+            head.restore(load_head(path, key))
+
+    def _scale_gradients_of(self, parameters: Iterable[Parameter]) -> None:
+        """Takes back from the gradients of these what `Forward` multiplies those of a float16 network with."""
+        if self.backbone.model.dtype == torch.float16:
+            for parameter in parameters:
+                scale_down(parameter)

@@ -1,0 +1,23 @@
+"""Rules for what learns that depend on the machine; those of the config alone are in test_refusals.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.types import UserError
+
+
+@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", "sft +recipe=sft_arithmetic"])
+def test_all_weights_are_not_trained_in_the_16_bits_that_auto_is_on_a_gpu(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, recipe = words.split()
+    resolved = resolve(compose([recipe, "lora=null", "eval.every=0"], command=command))
+    resolved.plan(runs_here=False)
+    monkeypatch.setattr("rlft.system.device.resolve_dtype", lambda *_: torch.bfloat16)
+    with pytest.raises(UserError, match="small updates are lost in the rounding of bfloat16 weights") as refused:
+        resolved.plan(runs_here=False)
+    assert refused.value.key == "model.dtype"

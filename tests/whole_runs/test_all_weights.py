@@ -1,0 +1,117 @@
+"""`rlft train lora=null`: which algorithms and roles train, and that a killed run resumed is the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_folders import check_resumed, checkpoints, killed_at_each, metrics, whole_lines
+from run_processes import Nursery
+from safetensors.torch import load_file
+from slow_cases import slow
+
+from rlft import cli
+
+RUN = (
+    "lora=null", "trainer.lr=1e-4", "prompts_per_step=4", "group_size=4", "generation=transformers",
+    "generation.max_tokens=24", "eval.num_prompts=4", "eval.num_samples=2", "data.size=64", "data.held_out_size=8",
+    "scoring.workers=0", "model.device=cpu", "logger=[jsonl]",
+)  # fmt: skip
+FIVE = ("steps=5", "eval.every=2")
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+SAVED = "rlft.runs.checkpoint:save"
+PUBLISHED = "rlft.loop.session:Session.publish"
+IN_A_CHECKPOINT = {"half": "optimizer.safetensors", "call": 1}
+KILLS: list[dict[str, Any]] = [
+    {"at": UPDATE, "call": 2, "do": "kill", "when": "after"},
+    {"at": PUBLISHED, "call": 3, "do": "kill", "when": "after"},
+    {"at": SAVED, "call": 1, "do": "kill"},
+    IN_A_CHECKPOINT,
+    {"half": "metrics.jsonl", "call": 3},
+]
+KILLED = {
+    "a moving reference, an old policy, several updates": (
+        "+recipe=grpo_arithmetic", "snapshot.reference=ema", "snapshot.ema_decay=0.5", "algorithm.kl_coef=0.1",
+        "snapshot.old=copy", "minibatches=2", "trainer.schedule=cosine",
+    ),
+    "a fixed reference": ("+recipe=grpo_arithmetic", "snapshot.reference=base", "algorithm.kl_coef=0.1"),
+    "a critic": ("+recipe=ppo_arithmetic", "critic.kind=shared", "critic.normalize_values=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kills", [[IN_A_CHECKPOINT], slow(KILLS)], ids=["once", "everywhere"])
+@pytest.mark.parametrize("words", [words if "ema" in name or "moving" in name else slow(words)
+                                   for name, words in KILLED.items()], ids=list(KILLED))  # fmt: skip
+def test_killed_and_resumed_it_is_the_same_run(
+    words: tuple[str, ...], kills: list[dict[str, Any]], quiet: Nursery, rough: Nursery, tmp_path: Path
+) -> None:
+    undisturbed, run = tmp_path / "undisturbed", ("train", *words, *RUN, *FIVE)
+    quiet.run(*run, "checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed", cwd=tmp_path, ends=0)
+    assert [line["step"] for line in metrics(undisturbed)] == [1, 2, 3, 4, 5]
+    assert all(line["policy/grad_norm"] > 0 for line in metrics(undisturbed))
+    moving = [
+        "model/model.safetensors",
+        *(["reference/model.safetensors"] if "snapshot.reference=ema" in words else []),
+    ]
+    for file in (*moving, "optimizer.safetensors"):
+        assert len({(checkpoint / file).read_bytes() for checkpoint in checkpoints(undisturbed)}) == 5, file
+    killed_at_each(rough, tmp_path, (*run, "checkpoint.every=2", "checkpoint.keep=2"), kills, undisturbed)
+    check_resumed(rough, tmp_path, undisturbed)
+
+
+TRAINS = {
+    "GRPO": "grpo_arithmetic",
+    "an entropy bonus, tokens' values": "grpo_arithmetic algorithm.entropy_coef=0.01 token_values.every=1",
+    "a reference that is refreshed": "grpo_arithmetic algorithm.kl_coef=0.1 snapshot.reference=copy"
+    " snapshot.refresh_every=1",
+    "PPO with a head": "ppo_arithmetic critic.kind=shared critic.init=base",
+    "A2C that begins with its critic": "a2c_arithmetic critic.kind=shared critic.init=base critic.warmup_steps=1",
+    "PPO and text": "ppo_ptx_arithmetic critic.kind=shared critic.init=base",
+    "a teacher of its own": "grpo_arithmetic algorithm=opd snapshot.teacher=embedded:tiny-student",
+    "the base with a hint as the teacher": "grpo_arithmetic algorithm=opd snapshot.teacher=base algorithm.top_k=4"
+    " snapshot.teacher_hint=Answer",
+    "plain kernels": "grpo_arithmetic model.kernels=plain snapshot.reference=base algorithm.kl_coef=0.1",
+    "recomputed layers": "grpo_arithmetic model.gradient_checkpointing=true",
+    "Muon": "grpo_arithmetic trainer.optimizer=muon",
+    "Kimi": "kimi_arithmetic minibatches=2",
+}
+QUICK = ("GRPO", "PPO with a head", "the base with a hint as the teacher")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TRAINS])
+def test_it_trains(name: str, tmp_path: Path, tiny_path: Path) -> None:
+    """Every weight moves that a gradient reaches, and so do the steps' numbers."""
+    folder, (recipe, *words) = tmp_path / "run", TRAINS[name].split()
+    more = ("steps=2", "eval.every=0", f"hydra.run.dir={folder}")
+    assert cli.run(["train", f"+recipe={recipe}", *RUN, *more, *words]) == 0
+    after = load_file(folder / "checkpoints" / f"step_{len(metrics(folder)):06d}" / "model" / "model.safetensors")
+    before = load_file(tiny_path / "model.safetensors")
+    assert after.keys() == before.keys()
+    unmoved = [key for key in after if torch.equal(after[key], before[key])]
+    assert unmoved == []
+
+
+def test_its_checkpoint_is_evaluated_as_it_evaluated_itself_and_named_by_other_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    one_step = ("+recipe=grpo_arithmetic", *RUN, "steps=1", "eval.every=1")
+    assert cli.run(["train", *one_step, f"hydra.run.dir={folder}"]) == 0
+    own = json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])
+    assert cli.run(["eval", f"run={folder}"]) == 0
+    [file] = (folder / "evaluations").iterdir()
+    again = json.loads(file.read_text().splitlines()[0])
+    names = [key for key in own if key.startswith("eval/")]
+    assert len(names) > 6
+    assert {key: again[key] for key in names} == {key: own[key] for key in names}
+    # Another run that trains all weights goes on from it: its base is this run's policy.
+    assert cli.run(["train", *one_step, f"model.path={folder}", f"hydra.run.dir={tmp_path / 'next'}"]) == 0
+    began = json.loads((tmp_path / "next" / "eval.jsonl").read_text().splitlines()[0])
+    assert {key: began[key] for key in names} == {key: own[key] for key in names}
+    assert cli.run(["export", f"run={folder}", f"out={tmp_path / 'exported'}"]) == 0
+    saved = folder / "checkpoints" / "step_000001" / "model" / "model.safetensors"
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == saved.read_bytes()
+    assert cli.run(["resume", str(saved.parents[1]), "steps=2", f"hydra.run.dir={tmp_path / 'fork'}"]) == 0
+    assert cli.run(["audit", str(folder)]) == 0
+    assert whole_lines(folder / "chain.jsonl")
