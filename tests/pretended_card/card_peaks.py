@@ -79,13 +79,17 @@ CASES = {
     "dropout": Case("lora.dropout=0.1"),
     "demonstrations": Case(SFT, command="sft"),
     "a whole model": Case(f"{SFT} lora=null", command="sft", dtype="float32"),
+    "all weights and a copy": Case(
+        "lora=null snapshot.reference=copy algorithm.kl_coef=0.05 algorithm.entropy_coef=0.01", dtype="float32"
+    ),
+    "all weights and a critic": Case("lora=null algorithm=ppo critic.kind=shared", dtype="float32"),
     "a padded model": Case("model.kernels=plain"),
     "4 bits": Case("model.quantization=4bit"),
     "4 bits, checkpointing": Case("model.quantization=4bit model.gradient_checkpointing=true"),
     "experts": Case(kind="olmoe", **MOE),
     "short convolutions": Case(kind="lfm2", **CONVOLUTIONS),
 }
-QUICK = ("bfloat16", "checkpointing", "a critic's adapter", "a whole model")
+QUICK = ("bfloat16", "checkpointing", "a critic's adapter", "a whole model", "all weights and a copy")
 
 
 def main(*names: str) -> dict[str, Any]:
