@@ -10,12 +10,13 @@ This file imports no torch at run time, so that data and rule rewards (and their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from numpy import ndarray
     from torch import Tensor
 
@@ -25,6 +26,25 @@ Message = Mapping[str, Any]
 
 Schema = Mapping[str, Any]
 """A tool as chat templates show it: `transformers.utils.get_json_schema`."""
+
+
+IMAGE = "\ufffc"
+"""Stands for an image in the text of a message: Unicode's character for an object among text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """An image of a prompt, as the data give it: a file (PNG, JPEG ..), or its content. It is decoded where it is used.
+
+    Attributes:
+        digest: 16 hex digits that identify the content.
+        path: the file; "": `data` are given.
+        data: the file's content; empty: it is in `path`.
+    """
+
+    digest: str
+    path: str = ""
+    data: bytes = field(default=b"", repr=False)
 
 
 class Split(StrEnum):
@@ -68,6 +88,7 @@ class Prompt:
             token_ids. It belongs to the turn: rewards read tail and completion as one text.
         next_turn: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
         tools: schemas of tools that the data show, not an environment.
+        images: one for each IMAGE in the messages' texts, in order.
     """
 
     id: str
@@ -79,6 +100,7 @@ class Prompt:
     tail: str = ""
     other_answers: tuple[str, ...] = ()
     tools: tuple[Schema, ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +328,73 @@ class Rollouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRows:
+    """What a model reads in rows of tokens `[B, T]`, some of which are images'.
+
+    Attributes:
+        vectors: `[K, hidden]`, in the model's dtype.
+        deep: `[L, K, hidden]`, what the first L layers add to their results at these tokens (Qwen3-VL); None: nothing.
+        rows: int64 `[B, T]`, which of the vectors is in the place of each token; TEXT: none, it is a token's embedding.
+        positions: int64 `[B, T, 3]`, of each token in time, height and width; None: the model has ordinary ones.
+    """
+
+    vectors: Tensor
+    deep: Tensor | None
+    rows: Tensor
+    positions: Tensor | None
+
+    TEXT: ClassVar[int] = -1
+
+    def __getitem__(self, rows: Tensor) -> ImageRows:
+        """Those of these rows (int64 `[N]`) of the batch, with the vectors that they need."""
+        chosen = self.rows[rows]
+        used, places = chosen.flatten().unique(return_inverse=True)
+        first = int(len(used) > 0 and used[0].item() == self.TEXT)
+        return ImageRows(
+            vectors=self.vectors[used[first:]],
+            deep=None if self.deep is None else self.deep[:, used[first:]],
+            rows=(places - first).view_as(chosen),
+            positions=None if self.positions is None else self.positions[rows],
+        )
+
+    def to(self, device: torch.device) -> ImageRows:
+        moved: dict[str, Any] = {
+            f.name: None if (x := getattr(self, f.name)) is None else x.to(device) for f in fields(self)
+        }
+        return ImageRows(**moved)
+
+    def gathered(self, sources: Tensor) -> ImageRows:
+        """Of rows `[B', N]` whose tokens stand at these places in the flattened rows (int64 `[B', N]`)."""
+        positions = None if self.positions is None else self.positions.flatten(0, 1)[sources]
+        return replace(self, rows=self.rows.flatten()[sources], positions=positions)
+
+    def narrowed(self, width: int) -> ImageRows:
+        """Of the first tokens of each row."""
+        positions = None if self.positions is None else self.positions[:, :width]
+        return replace(self, rows=self.rows[:, :width], positions=positions)
+
+    def shifts(self, lengths: Tensor) -> Tensor:
+        """int64 `[B]`: what is added to the number of a token behind `lengths` tokens to get its position."""
+        if self.positions is None:
+            return lengths * 0
+        return self.positions.amax(-1).gather(1, lengths[:, None] - 1)[:, 0] + 1 - lengths
+
+    def inputs(self, model: Any, token_ids: Tensor) -> dict[str, Tensor]:
+        """The arguments of a forward of these rows' tokens in place of `input_ids`, and of `position_ids` if the model
+        has positions in height and width."""
+        is_image = self.rows != self.TEXT
+        embedded = model.get_input_embeddings()(token_ids)
+        embedded = embedded.masked_scatter(is_image[..., None], self.vectors[self.rows[is_image]].to(embedded.dtype))
+        arguments = {"inputs_embeds": embedded}
+        if self.positions is not None:
+            arguments["position_ids"] = self.positions.permute(2, 0, 1)
+        if self.deep is not None:
+            arguments["visual_pos_masks"] = is_image
+            arguments["deepstack_visual_embeds"] = self.deep[:, self.rows[is_image]]
+        return arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The algorithm's view of a step, `[B, T]` float32 unless said; later fields are None until a stage adds them.
 
@@ -338,6 +427,7 @@ class Batch:
     previous: Tensor | None = None  # int64: the column of the token read before; None: it is the column before
     truncated: Tensor | None = None  # bool [B]: a limit ended the completion; None: none was
     experts: Tensor | None = None  # uint8 or int16 [B, T, layers, k]: of each token; the largest number: unknown
+    images: ImageRows | None = None  # what the model reads in place of images' tokens; None: there are no images
     advantages: Tensor | None = None
     returns: Tensor | None = None
 

@@ -292,8 +292,10 @@ def settings(run: RunConfig) -> dict[str, Any]:
 
 
 def adapter_settings(run: RunConfig) -> dict[str, Any]:
-    """PEFT's settings of the adapter."""
+    """PEFT's settings of the adapter. UserError: the run trains all weights."""
     lora = run.lora
+    if lora is None:
+        raise UserError("lora", "TRL's adapter is compared with rlft's", got="null", remedy="leave it out")
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     return {
         "r": lora.rank,
@@ -382,16 +384,18 @@ def evaluate(plan: TrainPlan, folder: Path, adapters: Mapping[int, Weights]) -> 
     """
     from rlft.loop.engines import Engines
     from rlft.loop.session import open_session
-    from rlft.model.roles import POLICY
+    from rlft.model.roles import POLICY, Roles
 
     with Engines() as engines, open_session(plan, folder, engines, print) as session:
-        known = session.roles.weights(POLICY)
+        roles = session.roles
+        assert isinstance(roles, Roles), "adapter_settings refuses lora=null"
+        known = roles.weights(POLICY)
         for step, weights in sorted(adapters.items()):
             if shapes(weights) != shapes(known):
                 differ = sorted({*shapes(weights).items()} ^ {*shapes(known).items()})
                 problem = "TRL's adapter has other tensors than rlft's"
                 raise UserError("lora.target_modules", problem, got=differ[0], remedy="name the modules in a list")
-            session.roles.restore_role(POLICY, weights)
+            roles.restore_role(POLICY, weights)
             session.publish(step)
             evaluation = session.evaluation(step)
             append(folder / EVALUATIONS, {"step": step, **evaluation.metrics})

@@ -53,6 +53,7 @@ PLACES = {
     "py3langid": {"reward/language"},
     "httpx2": {"reward/http"},
     "optuna": {"commands/sweep/trials"},
+    "PIL": {"data/shapes", "tokens/images"},
     "matplotlib": {"commands/sweep/page"},
 }
 HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym", "httpx2")

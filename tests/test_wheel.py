@@ -77,6 +77,7 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     assert {name for name in names if name.endswith(".yaml")} == expected
     assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL), *(f"report/{n}" for n in PAGE)}
     assets |= {f"{model}/{name}" for model in ("tiny-caller", "tiny-chains", "tiny-student") for name in MODEL}
+    assets |= {f"tiny-shapes/{name}" for name in (*MODEL, "preprocessor_config.json")}
     assets |= {"seccomp/x86_64.bpf", "seccomp/aarch64.bpf"}
     assert {f"rlft/assets/{name}" for name in assets} <= set(names)
 

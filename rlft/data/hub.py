@@ -73,7 +73,8 @@ class HubSet(RowSource):
             from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
             try:
-                return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
+                loaded = datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
+                return _undecoded(loaded)
             except DatasetNotFoundError as error:
                 problem = "is neither a local path nor a set on the hub that you may read"
                 raise self._not_loaded(problem if online else UNREACHABLE) from error
@@ -93,6 +94,18 @@ class HubSet(RowSource):
 
     def _files(self) -> str:
         return " and ".join(f"{name}.jsonl" for name in (self.train_split, self.held_out_split) if name is not None)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The set with the bytes or paths of its images, which are decoded where prompts are tokenised."""
+    from datasets import Image, List
+
+    for name, feature in dataset.features.items():
+        if isinstance(feature, Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
+    return dataset
 
 
 class HubTable(Table):

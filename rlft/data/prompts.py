@@ -18,9 +18,10 @@ import numpy as np
 
 from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
+from rlft.tokens.images import in_parts, processor_of
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import rendered, tail
-from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, require
+from rlft.types import IMAGE, NOTHING, Prompt, Shown, Split, UserError, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -192,8 +193,9 @@ def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator
 
 
 def fingerprinted(prompt: Prompt) -> bytes:
-    """A prompt's part of a set's fingerprint: a JSON array of id, token ids and answers, and a newline."""
-    return json.dumps([prompt.id, prompt.token_ids, prompt.answer, *prompt.other_answers]).encode() + b"\n"
+    """A prompt's part of a set's fingerprint: JSON of id, token ids, answers and digests of images, and a newline."""
+    images = [image.digest for image in prompt.images]
+    return json.dumps([prompt.id, prompt.token_ids, prompt.answer, *prompt.other_answers, *images]).encode() + b"\n"
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -269,6 +271,9 @@ def _tokenise(
     """(the text of each prompt, its tokens)."""
     plain = PlainText(tokenizer)
     if not uses_template(tokenizer, style):
+        with_images = next((prompt.id for prompt in prompts if prompt.images), None)
+        problem, remedy = f"{with_images!r} has images, which only a chat template places", "use chat, and such a model"
+        require(with_images is None, "prompts.style", problem, got=style, remedy=remedy)
         texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
             _check_words(prompt, prompt.messages, text)
@@ -276,10 +281,12 @@ def _tokenise(
         return texts, plain.ids(*plain.cut_texts(texts, said=False), partial(raw_prompt_ids, tokenizer))
     from jinja2.exceptions import TemplateError
 
+    processor = processor_of(tokenizer) if any(prompt.images for prompt in prompts) else None
     conversations = [shown.messages(p.messages) for p in prompts]
     cut, tools, gap = plain.cut(conversations, shown.tools)
     try:
-        texts = rendered(tokenizer, cut, tools=tools, start=True)
+        parted = [in_parts(c) if p.images else c for p, c in zip(prompts, cut, strict=True)]
+        texts = rendered(tokenizer, parted, tools=tools, start=True)
     except TemplateError as error:
         has_system = any(p.messages[0]["role"] == "system" for p in prompts)
         problem = f"the model's chat template refuses it ({error})"
@@ -291,6 +298,8 @@ def _tokenise(
             got=tokenizer.name_or_path or None,
             remedy="put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw",
         ) from error
+    if processor is not None:
+        texts = [processor.expanded(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     ids = plain.ids(texts, gap)
     texts = [text.replace(gap, "") for text in texts] if gap else texts
     for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
@@ -325,6 +334,7 @@ def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text
     bare, words = "".join(text.split()), None
     for message in conversation:
         content = message["content"].rpartition("</think>")[2]  # templates leave earlier thinking out
+        content = content.replace(IMAGE, "") if prompt.images else content
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if "".join(content.split()) in bare and all(name in text for name in called):
             continue

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.data.fields import TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
+from rlft.data.images import with_images
 from rlft.data.lazy import mapped
 from rlft.data.templates import chat, check_template, filled, filled_turns, placeholders, question_of
-from rlft.types import Message, Prompt, Split, UserError, are, counted, require
+from rlft.types import IMAGE, Image, Message, Prompt, Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class Question:
     answer: str
     other_answers: tuple[str, ...]
     metadata: Mapping[str, Any]
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class RecordKeys(RowSource):
 
     prompt_field: str
     messages_field: str | None
+    image_field: str | None
     answer_field: str | None
     answer_pattern: str | None
     answer_remove: str
@@ -149,6 +152,8 @@ class RecordKeys(RowSource):
         problem = "is null, so that examples have no answer to show"
         has_answer = self.answer_field is not None or self.messages_field is not None
         require(has_answer or not self.few_shot, "data.answer_field", problem, remedy="set data.few_shot=0, or name it")
+        problem, shows = "examples are shown without images", self.image_field is not None and self.few_shot
+        require(not shows, "data.few_shot", problem, got=self.few_shot, remedy="set it to 0 with data.image_field")
         try:
             re.compile(self.answer_pattern or "")
         except re.error as error:
@@ -171,6 +176,7 @@ class RecordKeys(RowSource):
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Question]]:
         """The row's question. Raises RowError."""
+        fields, images = with_images(fields, self.messages_field or self.prompt_field, self.image_field)
         turns = (
             question_of(fields, self.prompt_field, self.prompt_template)
             if self.messages_field is None
@@ -186,6 +192,9 @@ class RecordKeys(RowSource):
             raise RowError(problem, remedy="use environment=tools (docs/tools.md), or leave the field out")
         answer, *others = dict.fromkeys(map(self._answer, worked_answers)) if worked_answers else [""]
         turns, question = filled_turns(turns, self.prompt_template, fields)
+        places = sum(turn["content"].count(IMAGE) for turn in turns)
+        if images and places != len(images):
+            raise RowError(f"its question has places for {places} of {len(images)} images")
         made = Question(
             id=row_id,
             turns=turns,
@@ -193,8 +202,10 @@ class RecordKeys(RowSource):
             answer=answer,
             other_answers=tuple(others),
             metadata={name: self._metadata(fields, name) for name in self.metadata_fields},
+            images=images,
         )
-        return [RecordRow(identity=identity(question), made=made)]
+        pictures = ({"role": "image", "content": image.digest} for image in images)
+        return [RecordRow(identity=identity([*question, *pictures]), made=made)]
 
     def _metadata(self, fields: Mapping[str, Any], name: str) -> Any:
         try:
@@ -258,6 +269,7 @@ class RecordKeys(RowSource):
             answer=question.answer,
             other_answers=question.other_answers,
             metadata=question.metadata,
+            images=question.images,
         )
 
     def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:

@@ -252,6 +252,8 @@ class Engine(ABC):
     """Its key that sets `at_once`, if there is one."""
     notes_experts: ClassVar[bool] = False
     """Whether its completions can say to which experts their tokens went (`Sampling.notes_experts`)."""
+    reads_images: ClassVar[bool] = False
+    """Whether it samples prompts with images."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
     packages: ClassVar[tuple[str, ...]] = ()

@@ -12,17 +12,33 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlft.types import ImageRows
+
 
 class RepeatedCache:
-    """A decoder for any model; prompts are padded on the left."""
+    """A decoder for any model; prompts are padded on the left, their `images` on the right."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        device: torch.device,
+        images: ImageRows | None = None,
+    ) -> None:
         self.model, self.max_tokens, self.device = model, max_tokens, device
         width = max(map(len, prompts))
         ids = [[0] * (width - len(p)) + list(p) for p in prompts]  # left-padded: every row's next token is the last
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         self.ids = torch.tensor(ids, device=device)
         self.mask = torch.tensor(mask, device=device)
+        self.images, self.shifts = None, torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        if images is not None:
+            padding = width - self.mask.sum(1).cpu()
+            columns = (torch.arange(width) - padding[:, None]).clamp(min=0)  # what is read in the padding is masked
+            sources = columns + torch.arange(len(prompts))[:, None] * images.rows.shape[1]
+            self.images = images.gathered(sources).to(device)
+            self.shifts = images.shifts(width - padding).to(device)
         self.cache: Any = None  # the prefill makes it: the model knows what its layers keep
         self.cache_argument = cache_argument(model)
         self.has_positions = "position_ids" in forward_arguments(model)
@@ -30,26 +46,28 @@ class RepeatedCache:
     def prefill(self, n: int) -> Tensor:
         """Logits `[P * n, V]` of the first completion token; each prompt has gone through the network once."""
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(self.ids, positions)
+        inputs = {"input_ids": self.ids} if self.images is None else self.images.inputs(self.model, self.ids)
+        logits = self._forward(inputs, positions)
         if self.device.type != "cpu":
             # So that transformers makes each token's mask, without first waiting to hear whether it is all True.
             for layer in self.cache.layers:
                 layer.is_compileable = True
         rows = torch.arange(len(self.ids), device=self.device).repeat_interleave(n)
         take_rows(self.cache, rows)
-        self.mask = self.mask[rows]
+        self.mask, self.shifts = self.mask[rows], self.shifts[rows]
         return logits[rows]
 
     def step(self, token_R: Tensor) -> Tensor:
         """Logits `[R, V]` after one more token in each row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(token_R), 1)], dim=1)
-        return self._forward(token_R[:, None], self.mask.sum(1, keepdim=True) - 1)
+        positions = self.mask.sum(1, keepdim=True) - 1 + self.shifts[:, None]
+        return self._forward({"input_ids": token_R[:, None]}, positions)
 
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch."""
         rows = rows.to(self.device)
         take_rows(self.cache, rows)
-        self.mask = self.mask[rows]
+        self.mask, self.shifts = self.mask[rows], self.shifts[rows]
 
     def fill(self) -> None:
         """Does what `PrefixCache.fill` does; sliding windows and recurrent states never hold more than they do now."""
@@ -63,8 +81,8 @@ class RepeatedCache:
                     for x in (layer.keys, layer.values)
                 )
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        arguments: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions}
+    def _forward(self, inputs: dict[str, Tensor], positions: Tensor) -> Tensor:
+        arguments: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions, **inputs}
         if not self.has_positions:
             del arguments["position_ids"]
         if self.cache is not None:
@@ -72,7 +90,7 @@ class RepeatedCache:
             # A state has no padding in it, and Mamba would read this mask as that of the new token.
             if not attends(self.cache):
                 del arguments["attention_mask"]
-        output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **arguments)
+        output = self.model(use_cache=True, logits_to_keep=1, **arguments)
         if self.cache is None:
             self.cache = self._made_by(output)
         return output.logits[:, -1]

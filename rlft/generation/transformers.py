@@ -22,7 +22,18 @@ from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.device import widest
 from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
+from rlft.types import (
+    Adapter,
+    Completion,
+    FinishReason,
+    Group,
+    ImageRows,
+    Prompt,
+    Rollout,
+    Sampling,
+    UserError,
+    counted,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +76,7 @@ class Transformers(Engine):
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
     notes_experts: ClassVar[bool] = True
+    reads_images: ClassVar[bool] = True
     in_graphs: ClassVar[bool | None] = False
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
@@ -157,7 +169,11 @@ class AdapterSlot(Protocol):
     `prefix_cache` gives a decoder that keeps each prompt once, or None where the model cannot be decoded like that.
     """
 
-    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder | None: ...
+    def images_of(self, prompts: Sequence[Prompt]) -> ImageRows | None: ...
+
+    def prefix_cache(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
+    ) -> Decoder | None: ...
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None: ...
 
@@ -311,8 +327,11 @@ class TransformersGenerator(Generator):
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")
 
-    def _decoder(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder:
-        return self.slot.prefix_cache(prompts, max_tokens) or RepeatedCache(model, prompts, max_tokens, self.device)
+    def _decoder(
+        self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
+    ) -> Decoder:
+        shared = self.slot.prefix_cache(prompts, max_tokens, images)
+        return shared or RepeatedCache(model, prompts, max_tokens, self.device, images)
 
     def _sample_chunk(
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling, first: int
@@ -322,7 +341,8 @@ class TransformersGenerator(Generator):
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
         own_ends = end_tokens(model, self.tokenizer) if self.ends is None else frozenset(self.ends)
         ends = own_ends | frozenset(sampling.stop_token_ids)
-        decoder, experts = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens), None
+        ids, images = [p.token_ids for p in prompts], self.slot.images_of(prompts)
+        decoder, experts = self._decoder(model, ids, sampling.max_tokens, images), None
         watch = None
         if sampling.stop:
             prompt_of_row = [prompt.token_ids for prompt in prompts for _ in range(n)]

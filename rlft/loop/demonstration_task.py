@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from rlft.batch import collate
 from rlft.generation.engine import Generator
 from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
@@ -100,7 +99,7 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         if not settings.kl_base:
             return evaluation, {}
         assert isinstance(self.learner, Roles), "check_config refuses the KL to a base that changes"
-        batch = collate(groups, scores, self.learner.backbone.decode)
+        batch = self.learner.backbone.collated(groups, scores)
         return evaluation, {"eval/kl_base": kl_to_base(self.learner, batch)}
 
 

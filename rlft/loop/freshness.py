@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, Protocol
 
 import torch
 
-from rlft.batch import collate
 from rlft.config.schema import FreshnessConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine, FreshnessCheck, Generator, StaleEngineError
@@ -315,6 +314,8 @@ def check_decoding(
 ) -> float | None:
     """The largest gap in nats between the engine's log-probs and the trainer's; None if the engine has no weights.
 
+    A prompt with images is among those that are sampled, if there is one at the beginning of the data.
+
     Args:
         generator: the run's engine, with the learner's weights.
         learner: the networks that learn.
@@ -327,6 +328,11 @@ def check_decoding(
     """
     max_tokens, token_budget = config.generation.max_tokens, config.token_budget
     probes = _probes(prompts, config.prompts.max_tokens, max_tokens)
+    probes += [
+        replace(prompt, next_turn=NextTurn(turn=0, seed=0, max_tokens=min(LENGTHS[0][1], max_tokens)))
+        for prompt in prompts.prompts[:1]
+        if prompt.images
+    ]
     if not any(generator.score([probes[0].token_ids[:2]])):
         return None
     sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
@@ -352,7 +358,7 @@ def _probes(prompts: PromptSet, max_prompt_tokens: int, max_tokens: int) -> list
 
 def _check(groups: Sequence[Group], learner: Networks, token_budget: int, limits: Limits) -> float:
     shape = len(groups), NUM_SAMPLES
-    batch = collate(groups, Scores(total=torch.zeros(shape), by_reward={}), learner.backbone.decode)
+    batch = learner.backbone.collated(groups, Scores(total=torch.zeros(shape), by_reward={}))
     gap = _gap(batch, learner, token_budget, training=True)
     if limits.allow(gap):
         return gap.largest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.batch import collate, select
+from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import left_out
@@ -212,7 +212,7 @@ class Session(RunDriver):
 
     def batch(self, rollouts: Rollouts) -> Batch:
         """The step as `[B, T]` tensors; for a teacher with a hint, also the prompts that it reads instead."""
-        batch, hint = collate(rollouts.groups, rollouts.scores, self.backbone.decode), self.config.snapshot.teacher_hint
+        batch, hint = self.backbone.collated(rollouts.groups, rollouts.scores), self.config.snapshot.teacher_hint
         if hint is None:
             return batch
         style = self.config.prompts.style
@@ -283,7 +283,7 @@ class Session(RunDriver):
         evaluation, groups, scores = self.evaluate(tuple(held_out.prompts[: self.config.eval.num_prompts]), step)
         extra: dict[str, float] = {}
         if self.config.eval.kl_base:
-            extra["eval/kl_base"] = kl_to_base(self.roles, collate(groups, scores, self.backbone.decode))
+            extra["eval/kl_base"] = kl_to_base(self.roles, self.backbone.collated(groups, scores))
         if self.plan.pretrain_text is not None:
             text = self.plan.pretrain_text.held_out()
             extra["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)

@@ -7,7 +7,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlft.batch import collate
 from rlft.config.model import ModelConfig, check_local, resolve_path
 from rlft.model.activations import set_checkpointing
 from rlft.model.families import recorded_family
+from rlft.model.images import ImageEncoder
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.text_model import load_model, own_class
@@ -34,8 +37,9 @@ from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
+from rlft.tokens.images import processor_of, with_source
 from rlft.tokens.text import dated, with_ends, with_variables
-from rlft.types import UserError, counted, require
+from rlft.types import Batch, Group, ImageRows, Prompt, Scores, UserError, counted, require
 
 SENTENCE = "the sum of two and three is five"
 """What every tokenizer gives back, whatever it does to capitals and punctuation."""
@@ -168,6 +172,7 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
         tokenizer.init_kwargs.pop("local_files_only", None)
+        with_source(tokenizer, source(config), read_config(config))
         return dated(with_ends(tokenizer, configured_ids(_generation_ends(config))), config.date)
     except (OSError, ValueError) as error:
         problem = f"its tokenizer cannot be read ({str(error).strip().splitlines()[0][:200]})"
@@ -185,6 +190,7 @@ class Backbone:
         device: where the model is.
         path: the config's model.path, as the user wrote it.
         kernels: what the model is computed with.
+        images: gives what the model reads in place of images; None: prompts have none.
     """
 
     model: PreTrainedModel
@@ -192,6 +198,18 @@ class Backbone:
     device: torch.device
     path: str
     kernels: Kernels = field(default_factory=Kernels)
+    images: ImageEncoder | None = None
+
+    def image_rows(self, prompts: Sequence[Prompt], width: int) -> ImageRows | None:
+        """Rows `[P, width]` that begin with these prompts, one each; None if none of them has images."""
+        return None if self.images is None else self.images.rows_of(prompts, width)
+
+    def collated(self, groups: Sequence[Group], scores: Scores) -> Batch:
+        """The `[B, T]` view of a step, with its images (`rlft.batch.collate`)."""
+        batch = collate(groups, scores, self.decode)
+        rows = [rollout.prompt for group in groups for rollout in group.rollouts]
+        images = self.image_rows(rows, batch.token_ids.shape[1])
+        return batch if images is None else replace(batch, images=images)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text as `Completion.text` shows it."""
@@ -250,7 +268,10 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
     tokenizer = _read_tokenizer(config)  # the plan has checked it
-    return Backbone(model=model, tokenizer=tokenizer, device=device, path=config.path, kernels=kernels)
+    images = ImageEncoder(
+        read_config(config), {**source(config), "dtype": dtype}, device, partial(processor_of, tokenizer)
+    )
+    return Backbone(model=model, tokenizer=tokenizer, device=device, path=config.path, kernels=kernels, images=images)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

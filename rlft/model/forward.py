@@ -303,7 +303,7 @@ def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """`[M, hidden]` of the positions that predict the completion tokens, after the final norm."""
-    [hidden] = hidden_states(model, packed.token_ids, packed.position_ids, packed=packed)
+    [hidden] = hidden_states(model, packed.token_ids, packed.position_ids, packed.images, packed=packed)
     return hidden if decoder_layer.narrows(model) else packed.predicting(hidden)
 
 
@@ -321,7 +321,8 @@ def padded_forward(
 
     def outputs_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
         states = value_head is not None
-        output = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, output_hidden_states=states)
+        inputs = _inputs(model, rows, ids_BT)
+        output = model(**inputs, attention_mask=mask_BT, use_cache=False, output_hidden_states=states)
         logits_BTV = widened(output.logits[:, :-1]) / temperature
         normaliser_BT = logits_BTV.logsumexp(-1)
         logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
@@ -340,7 +341,8 @@ def padded_most_likely(
     model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits[:, :-1]
+        inputs = _inputs(model, rows, ids_BT)
+        logits_BTV = model(**inputs, attention_mask=mask_BT, use_cache=False).logits[:, :-1]
         logp_BTV = widened(logits_BTV).log_softmax(-1)
         best = logp_BTV[..., :vocabulary].topk(k, -1)
         return logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
@@ -351,11 +353,16 @@ def padded_most_likely(
 
 def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
     def values_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        output = model.base_model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
+        output = model.base_model(**_inputs(model, rows, ids_BT), attention_mask=mask_BT, use_cache=False)
         return (head(output.last_hidden_state[:, :-1]),)
 
     [values_BT] = _of_padded_rows(batch, values_of, layout)
     return values_BT
+
+
+def _inputs(model: PreTrainedModel, rows: Batch, ids_BT: Tensor) -> dict[str, Tensor]:
+    """What a model reads of the first columns of these rows, whose token ids these are."""
+    return {"input_ids": ids_BT} if rows.images is None else rows.images.narrowed(ids_BT.shape[1]).inputs(model, ids_BT)
 
 
 OfRows = Callable[[Batch, Tensor, Tensor], Sequence[Tensor | None]]

@@ -29,7 +29,7 @@ from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.packing import Layout
 from rlft.model.routing import Routing
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
-from rlft.types import Adapter, Batch, Outputs, UserError
+from rlft.types import Adapter, Batch, ImageRows, Outputs, Prompt, UserError
 
 NO_SNAPSHOTS = SnapshotConfig(reference="none", refresh_every=0, ema_decay=None, old=Old.auto)
 NO_CRITIC = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
@@ -328,9 +328,15 @@ class Networks(ABC):
         with torch.no_grad():
             return score_sequences(self.model, sequences, self.backbone.device)
 
-    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+    def images_of(self, prompts: Sequence[Prompt]) -> ImageRows | None:
+        """What the base reads in place of the images of these prompts; None if they have none."""
+        return self.backbone.image_rows(prompts, max(len(prompt.token_ids) for prompt in prompts))
+
+    def prefix_cache(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
+    ) -> PrefixCache | None:
         """A cache for decoding these prompts with the active role; None if the model cannot use one."""
-        return open_prefix_cache(self.forward, prompts, max_tokens)
+        return open_prefix_cache(self.forward, prompts, max_tokens, images)
 
     # -- which experts tokens go to ------------------------------------------------------------------------------------
     @property

@@ -13,7 +13,7 @@ that it is a tree, too. For a forward on padded rows, every path becomes a row (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -25,7 +25,7 @@ from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.model.kernels.recurrent import StateRows, state_rows
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks
 from rlft.system.repeatable import repeatable
-from rlft.types import Batch
+from rlft.types import Batch, ImageRows
 
 T = TypeVar("T")
 
@@ -145,6 +145,7 @@ class PackedRows:
         columns: int64 `[M]`, its column.
         branches: the span of each branch, and the spans that it reads.
         runs: of each row of the Batch its runs of columns, each with the packed position where it begins.
+        images: those of the packed row; None if the Batch has none.
     """
 
     token_ids: Tensor
@@ -158,6 +159,7 @@ class PackedRows:
     columns: Tensor
     branches: tuple[BranchSpans, ...] = ()
     runs: tuple[tuple[tuple[Span, int], ...], ...] = ()
+    images: ImageRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -410,6 +412,9 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
         branches=tuple(branches),
         runs=tuple(map(tuple, placed)),
     )
+    if batch.images is not None:
+        sources_N = packed.sources(batch.token_ids.shape[1])
+        packed = replace(packed, images=batch.images.gathered(sources_N[None]))
     return to_device(packed, batch.token_ids.device)
 
 

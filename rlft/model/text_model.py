@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from rlft.model.text_classes import causal_class
 from rlft.types import UserError
 
 PEFT = "base_model.model."
@@ -89,7 +90,7 @@ def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return None
     text = config.get_text_config(decoder=True)
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    if text is not config and not config.is_encoder_decoder and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if text is not config and not config.is_encoder_decoder and causal_class(text) is not None:
         if not _contains_text_model(named, config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             named = cast(Any, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
         if _contains_text_model(named, config):
@@ -120,7 +121,7 @@ def text_model_of(own: PreTrainedModel) -> PreTrainedModel:
     head, embeddings = own.get_output_embeddings(), own.get_input_embeddings()
     config.tie_word_embeddings = head is not None and head.weight is embeddings.weight
     with torch.device("meta"):
-        model = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._from_config(config)
+        model = cast(type[PreTrainedModel], causal_class(config))._from_config(config)
     prefixes = {}
     for name, part in list(model.named_children()):
         is_head = part is model.get_output_embeddings()

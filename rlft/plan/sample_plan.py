@@ -16,6 +16,7 @@ from rlft.generation.stops import check_stops
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import lora_of, uses_of_sample
+from rlft.plan.images import check_images
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
 from rlft.plan.run_plan import Plan
 from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
@@ -105,6 +106,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     environment = read_environment(config.environment)
     shown = prompt_additions(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
+    check_images(config, config.generation.named(engine), prompts)
     data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
     return SamplePlan(
         config=config,

@@ -28,6 +28,7 @@ from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
 from rlft.plan.adapters import empty_model, fingerprints_of, uses
 from rlft.plan.duration import StepWork
+from rlft.plan.images import check_images
 from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, TeacherDemand, of_all_weights
 from rlft.plan.model_rules import (
@@ -386,6 +387,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     held_out = None
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
+    check_images(config, config.generation.named(engine), train_prompts)
     data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
     check_fresh_prompts(config, len(train_prompts.prompts))
     pass_rates = known_pass_rates(config, train_prompts) if trains else None

@@ -30,6 +30,7 @@ class Loaded(list[Any]):
     """Rows as `datasets` gives them, in a table of its own."""
 
     data = SimpleNamespace(nbytes=0)
+    features = {}  # noqa: RUF012  # no column of images
 
 
 @pytest.fixture

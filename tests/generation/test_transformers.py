@@ -390,7 +390,10 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
         model = AutoModelForCausalLM.from_config(config).eval()
 
     class Slot:
-        def prefix_cache(self, prompts, max_tokens):
+        def images_of(self, prompts):
+            return None
+
+        def prefix_cache(self, prompts, max_tokens, images=None):
             return None
 
         @contextmanager

@@ -11,13 +11,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationMixin, Qwen2VLConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
+from rlft.model.text_classes import INSIDE, causal_class
 from rlft.model.text_model import empty_model, names_of, own_class
 from rlft.types import UserError
 
@@ -121,9 +123,9 @@ def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path: Path
 
 
 def test_a_text_model_without_a_class_of_its_own_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    Qwen3VLConfig(architectures=["Qwen3VLForConditionalGeneration"]).save_pretrained(tmp_path)
+    Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=r"^model\.path: .* for a qwen3_vl_text, the text model of a qwen3_vl, got "
+        UserError, match=r"^model\.path: .* for a qwen2_vl_text, the text model of a qwen2_vl, got "
     ) as e:
         read_config(settings(tmp_path))
     assert str(tmp_path) in str(e.value)
@@ -133,3 +135,13 @@ def test_a_model_that_is_not_inside_another_keeps_its_names(tmp_path: Path) -> N
     config = read_config(settings(model_folders.llama(tmp_path / "llama")))
     assert own_class(config) is None
     assert not names_of(empty_model(config, trust_remote_code=False)).prefixes
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_text_model_that_is_only_inside_another_gets_a_head(kind: str) -> None:
+    text: Any = AutoConfig.for_model(kind.removesuffix("_text")).get_text_config()
+    assert type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    made: Any = causal_class(text)
+    assert made is causal_class(text)
+    assert made.config_class is type(text)
+    assert issubclass(made, GenerationMixin)

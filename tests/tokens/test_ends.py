@@ -62,7 +62,9 @@ class Forced:
     def __init__(self, tokens: Sequence[int], vocabulary: int) -> None:
         self.tokens, self.vocabulary, self.said = tokens, vocabulary, 0
 
-    def prefix_cache(self, prompts: object, max_tokens: int) -> Forced:
+    def images_of(self, prompts: object) -> None: ...
+
+    def prefix_cache(self, prompts: object, max_tokens: int, images: None) -> Forced:
         self.said = 0
         return self
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.batch import collate
 from rlft.commands.doctor.supervise import NotReadyError, Settings
 from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 from rlft.config.resolved import resolve
@@ -207,7 +206,7 @@ class MachineTrial:
 
     def collated(self, groups: Sequence[Group]) -> Batch:
         """The batch of these groups, in which every second completion has reward 1."""
-        return collate(groups, alternating(groups), self.session.backbone.decode)
+        return self.session.backbone.collated(groups, alternating(groups))
 
 
 def alternating(groups: Sequence[Group]) -> Scores:

@@ -27,6 +27,7 @@ from rlft.model.kernels.split_attention import Block
 if TYPE_CHECKING:
     from rlft.model.kernels.prefix_cache import PrefixCache
     from rlft.model.packing import PackedRows
+    from rlft.types import ImageRows
 
 NAME = "rlft_packed"
 
@@ -280,11 +281,13 @@ def _probe_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
     return tuple(attention)
 
 
-def hidden_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, images: ImageRows | None = None, **kwargs: Any
+) -> Tensor:
     """`[1, N, hidden]`, after the final norm, of tokens `[1, N]` at these positions, in a pass over a packed row."""
+    inputs = {"input_ids": ids} if images is None else images.inputs(model, ids)
     return model.base_model(
-        input_ids=ids,
-        position_ids=positions,
+        **{"position_ids": positions, **inputs},
         attention_mask=packed_mask(ids.shape[1], ids.device),
         use_cache=False,
         seq_idx=kwargs.get("packed"),  # see recurrent

@@ -29,6 +29,7 @@ from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_
 
 if TYPE_CHECKING:
     from rlft.model.forward import Forward
+    from rlft.types import ImageRows
 
 
 R = TypeVar("R")
@@ -37,13 +38,16 @@ R = TypeVar("R")
 class PrefixCache:
     """The state of decoding U prompts x n completions on a CPU, by a model whose attention is `rlft_packed`.
 
-    No gradient. The prompts are token ids, none is empty; a completion has at most `max_tokens` tokens.
+    No gradient. The prompts are token ids, none is empty; a completion has at most `max_tokens` tokens. `images` are
+    those of the prompts, padded on the right.
     """
 
     token_axis = 2
     """The axis of tokens in the buffers of completions' own keys and values, `[R, K, max_tokens, D]` here."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
+    ) -> None:
         self.model, self.max_tokens = model, max_tokens
         device = model.device
         lengths = [len(p) for p in prompts]
@@ -52,6 +56,12 @@ class PrefixCache:
         spans = [(int(end) - length, length) for end, length in zip(ends, lengths, strict=True)]
         self._token_ids = torch.tensor([t for p in prompts for t in p], device=device)
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._images, self._ends = None, self._lengths  # positions of the first completion tokens
+        if images is not None:
+            width = images.rows.shape[1]
+            sources_N = torch.cat([torch.arange(p * width, p * width + length) for p, length in enumerate(lengths)])
+            self._images = images.gathered(sources_N[None]).to(device)
+            self._ends = self._lengths + images.shifts(self._lengths)
         self._last = (ends - 1).to(device)
         # By number of the call of attention in a pass: a layer may call it twice.
         self._prompt: list[tuple[Tensor, Tensor]] = []
@@ -70,7 +80,7 @@ class PrefixCache:
 
     def prefill(self, n: int) -> Tensor:
         """Logits `[U * n, V]` of the first completion token; each prompt goes through the network once."""
-        hidden_UH = self._forward(self._token_ids, self._positions).index_select(0, self._last)
+        hidden_UH = self._forward(self._token_ids, self._positions, self._images).index_select(0, self._last)
         self._arrange(torch.arange(len(self._lengths)).repeat_interleave(n))
         return self._logits(hidden_UH).repeat_interleave(n, 0)
 
@@ -169,11 +179,11 @@ class PrefixCache:
             self._of_step[key] = make()
         return self._of_step[key]
 
-    def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
+    def _forward(self, token_N: Tensor, position_N: Tensor, images: ImageRows | None = None) -> Tensor:
         """`[N, hidden]` of these tokens, after the final norm."""
         self._calls = 0
         self._of_step: dict[Any, Any] = {}
-        return hidden_states(self.model, token_N[None], position_N[None], prefix_cache=self)[0]
+        return hidden_states(self.model, token_N[None], position_N[None], images, prefix_cache=self)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return head_of(self.model).logits(hidden)
@@ -206,7 +216,7 @@ class PrefixCache:
 
     def _set_owner(self, owner_R: Tensor) -> None:
         self._owner = owner_R
-        self._after_prompt = self._lengths[owner_R].to(self._token_ids.device)
+        self._after_prompt = self._ends[owner_R].to(self._token_ids.device)
 
     def _arrange(self, owner_R: Tensor) -> None:
         """Computes where each row goes when siblings are put side by side, padded to the most siblings of a prompt."""
@@ -327,7 +337,9 @@ def _merged(
     return out
 
 
-def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+def open_prefix_cache(
+    forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
+) -> PrefixCache | None:
     """A cache for decoding these prompts; None if the model computes no packed rows, or if flash attention does not
     compute its layers on a CUDA GPU."""
     if not forward.packed or keeps_states(forward.model):
@@ -335,5 +347,5 @@ def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_to
     model = forward.model
     sizes = {(layer.head_size, layer.cap) for layer in attention_of_layers(model)}
     if all(flash_attention.takes(model.dtype, size, model.device, caps=cap) for size, cap in sizes):
-        return FlashPrefixCache(model, prompts, max_tokens)
-    return PrefixCache(model, prompts, max_tokens) if model.device.type == "cpu" else None
+        return FlashPrefixCache(model, prompts, max_tokens, images)
+    return PrefixCache(model, prompts, max_tokens, images) if model.device.type == "cpu" else None

@@ -1,0 +1,120 @@
+"""Images in rows of data: files, bytes, base64 and data URLs, in a field of their own or as parts of a chat.
+
+They stay files or bytes here; they are decoded where prompts are tokenised, and again where a model reads them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlft.data.fields import RowError, kind, value_of
+from rlft.types import IMAGE, Image
+
+MARK = "<image>"
+"""What data sets write in the place of an image in a text."""
+
+FORMS = "a path, base64, a data URL, bytes or {bytes, path}"
+
+
+def with_images(
+    fields: Mapping[str, Any], asked_field: str, image_field: str | None
+) -> tuple[Mapping[str, Any], tuple[Image, ...]]:
+    """(the row with IMAGE in its question for each image, the images in this order).
+
+    `asked_field` holds a text or a chat. In a chat, parts of the type `image` and `image_url` are images; a part
+    without one stands for the next of `image_field`. Where neither parts nor MARK place these, they stand before the
+    text of the last message of the user. Raises RowError.
+    """
+    given = [] if image_field is None else _listed(value_of(fields, image_field))
+    asked = fields.get(asked_field)
+    placed: list[Any] = []
+    if isinstance(asked, list | tuple):
+        waiting = iter(given)
+        asked = [_with_texts(message, placed, waiting) for message in asked]
+        given = list(waiting)
+    if not given and not placed:
+        return fields, ()
+    if given and placed:
+        raise RowError(f"field {image_field!r} has {len(given)} more than the chat has parts for")
+    images = tuple(image_of(value, image_field or asked_field) for value in placed or given)
+    return {**fields, asked_field: _placed(asked, len(given))}, images
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else [*value] if isinstance(value, list | tuple) else [value]
+
+
+def _with_texts(message: Any, placed: list[Any], waiting: Any) -> Any:
+    """The message with IMAGE in place of its images, which are added to `placed`."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list | tuple):
+        return message
+    parts = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+            placed.append(_value_of_part(part, waiting))
+            part = {"type": "text", "text": IMAGE}
+        # Tables have all keys in each part.
+        parts.append({"type": "text", "text": part["text"]} if isinstance(part, Mapping) and part.get("text") else part)
+    return {**message, "content": parts}
+
+
+def _value_of_part(part: Mapping[str, Any], waiting: Any) -> Any:
+    for name in ("image", "image_url", "url", "path", "base64", "bytes"):
+        if part.get(name) is not None:
+            value = part[name]
+            return value["url"] if isinstance(value, Mapping) and "url" in value else value
+    try:
+        return next(waiting)
+    except StopIteration:
+        raise RowError("a part of the type image has no image, and data.image_field has none for it") from None
+
+
+def _placed(asked: Any, number: int) -> Any:
+    """The text or chat with IMAGE for this many images that have no place yet."""
+    if not number:
+        return asked
+    if isinstance(asked, str):
+        return asked.replace(MARK, IMAGE) if asked.count(MARK) == number else IMAGE * number + asked
+    if not isinstance(asked, list):
+        raise RowError(f"the question is {kind(asked)}, so there is no place for the images")
+    last = max((i for i, m in enumerate(asked) if isinstance(m, Mapping) and m.get("role") == "user"), default=None)
+    if last is None or not isinstance(asked[last].get("content"), str):
+        raise RowError("the chat has no text of a user before which the images could stand")
+    return [*asked[:last], {**asked[last], "content": _placed(asked[last]["content"], number)}, *asked[last + 1 :]]
+
+
+def image_of(value: Any, name: str) -> Image:
+    """The image in a field. RowError if it is none, or its file cannot be read."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and value:
+        return Image(digest=_digest(value), data=value)
+    if not isinstance(value, str) or not value:
+        raise RowError(f"field {name!r} must be an image ({FORMS}), it is {kind(value)}", key="image_field")
+    if value.startswith(("http://", "https://")):
+        raise RowError(f"field {name!r} is an address, and images are not fetched: {value[:60]}", key="image_field")
+    if value.startswith("data:"):
+        return image_of(_decoded(value.partition(",")[2], name), name)
+    try:
+        path = Path(value).expanduser()
+        return Image(digest=_digest(path.read_bytes()), path=str(path.resolve()))
+    except (OSError, ValueError):
+        return image_of(_decoded(value, name), name)
+
+
+def _decoded(text: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        problem = f"field {name!r} names no file that can be read, and is no base64: {text[:60]!r}"
+        raise RowError(problem, key="image_field") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,153 @@
+"""Images as a language model reads them: vectors in the place of their tokens, and positions in height and width.
+
+The tower that turns an image into vectors is frozen, so that these are constants: each image is computed once, by
+itself, and its vectors are kept. It is the folder's own class without decoder layers, which is loaded when the first
+image comes, so that nothing changes for texts. The model that is trained gets the vectors in place of embeddings
+(`ImageRows.inputs`), in the trainer's passes and in the prefill of the transformers engine alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlft.model.text_model import own_class
+from rlft.tokens.images import ImageProcessor
+from rlft.types import Image, ImageRows, Prompt, require
+
+KEPT_BYTES = 256 * 2**20
+"""How much memory the vectors of images take that are kept for later steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """An image as its model reads it.
+
+    Attributes:
+        vectors: `[K, hidden]`, in main memory.
+        deep: `[L, K, hidden]`, or None, as in `ImageRows`.
+        grid: int64 `[1, 3]`, its patches in time, height and width, if the processor says them.
+    """
+
+    vectors: Tensor
+    deep: Tensor | None
+    grid: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.vectors.nbytes + (0 if self.deep is None else self.deep.nbytes)
+
+
+class ImageEncoder:
+    """Turns the images of prompts into `ImageRows` for one model.
+
+    Args:
+        config: the config of the folder's own class.
+        options: those of transformers' `from_pretrained`.
+        device: where the model is.
+        processor: gives the processor of the folder.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        options: Mapping[str, Any],
+        device: torch.device,
+        processor: Callable[[], ImageProcessor],
+    ) -> None:
+        self._config, self._options, self._device, self._processor = config, options, device, processor
+        self._tower: Any = None
+        self._kept: OrderedDict[str, Encoded] = OrderedDict()
+
+    def rows_of(self, prompts: Sequence[Prompt], width: int) -> ImageRows | None:
+        """Rows `[P, width]` that begin with these prompts, one each; None if none of them has images."""
+        if not any(prompt.images for prompt in prompts):
+            return None
+        encoded = {image.digest: self._encode(image) for prompt in prompts for image in prompt.images}
+        starts, count = {}, 0
+        for digest, each in encoded.items():
+            starts[digest], count = count, count + len(each.vectors)
+        rows = torch.full((len(prompts), width), ImageRows.TEXT)
+        positions = [self._positions(prompt, encoded, width) for prompt in prompts]
+        for p, prompt in enumerate(prompts):
+            own = [torch.arange(starts[i.digest], starts[i.digest] + len(encoded[i.digest].vectors))
+                   for i in prompt.images]  # fmt: skip
+            places = self._is_image(prompt).nonzero()[:, 0] if own else ()
+            number = sum(map(len, own))
+            problem = f"its tower makes {number} vectors of images that have {len(places)} tokens in {prompt.id!r}"
+            remedy = "use the processor_config.json and preprocessor_config.json that belong to the model"
+            require(number == len(places), "model.path", problem, remedy=remedy)
+            if own:
+                rows[p, places] = torch.cat(own)
+        deep = [each.deep for each in encoded.values() if each.deep is not None]
+        return ImageRows(
+            vectors=torch.cat([each.vectors for each in encoded.values()]),
+            deep=torch.cat(deep, 1) if deep else None,
+            rows=rows,
+            positions=torch.stack([x for x in positions if x is not None]) if positions[0] is not None else None,
+        )
+
+    def _is_image(self, prompt: Prompt) -> Tensor:
+        return torch.tensor(prompt.token_ids) == self._processor().image_token_id
+
+    def _positions(self, prompt: Prompt, encoded: Mapping[str, Encoded], width: int) -> Tensor | None:
+        """int64 `[width, 3]` of a prompt and what follows it; None if the model has ordinary positions."""
+        if not hasattr(self._tower, "get_rope_index"):
+            return None
+        length = len(prompt.token_ids)
+        of_prompt = torch.arange(length)[:, None].expand(-1, 3)
+        if prompt.images:
+            grids = [encoded[image.digest].grid for image in prompt.images]
+            found, _ = self._tower.get_rope_index(
+                input_ids=torch.tensor([prompt.token_ids]),
+                mm_token_type_ids=self._is_image(prompt)[None].int(),
+                image_grid_thw=torch.cat([grid for grid in grids if grid is not None]),
+            )
+            of_prompt = found[:, 0].T
+        behind = of_prompt.max() + 1 + torch.arange(width - length)
+        return torch.cat([of_prompt, behind[:, None].expand(-1, 3)])
+
+    @torch.no_grad()
+    def _encode(self, image: Image) -> Encoded:
+        """The vectors of an image, which do not depend on others that are computed beside it."""
+        if image.digest in self._kept:
+            self._kept.move_to_end(image.digest)
+            return self._kept[image.digest]
+        self._tower = self._tower or self._load()
+        given = self._processor().tensors(image)
+        accepted = inspect.signature(self._tower.get_image_features).parameters
+        inputs = {name: value.to(self._device) for name, value in given.items() if name in accepted}
+        found = self._tower.get_image_features(**inputs, return_dict=True)
+        parts = found.pooler_output
+        vectors = torch.cat(tuple(parts)) if not isinstance(parts, Tensor) else parts.flatten(0, -2)
+        deep = getattr(found, "deepstack_features", None)
+        if deep is not None:
+            deep = torch.stack([torch.cat(tuple(layer)) for layer in deep])
+        deep = None if deep is None else deep.cpu()
+        made = Encoded(vectors=vectors.cpu(), deep=deep, grid=given.get("image_grid_thw"))
+        self._kept[image.digest] = made
+        while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return made
+
+    def _load(self) -> Any:
+        """The folder's own class with its tower, and without decoder layers."""
+        config = deepcopy(self._config)
+        contains = own_class(config)
+        assert contains is not None, "the plan refuses images for a model without a tower"
+        text = config.get_text_config(decoder=True)
+        text.num_hidden_layers = 0
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+        unread = [*(contains._keys_to_ignore_on_load_unexpected or ()), r"\.layers\."]
+        quiet: Any = type(contains.__name__, (contains,), {"_keys_to_ignore_on_load_unexpected": unread})
+        model = quiet.from_pretrained(config=config, **self._options)
+        model.requires_grad_(False).eval().to(self._device)
+        return model.base_model

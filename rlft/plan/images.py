@@ -1,0 +1,36 @@
+"""What does not go with prompts that have images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlft.config.schema import RunConfig
+from rlft.data.prompts import PromptSet
+from rlft.generation.engine import Engine
+from rlft.reward.workers.reward_spec import specs
+from rlft.types import require
+
+
+def check_images(config: Any, engine: Engine, prompts: PromptSet) -> None:
+    """Refuses what does not go with images, if the first prompt has any; `config` is a root that samples.
+
+    Raises UserError.
+    """
+    if not prompts.prompts[0].images:
+        return
+    problem, remedy = f"{engine.title} does not sample prompts with images", "use generation=transformers"
+    require(engine.reads_images, "generation.engine", problem, got=config.generation.engine, remedy=remedy)
+    problem, environment = "goes on with texts alone, and the data have images", config.environment
+    require(environment is None, "environment", problem, remedy="leave it out, or use data without images")
+    for name, spec in specs(config.reward).items():
+        problem = "reads texts alone, and the data have images"
+        require(not spec.runs_in_trainer, f"reward.{name}", problem, remedy="use a reward of the answer")
+    if not isinstance(config, RunConfig):
+        return
+    problem, remedy = "do not get the data's images", "leave it out, or use data without images"
+    cluster, snapshot = config.cluster, config.snapshot
+    require(not cluster.engines, "cluster.engines", problem, got=cluster.engines, remedy=remedy)
+    require(cluster.ranks == 1, "cluster.ranks", problem, got=cluster.ranks, remedy=remedy)
+    is_apart = snapshot.teacher_model is not None or snapshot.teacher_hint is not None
+    problem = "reads no images: it is another model, or reads other prompts"
+    require(not is_apart, "snapshot.teacher", problem, got=snapshot.teacher, remedy=remedy)

@@ -1,0 +1,135 @@
+"""Folders of tiny models with random weights that read images, each with the processor of its family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3Config,
+    Idefics3Config,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import rlft
+
+TOKENIZER = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ 'SHOWN' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SHOWN = {
+    "idefics3": "<image>",
+    "gemma3": "<start_of_image>",
+}
+"""{kind: what its template writes for an image}; of Qwen's it is `QWEN`."""
+QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+SPECIAL = {
+    "idefics3": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+}
+
+
+def folder_of(folder: Path, kind: str) -> Path:
+    """A model of this type with its tokenizer, its template and its processor of images."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer.model_max_length = 4096
+    special = SPECIAL.get(kind, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = TEMPLATE.replace("SHOWN", SHOWN.get(kind, QWEN))
+    if kind == "gemma3":
+        for name, token in zip(("boi_token", "image_token", "eoi_token"), special, strict=True):
+            tokenizer.init_kwargs[name] = token
+    config = _config(kind, tokenizer, dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config)
+        for name, weight in model.named_parameters():  # towers begin with weights of 0.02, whose images look alike
+            if "visual" in name or "vision" in name or "connector" in name or "projector" in name:
+                weight.data = weight.data * 5 if weight.dim() > 1 else weight.data
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _image_processor(kind).save_pretrained(folder)
+    if kind == "idefics3":
+        (folder / "processor_config.json").write_text('{"processor_class": "Idefics3Processor", "image_seq_len": 4}')
+    return folder
+
+
+def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "spatial_merge_size": 2}
+    qwen: dict[str, Any] = {}
+    if kind.startswith("qwen"):
+        qwen = {
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+            "tie_word_embeddings": False,
+        }
+    if kind == "qwen3_5":
+        linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        linear |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        kinds = {"layer_types": ["linear_attention", "full_attention"] * 2}
+        rope = {**sections, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+        return Qwen3_5Config(text_config={**text, **linear, **kinds, "rope_parameters": rope},
+                             vision_config=vision, **qwen)  # fmt: skip
+    if kind == "qwen3_vl":
+        rope = {**sections, "mrope_interleaved": True}
+        deep = {**vision, "deepstack_visual_indexes": [0, 1]}
+        return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=deep, **qwen)
+    if kind == "qwen2_5_vl":
+        del text["head_dim"]
+        rope = {**sections, "mrope_section": [4, 2, 2]}
+        windows = {**vision, "window_size": 16, "fullatt_block_indexes": [1]}
+        return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=windows, **qwen)
+    siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "idefics3":
+        return Idefics3Config(
+            text_config={**text, "model_type": "llama"},
+            vision_config={**siglip, "image_size": 16, "patch_size": 4},
+            image_token_id=ids["<image>"],
+            scale_factor=2,
+            tie_word_embeddings=False,
+        )
+    return Gemma3Config(
+        text_config={**text, "sliding_window": 64},
+        vision_config={**siglip, "image_size": 28, "patch_size": 7},
+        mm_tokens_per_image=4,
+        image_token_index=ids["<image_soft_token>"],
+    )
+
+
+def _image_processor(kind: str) -> Any:
+    if kind.startswith("qwen"):
+        size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}
+        return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    if kind == "idefics3":
+        return Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)

@@ -1,0 +1,153 @@
+"""Prompts with images: the trainer's log-probs are those of the folder's own class, and the engine decodes them."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vision_folders
+from peft import PeftModel
+from PIL import Image as pillow
+from transformers import AutoModelForImageTextToText
+
+from rlft.config.model import LoraSettings, ModelConfig
+from rlft.data.prompts import tokenised
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.transformers import TransformersGenerator
+from rlft.model.backbone import Backbone, read_backbone
+from rlft.model.forward import padded_forward
+from rlft.model.roles import Roles, policy_alone
+from rlft.tokens.images import picture, processor_of
+from rlft.types import IMAGE, Completion, FinishReason, Group, Image, Prompt, Rollout, Sampling, Scores
+
+LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3")
+CPU = torch.device("cpu")
+
+
+def settings(folder: Path) -> ModelConfig:
+    return ModelConfig(
+        path=str(folder),
+        revision=None,
+        dtype="float32",
+        device="cpu",
+        attn_implementation="auto",
+        gradient_checkpointing=False,
+        quantization=None,
+        trust_remote_code=False,
+    )
+
+
+def drawn(seed: int, height: int, width: int) -> Image:
+    pixels = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    pillow.fromarray(pixels).save(file, "PNG")
+    return Image(digest=f"{seed}", data=file.getvalue())
+
+
+def prompts(backbone: Backbone) -> list[Prompt]:
+    """One image, two images of other shapes, the first one again with another question, and none."""
+    first, second, third = drawn(1, 16, 24), drawn(2, 24, 16), drawn(3, 32, 16)
+    asked = [
+        (f"{IMAGE}How many?", (first,)),
+        (f"Is {IMAGE} like {IMAGE}?", (second, third)),
+        (f"{IMAGE}What colour is it?", (first,)),
+        ("How are you?", ()),
+    ]
+    made = [
+        Prompt(id=str(number), messages=({"role": "user", "content": text},), answer="", images=images)
+        for number, (text, images) in enumerate(asked)
+    ]
+    return list(tokenised(made, backbone.tokenizer, "chat"))
+
+
+def group(prompt: Prompt, lengths: tuple[int, ...]) -> Group:
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt,
+            completion=Completion(
+                text="",
+                token_ids=tuple(20 + (7 * row + 3 * t) % 60 for t in range(length)),
+                logprobs=(0.0,) * length,
+                finish_reason=FinishReason.length,
+            ),
+            policy_version=0,
+        )
+        for row, length in enumerate(lengths)
+    )
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+def with_noise(roles: Roles) -> Roles:
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in roles.named_parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return roles
+
+
+@torch.no_grad()
+def by_own_class(model: Any, backbone: Backbone, rollout: Rollout) -> tuple[list[int], torch.Tensor]:
+    """(the prompt's tokens, the log-probs of the completion's) by transformers' own processor and model alone."""
+    prompt, said = rollout.prompt, list(rollout.completion.token_ids)
+    processor = processor_of(backbone.tokenizer)._processor
+    pieces = prompt.messages[0]["content"].replace(IMAGE, f"\0{IMAGE}\0").split("\0")
+    parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces if piece]
+    conversation: Any = [{"role": "user", "content": parts}]
+    text = backbone.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    images = [picture(image) for image in prompt.images] or None
+    inputs = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+    ids = inputs["input_ids"][0].tolist()
+    more = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    if "mm_token_type_ids" in more:
+        more["mm_token_type_ids"] = torch.nn.functional.pad(more["mm_token_type_ids"], (0, len(said)))
+    logits = model(input_ids=torch.tensor([ids + said]), **more).logits[0]
+    logp = logits[len(ids) - 1 : -1].log_softmax(-1)
+    return ids, logp.gather(-1, torch.tensor(said)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_the_folders_own_class(kind: str, tmp_path: Path) -> None:
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
+    assert roles.forward.packed, roles.forward.reason
+    groups = [group(prompt, (5, 9)) for prompt in prompts(backbone)]
+    batch = backbone.collated(groups, Scores(total=torch.zeros(4, 2), by_reward={}))
+    assert batch.images is not None
+    packed = roles.forward.logprobs(batch, 4096)
+    split = roles.forward.logprobs(batch, 40)  # a micro-batch for each row, with its own images
+    with torch.no_grad():
+        padded = padded_forward(backbone.model, batch, 1.0, False).logprobs
+    without = roles.forward.logprobs(replace(batch, images=None), 4096)
+    published, files = roles.publish(1), AdapterFiles(tmp_path)
+    roles.close()
+
+    own: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / kind, dtype=torch.float32)
+    own = PeftModel.from_pretrained(own, str(files.write(published))).eval()
+    rollouts = [rollout for each in groups for rollout in each.rollouts]
+    for b, rollout in enumerate(rollouts):
+        ids, expected = by_own_class(own, backbone, rollout)
+        assert ids == list(rollout.prompt.token_ids)
+        for found in (packed, split, padded):
+            # All compute in float32, with other kernels; seen: at most 2e-5.
+            assert (found[b, len(ids) : len(ids) + len(expected)] - expected).abs().max() < 1e-4
+        blind = (without[b, len(ids) : len(ids) + len(expected)] - expected).abs().max()
+        assert blind > 0.1 if rollout.prompt.images else blind < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_gives_the_log_probs_of_the_trainers_forward(kind: str, tmp_path: Path) -> None:
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
+    generator = TransformersGenerator(roles, backbone.tokenizer, CPU, 8, ends=[0])
+    generator.load(roles.publish(1))
+    asked = prompts(backbone)
+    groups = generator.sample(asked, 3, [10, 20, 30, 40], Sampling(max_tokens=12, temperature=1.0))
+    batch = backbone.collated(groups, Scores(total=torch.zeros(4, 3), by_reward={}))
+    found = roles.forward.logprobs(batch, 4096)
+    assert (found - batch.sampled_logprobs).abs()[batch.loss_mask].max() < 1e-4
+    roles.close()

@@ -1,0 +1,57 @@
+"""What does not go with images is refused by its key, before weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import vision_folders
+
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.plan.train_plan import TrainPlan
+from rlft.types import UserError
+
+SMALL = ("+recipe=grpo_shapes", "data.size=40", "data.held_out_size=20", "prompts_per_step=4")
+
+
+def planned(*words: str) -> TrainPlan:
+    return resolve(compose([*SMALL, *words])).plan()
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UserError) as error:
+        planned(*words)
+    return str(error.value)
+
+
+def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> None:
+    plan = planned()
+    # 9 tokens of the image, 2 around it, 9 letters, and 6 of the template.
+    assert plan.train_prompts.lengths.longest == plan.train_prompts.lengths.shortest == 26
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.path=embedded:tiny-arithmetic"], "model.path: the data have images, and a qwen2 reads none"),
+        (["generation=vllm"], "generation.engine: vLLM does not sample prompts with images"),
+        (["cluster.ranks=2"], "cluster.ranks: do not get the data's images"),
+        (["snapshot.teacher=embedded:tiny-arithmetic"], "snapshot.teacher: "),
+        (["prompts.style=raw"], "prompts.style: "),
+    ],
+)
+def test_what_does_not_go_with_images_is_refused(words: list[str], expected: str) -> None:
+    assert refusal(*words).startswith(expected)
+
+
+def test_a_family_whose_images_are_not_read_exactly_is_refused_by_name(tmp_path: Path) -> None:
+    folder = vision_folders.folder_of(tmp_path / "gemma3", "gemma3")
+    found = refusal(f"model.path={folder}")
+    assert found.startswith("model.path: the data have images, and those of a gemma3 are not read exactly")
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+    folder = vision_folders.folder_of(tmp_path / "qwen3_5", "qwen3_5")
+    (folder / "preprocessor_config.json").unlink()
+    assert refusal(f"model.path={folder}").startswith("model.path: its processor of images cannot be read")
