@@ -144,6 +144,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
                 "prompt_id": rollout.prompt.id,
                 "index": i,
                 "prompt": [dict(message) for message in rollout.prompt.messages],
+                **({"images": images} if (images := [each.digest for each in rollout.prompt.images]) else {}),
                 **({"tail": rollout.prompt.tail} if rollout.prompt.tail else {}),
                 "answer": rollout.prompt.answer,
                 "completion": completion.text,

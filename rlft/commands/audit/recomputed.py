@@ -165,6 +165,9 @@ class Recomputing:
                 if line["step"] != step or line["prompt_id"] != prompt.id:
                     self._differ("prompts", name, f"{where}: is of another step or prompt")
                 same = line["prompt"] == [dict(message) for message in prompt.messages]
+                images = [image.digest for image in prompt.images]
+                if line.get("images", []) != images:
+                    self._differ("prompts", name, f"{where}: its images are not those of the data")
                 if line["answer"] != prompt.answer or not (same or config.environment):
                     self._differ("prompts", name, f"{where}: prompt or answer are not those of the data")
                 if line["policy_version"] not in versions:
