@@ -31,10 +31,9 @@ def print_summary(plan: TrainPlan, folder: Path) -> None:
     """Prints the run's curves, and commands that work as printed on this machine."""
     config, run = plan.config, f"run={folder}"
     lr = config.trainer.lr
-    commands = [
-        ("evaluate with more samples", ["eval", run, "eval.num_samples=8"]),
-        ("talk to it", ["chat", run]),
-    ]
+    commands = [("evaluate with more samples", ["eval", run, "eval.num_samples=8"])]
+    if not plan.train_prompts.prompts[0].images:  # a chat has none
+        commands.append(("talk to it", ["chat", run]))
     if config.trainer.schedule == "constant":  # other schedules end with the last step
         commands.append(("train on", ["resume", str(folder), f"steps={2 * config.steps}"]))
     if config.name in catalog.recipes("train"):

@@ -48,6 +48,9 @@ def check_learner_on(
     if lora is None:
         dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
         _check_trainable(str(dtype).removeprefix("torch."))
+        problem = f"a checkpoint of all weights would lack the vision tower of a {model.model_type}"
+        remedy = "train an adapter, or use a model of texts"
+        require(getattr(model, "vision_config", None) is None, "lora", problem, got="null", remedy=remedy)
     else:
         check_targets(lora, settings, model)
         if engine is not None:

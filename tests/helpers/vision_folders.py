@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3VLConfig,
+    SmolVLMConfig,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 import rlft
 
@@ -31,12 +34,16 @@ TEMPLATE = (
 )
 SHOWN = {
     "idefics3": "<image>",
+    "smolvlm": "<image>",
     "gemma3": "<start_of_image>",
 }
 """{kind: what its template writes for an image}; of Qwen's it is `QWEN`."""
+PROCESSORS = {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+TILED = ["<fake_token_around_image>", "<image>", "<end_of_utterance>"]
 SPECIAL = {
-    "idefics3": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    "idefics3": TILED,
+    "smolvlm": TILED,
     "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
 }
 
@@ -61,8 +68,9 @@ def folder_of(folder: Path, kind: str) -> Path:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _image_processor(kind).save_pretrained(folder)
-    if kind == "idefics3":
-        (folder / "processor_config.json").write_text('{"processor_class": "Idefics3Processor", "image_seq_len": 4}')
+    if kind in PROCESSORS:
+        fields = {"processor_class": PROCESSORS[kind], "image_seq_len": 4}
+        (folder / "processor_config.json").write_text(json.dumps(fields))
     return folder
 
 
@@ -110,8 +118,8 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
         windows = {**vision, "window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=windows, **qwen)
     siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if kind == "idefics3":
-        return Idefics3Config(
+    if kind in PROCESSORS:
+        return (SmolVLMConfig if kind == "smolvlm" else Idefics3Config)(
             text_config={**text, "model_type": "llama"},
             vision_config={**siglip, "image_size": 16, "patch_size": 4},
             image_token_id=ids["<image>"],
@@ -130,6 +138,7 @@ def _image_processor(kind: str) -> Any:
     if kind.startswith("qwen"):
         size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}
         return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
-    if kind == "idefics3":
-        return Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    if kind in PROCESSORS:
+        tiled = SmolVLMImageProcessorPil if kind == "smolvlm" else Idefics3ImageProcessorPil
+        return tiled(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
     return Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)

@@ -61,7 +61,8 @@ def test_an_embedded_model_is_a_folder_of_the_package(tiny_path):
 
 
 def test_an_unknown_embedded_model_is_refused_with_the_known_ones():
-    known = "embedded:tiny-arithmetic, embedded:tiny-caller, embedded:tiny-chains, embedded:tiny-student"
+    names = ("arithmetic", "caller", "chains", "shapes", "student")
+    known = ", ".join(f"embedded:tiny-{name}" for name in names)
     with pytest.raises(UserError, match=rf"^model\.path: .*, got embedded:nope; use {known}, a folder"):
         resolve_path("embedded:nope")
 

@@ -26,7 +26,7 @@ from rlft.tokens.images import picture, processor_of
 from rlft.types import IMAGE, Completion, FinishReason, Group, Image, Prompt, Rollout, Sampling, Scores
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm")
 CPU = torch.device("cpu")
 
 

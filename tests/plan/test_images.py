@@ -39,6 +39,13 @@ def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> No
         (["cluster.ranks=2"], "cluster.ranks: do not get the data's images"),
         (["snapshot.teacher=embedded:tiny-arithmetic"], "snapshot.teacher: "),
         (["prompts.style=raw"], "prompts.style: "),
+        (["lora=null"], "lora: a checkpoint of all weights would lack the vision tower of a qwen2_5_vl"),
+        (["data=arithmetic", "lora=null"], "lora: a checkpoint of all weights would lack the vision tower"),
+        (
+            ["environment=game", "reward=null", "environment.factory=rlft.environment.oracle_game.OracleGame"],
+            "environment: goes on with texts alone, and the data have images",
+        ),
+        (["cluster.engines=1"], "cluster.engines: do not get the data's images"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(words: list[str], expected: str) -> None:
