@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.arithmetic import drawn_prompts
+from rlft.system.terminal import pip_install
 from rlft.types import IMAGE, Image, Prompt, Split, require
 
 if TYPE_CHECKING:
@@ -51,10 +53,12 @@ class Shapes:
             yield f"{number}-{rng.getrandbits(40):010x}", QUESTION, number
 
     def check(self) -> None:
-        """Refuses keys for which there is no picture. Raises UserError."""
+        """Refuses keys for which there is no picture, and to draw without Pillow. Raises UserError."""
         cells = CELLS**2
         is_possible = 1 <= self.most <= cells
         require(is_possible, "data.most", f"must be 1 to {cells}", got=self.most, remedy=f"try data.most={cells}")
+        is_installed, problem = importlib.util.find_spec("PIL"), "the pillow library is not installed"
+        require(is_installed, "data", problem, got="shapes", remedy=pip_install("rlft[vision]"))
 
 
 def drawing(name: str) -> Image:

@@ -43,3 +43,9 @@ def test_a_picture_has_as_many_cells_with_a_shape_as_its_name_says(number: int) 
 def test_more_shapes_than_cells_are_refused() -> None:
     with pytest.raises(UserError, match=r"^data\.most: must be 1 to 9, got 10"):
         task(most=10).load(Split.train)
+
+
+def test_without_pillow_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^data: the pillow library is not installed, got shapes; .*rlft\[vision\]"):
+        task().load(Split.train)
