@@ -139,7 +139,14 @@ CASES: tuple[Case, ...] = (
         f"{GRPO} steps=2 epochs=2 snapshot.reference=copy algorithm.kl_coef=0.05 "
         f"cluster.ranks=2 cluster.lanes=4 cluster.shard_base=true cluster.engines=1 {RUN}",
     ),
+    case(
+        "all_weights",
+        f"train +recipe=grpo_arithmetic {MODEL} {SAVING} {SAMPLING} {EVALUATION} {STEPS} {PROMPTS} lora=null "
+        "trainer.lr=1e-4 snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.old=copy algorithm.kl_coef=0.05 "
+        f"minibatches=2 {RUN}",
+    ),
     # -- data and rewards
+    case("images", f"train +recipe=grpo_shapes {TRAIN} {PROMPTS} {RUN}"),
     case(
         "rewards",
         f"{GRPO} reward=[exact_match,format,math,length,cosine,repetition,overlong] scoring.workers=1 "

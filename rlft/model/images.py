@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlft.model.text_model import own_class
 from rlft.tokens.images import ImageProcessor
-from rlft.types import Image, ImageRows, Prompt, require
+from rlft.types import Image, ImageRows, Prompt, counted, require
 
 KEPT_BYTES = 256 * 2**20
 """How much memory the vectors of images take that are kept for later steps."""
@@ -81,7 +81,8 @@ class ImageEncoder:
                    for i in prompt.images]  # fmt: skip
             places = self._is_image(prompt).nonzero()[:, 0] if own else ()
             number = sum(map(len, own))
-            problem = f"its tower makes {number} vectors of images that have {len(places)} tokens in {prompt.id!r}"
+            made = f"{counted(number, 'vector')} of images that have {counted(len(places), 'token')}"
+            problem = f"its tower makes {made} in {prompt.id!r}"
             remedy = "use the processor_config.json and preprocessor_config.json that belong to the model"
             require(number == len(places), "model.path", problem, remedy=remedy)
             if own:

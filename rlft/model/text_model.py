@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from rlft.model.text_classes import causal_class
+from rlft.model.text_classes import INSIDE, causal_class
 from rlft.types import UserError
 
 PEFT = "base_model.model."
@@ -86,7 +86,7 @@ def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     Raises:
         UserError: the folder holds no causal language model that transformers has a class for.
     """
-    if hasattr(config, "auto_map"):  # its code is in the folder, as its authors load it
+    if hasattr(config, "auto_map") or config.model_type in INSIDE:  # its code is in the folder, or in text_classes.py
         return None
     text = config.get_text_config(decoder=True)
     named = getattr(transformers, (config.architectures or [""])[0], None)
@@ -150,6 +150,8 @@ def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrai
     contains = own_class(config)
     try:
         with torch.device("meta"):
+            if config.model_type in INSIDE:
+                return cast(type[PreTrainedModel], causal_class(config))._from_config(config)
             if contains is None:
                 return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
             own = contains._from_config(config)
@@ -162,6 +164,8 @@ def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrai
 def load_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """The model that is trained, with its weights; `options` are those of transformers' `from_pretrained`."""
     contains = own_class(config)
+    if config.model_type in INSIDE:
+        return cast(type[PreTrainedModel], causal_class(config)).from_pretrained(config=config, **options)
     if contains is None:
         return AutoModelForCausalLM.from_pretrained(config=config, **options)
     return text_model_of(contains.from_pretrained(config=config, **options))

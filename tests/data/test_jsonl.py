@@ -56,10 +56,10 @@ def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(make_data,
         return {"m": [{"role": "user", "content": list(parts)}], "answer": 1}
 
     keys = {"messages_field": "m", "held_out_fraction": 1.0}
-    text, image = {"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}
+    text, sound = {"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": "x.wav"}
     (prompt,) = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(text, text))), **keys).load(Split.held_out)
     assert prompt.messages[0]["content"] == "aa"
-    for parts in ((text, image), ()):
+    for parts in ((text, sound), ()):
         with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must have a text"):
             make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(*parts))), **keys).load(Split.held_out)
 

@@ -9,6 +9,7 @@ from typing import Any
 import model_folders
 import pytest
 import torch
+import vision_folders
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationMixin, Qwen2VLConfig
@@ -20,7 +21,7 @@ from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
 from rlft.model.text_classes import INSIDE, causal_class
-from rlft.model.text_model import empty_model, names_of, own_class
+from rlft.model.text_model import empty_model, load_model, names_of, own_class
 from rlft.types import UserError
 
 KINDS = ("qwen3_5", "gemma3", "mistral3", "llava")
@@ -145,3 +146,20 @@ def test_a_text_model_that_is_only_inside_another_gets_a_head(kind: str) -> None
     assert made is causal_class(text)
     assert made.config_class is type(text)
     assert issubclass(made, GenerationMixin)
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_the_config_of_such_a_text_model_is_one_of_a_model_of_texts(kind: str, tmp_path: Path) -> None:
+    """A run asks for the shapes of the model that it trains, and may have saved it."""
+    vision = kind.removesuffix("_text")
+    config = read_config(settings(vision_folders.folder_of(tmp_path / "whole", vision)))
+    inside = empty_model(config, trust_remote_code=False)
+    alone = empty_model(inside.config, trust_remote_code=False)
+    assert {n: p.shape for n, p in alone.named_parameters()} == {n: p.shape for n, p in inside.named_parameters()}
+    alone.to_empty(device="cpu")
+    for parameter in alone.parameters():
+        parameter.data.normal_()
+    alone.save_pretrained(tmp_path / "text")
+    read = load_model(read_config(settings(tmp_path / "text")), pretrained_model_name_or_path=tmp_path / "text")
+    saved = dict(alone.named_parameters())
+    assert all(torch.equal(p, saved[n]) for n, p in read.named_parameters())
