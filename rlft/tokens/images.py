@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from rlft.system.terminal import pip_install
 from rlft.types import IMAGE, Image, Prompt, UserError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def _read(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config:
         made = of_images.from_args_and_dict(parts, fields)
     except ImportError as error:
         problem = f"its processor of images needs a library ({str(error).strip().splitlines()[0]})"
-        raise UserError("model.path", problem, got=path, remedy=pip_install("rlft[vision]")) from None
+        raise UserError("model.path", problem, got=path, remedy="install rlft with its extra vision") from None
     except (OSError, ValueError, TypeError) as error:
         problem = f"its processor of images cannot be read ({str(error).strip().splitlines()[0][:200]})"
         remedy = "the folder needs preprocessor_config.json beside config.json"
