@@ -22,27 +22,27 @@ FORMS = "a path, base64, a data URL, bytes or {bytes, path}"
 
 
 def with_images(
-    fields: Mapping[str, Any], asked_field: str, image_field: str | None
+    fields: Mapping[str, Any], question_field: str, image_field: str | None
 ) -> tuple[Mapping[str, Any], tuple[Image, ...]]:
     """(the row with IMAGE in its question for each image, the images in this order).
 
-    `asked_field` holds a text or a chat. In a chat, parts of the type `image` and `image_url` are images; a part
+    `question_field` holds a text or a chat. In a chat, parts of the type `image` and `image_url` are images; a part
     without one stands for the next of `image_field`. Where neither parts nor MARK place these, they stand before the
     text of the last message of the user. Raises RowError.
     """
-    given = [] if image_field is None else _listed(value_of(fields, image_field))
-    asked = fields.get(asked_field)
+    unplaced = [] if image_field is None else _listed(value_of(fields, image_field))
+    question = fields.get(question_field)
     placed: list[Any] = []
-    if isinstance(asked, list | tuple):
-        waiting = iter(given)
-        asked = [_with_texts(message, placed, waiting) for message in asked]
-        given = list(waiting)
-    if not given and not placed:
+    if isinstance(question, list | tuple):
+        waiting = iter(unplaced)
+        question = [_with_texts(message, placed, waiting) for message in question]
+        unplaced = list(waiting)
+    if not unplaced and not placed:
         return fields, ()
-    if given and placed:
-        raise RowError(f"field {image_field!r} has {len(given)} more than the chat has parts for")
-    images = tuple(image_of(value, image_field or asked_field) for value in placed or given)
-    return {**fields, asked_field: _placed(asked, len(given))}, images
+    if unplaced and placed:
+        raise RowError(f"field {image_field!r} has {len(unplaced)} more than the chat has parts for")
+    images = tuple(image_of(value, image_field or question_field) for value in placed or unplaced)
+    return {**fields, question_field: _placed(question, len(unplaced))}, images
 
 
 def _listed(value: Any) -> list[Any]:
@@ -75,18 +75,19 @@ def _value_of_part(part: Mapping[str, Any], waiting: Any) -> Any:
         raise RowError("a part of the type image has no image, and data.image_field has none for it") from None
 
 
-def _placed(asked: Any, number: int) -> Any:
+def _placed(question: Any, number: int) -> Any:
     """The text or chat with IMAGE for this many images that have no place yet."""
     if not number:
-        return asked
-    if isinstance(asked, str):
-        return asked.replace(MARK, IMAGE) if asked.count(MARK) == number else IMAGE * number + asked
-    if not isinstance(asked, list):
-        raise RowError(f"the question is {kind(asked)}, so there is no place for the images")
-    last = max((i for i, m in enumerate(asked) if isinstance(m, Mapping) and m.get("role") == "user"), default=None)
-    if last is None or not isinstance(asked[last].get("content"), str):
+        return question
+    if isinstance(question, str):
+        return question.replace(MARK, IMAGE) if question.count(MARK) == number else IMAGE * number + question
+    if not isinstance(question, list):
+        raise RowError(f"the question is {kind(question)}, so there is no place for the images")
+    last = max((i for i, m in enumerate(question) if isinstance(m, Mapping) and m.get("role") == "user"), default=None)
+    if last is None or not isinstance(question[last].get("content"), str):
         raise RowError("the chat has no text of a user before which the images could stand")
-    return [*asked[:last], {**asked[last], "content": _placed(asked[last]["content"], number)}, *asked[last + 1 :]]
+    placed = {**question[last], "content": _placed(question[last]["content"], number)}
+    return [*question[:last], placed, *question[last + 1 :]]
 
 
 def image_of(value: Any, name: str) -> Image:
