@@ -34,7 +34,7 @@ from rlft.plan.startup_table import BaseCopies, Facts, TableRow
 from rlft.plan.time_table import time_rows
 from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
 from rlft.reward.workers.reward_spec import specs
-from rlft.system.device import free_bytes, resolve_device, resolve_dtype, total_bytes
+from rlft.system.device import free_bytes, has_own_memory, resolve_device, resolve_dtype, total_bytes
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
 from rlft.system.terminal import pip_install
@@ -143,16 +143,16 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
     model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
     # This process has imported all libraries that the run needs, and has scanned its data.
     process, free = resident_bytes(), free_bytes(device)
-    on_gpus = on_another or device.type == "cuda"
+    on_gpus, on_cuda = on_another or has_own_memory(device), on_another or device.type == "cuda"
     device_limit = free + (CUDA_CONTEXT if on_gpus else process) if limit is None else limit
-    plan = with_placement(plan, model, device_limit if on_gpus else None, on_gpus=on_gpus, absent=on_another)
+    plan = with_placement(plan, model, device_limit if on_cuda else None, on_gpus=on_cuda, absent=on_another)
     if on_gpus:
         process = context_bytes(plan)
     demand = plan.demand(model, False)
     if demand is None:
         problem = "cannot be planned: it does not say how much memory its runs take"
         raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a command that does")
-    if on_another or demand.device == "cuda":
+    if on_gpus:
         memory = total_bytes(device) if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
         plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
@@ -222,7 +222,7 @@ def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
         base=model.parameters,
         trainable=demand.trainable,
         dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
-        device=demand.device if demand.device == "cuda" else str(resolve_device(settings.device)),
+        device=demand.device,
         forward="packed" if model.packed else "padded",
         reason="each prompt once for its group, no padding" if model.packed else padded,
         kernels=model.kernels,

@@ -196,7 +196,7 @@ def token_budget(config: Mapping[str, Any], *, gpu: bool) -> int:
 def on_gpu(model: Mapping[str, Any]) -> bool:
     """Whether the base will be on a GPU; imports torch if the config leaves it to this machine."""
     if model["device"] != AUTO:
-        return model["device"].startswith("cuda")
+        return model["device"].startswith(("cuda", "xpu"))
     import torch
 
     return torch.cuda.is_available()

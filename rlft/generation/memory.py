@@ -148,7 +148,7 @@ class Load:
         decodings: that of a step and that of an evaluation, which happen one after the other.
         max_tokens: the most tokens of a completion.
         max_sequence_tokens: the most tokens of a prompt and its completion together.
-        device: the trainer's, "cpu" or "cuda".
+        device: the kind of the trainer's, one of `rlft.system.device.KINDS`.
         device_memory: bytes of a GPU's memory, 0 where they are not known.
     """
 

@@ -256,12 +256,13 @@ def activation_bytes(
 
     `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `joint` says whether the kernels
     have one function for a whole branch of a layer and can have the adapter, which they do in 16 bits on a GPU only;
-    `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is "cpu" or "cuda".
+    `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is a kind, one of
+    `rlft.system.device.KINDS`.
     `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all of them.
     """
     text = config.get_text_config()
-    joint = joint and (device != "cpu" or itemsize >= ADAPTER_ITEM)
-    of_a_norm = itemsize if device != "cpu" and not plain else 4
+    joint = joint and (device == "cuda" or itemsize >= ADAPTER_ITEM)
+    of_a_norm = itemsize if device == "cuda" and not plain else 4
     norm = text.hidden_size * (itemsize + of_a_norm)
     sizes = layer_sizes(config)
     mlps = [norm + (4 if plain else 2 if joint else 3) * layer.mlp * itemsize for layer in sizes]

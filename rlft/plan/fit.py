@@ -29,7 +29,7 @@ from rlft.plan.rules import why_whole
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.plan.train_plan import TrainPlan
-from rlft.system.device import resolve_device, total_bytes
+from rlft.system.device import has_own_memory, resolve_device, total_bytes
 from rlft.system.process.placement import GpuMemory, place
 from rlft.types import UserError
 
@@ -95,7 +95,7 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
         yield remedy(key, value, smaller)
     for teacher in _other_teachers(model, demand, process, limit):
         yield remedy(TEACHER_SHARE, f"{teacher.share:g}", replace(demand, teacher=teacher))
-    if demand.sharded is False and demand.device == "cuda":
+    if demand.sharded is False and demand.device != "cpu":
         yield remedy("cluster.shard_base", "true", replace(demand, sharded=True))
     if model.itemsize == 4 and not demand.whole_model:
         half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
@@ -260,7 +260,7 @@ def fit_to_device(plan: AnyPlan) -> AnyPlan:
     if not (hasattr(config, "lora") and AUTO in (plan.plain.get("token_budget"), config.model.gradient_checkpointing)):
         return plan
     device = resolve_device(config.model.device)
-    if device.type != "cuda":
+    if not has_own_memory(device):
         return plan
     limit = total_bytes(device)
     model = sizes_of(config.model, config.lora)

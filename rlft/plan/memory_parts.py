@@ -111,7 +111,7 @@ class Demand:
         update_rows: number of rows in an optimizer batch.
         token_budget: the most tokens in a micro-batch.
         recompute: whether the run uses gradient checkpointing.
-        device: "cpu" or "cuda".
+        device: the kind of the trainer's device, one of `rlft.system.device.KINDS`.
         whole_model: whether the model's own weights are trained.
         copies: number of frozen copies of these weights, in other roles.
         through_head: whether the LM head computes log-probs (values alone need none).
@@ -238,7 +238,7 @@ def base_bytes(model: ModelSizes, demand: Demand) -> int:
     """Bytes of the weights of the base that the trainer's device holds."""
     if not demand.sharded:
         return model.base_bytes
-    if demand.device == "cuda":
+    if demand.device != "cpu":
         return model.divided_bytes(demand.ranks)
     return model.divided_bytes(1) + sum(model.layers) * model.itemsize  # rank 0 keeps all layers in main memory
 
@@ -339,9 +339,9 @@ def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -
     if not model.packed:
         return (PADDED_LOGITS + (demand.top_k > 0)) * tokens * model.vocabulary * FLOAT32
     wide = FLOAT32 * (2 if demand.entropy else 1)
-    if demand.device == "cpu":
+    if demand.device != "cuda":
         of_a_logit = wide + model.itemsize * (2 if demand.entropy else 1) * (model.itemsize == 2)
-    else:  # probs overwrite the logits; for an entropy they and their logarithm are float32, with a copy in 16 bits
+    else:  # compiled: probs overwrite the logits; for an entropy they and their logarithm are float32, with a copy
         of_a_logit = wide if model.itemsize == FLOAT32 else 12 if demand.entropy else 2
     if demand.whole_model:  # autograd computes them, again in the backward
         of_a_logit = max(of_a_logit, PADDED_LOGITS * FLOAT32)

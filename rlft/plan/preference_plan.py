@@ -25,7 +25,7 @@ from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow, learner_of
-from rlft.system.device import resolve_device
+from rlft.system.device import kind_name, resolve_device
 from rlft.types import Split, UserError, counted
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class PreferencePlan(Plan):
             token_budget=run.token_budget,
             through_head=not self.trains_reward,
             recompute=recompute,
-            device=resolve_device(run.model.device).type,
+            device=kind_name(resolve_device(run.model.device)),
         )
 
     def step_work(self) -> StepWork:

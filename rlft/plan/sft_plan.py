@@ -27,7 +27,7 @@ from rlft.plan.sizes import checkpoint_bytes, completion_bytes, of_evaluation, r
 from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
-from rlft.system.device import resolve_device
+from rlft.system.device import kind_name, resolve_device
 from rlft.types import Split, counted
 
 
@@ -81,7 +81,7 @@ class SftPlan(Plan):
             update_rows=run.examples_per_step,
             token_budget=run.token_budget,
             recompute=recompute,
-            device=resolve_device(run.model.device).type,
+            device=kind_name(resolve_device(run.model.device)),
             **sampling_of(run, self.engine, of_evaluation(self.held_out, run.eval)),
         )
 

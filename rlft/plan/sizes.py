@@ -83,7 +83,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
 
 def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) -> Demand:
     """The demand on a GPU with `device_memory` bytes; if it is in another machine, `auto` may choose another engine."""
-    demand = replace(demand, device="cuda", device_memory=device_memory)
+    demand = replace(demand, device="cuda" if demand.device == "cpu" else demand.device, device_memory=device_memory)
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand
     generation, lora = plan.config.generation, plan.config.lora

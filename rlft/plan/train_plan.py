@@ -67,7 +67,7 @@ from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
-from rlft.system.device import resolve_device, resolve_dtype
+from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
 from rlft.types import Split, UserError, counted, require
@@ -224,7 +224,7 @@ class TrainPlan(Plan):
             recompute=recompute,
             own_critic=critic is CriticKind.adapter,
             teacher=self._teacher_demand(),
-            device=resolve_device(run.model.device).type,
+            device=kind_name(resolve_device(run.model.device)),
             ranks=run.cluster.ranks,
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             **self._sampling_demand(),

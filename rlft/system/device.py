@@ -54,7 +54,12 @@ KINDS = {
 
 def kind_of(device: Device) -> Kind:
     """The kind of a device, one of KINDS."""
-    return KINDS["rocm" if device.type == "cuda" and torch.version.hip is not None else device.type]
+    return KINDS[kind_name(device)]
+
+
+def kind_name(device: Device) -> str:
+    """The name in KINDS of a device's kind."""
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
 
 
 def resolve_device(name: str) -> Device:

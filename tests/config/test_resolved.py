@@ -36,6 +36,7 @@ def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for words, expected in {
         ("prompts.max_tokens=64",): 32768,
         ("prompts.max_tokens=64", "model.device=cpu"): 64 + 8 * 256,
+        ("prompts.max_tokens=64", "model.device=xpu"): 32768,
         ("prompts.max_tokens=40000",): 40256,
     }.items():
         plain = compose(words)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import tempfile
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 
 import four_bits
 import torch
-from pretended_card import COUNTS
+from pretended_card import COUNTS, KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlft.batch import collate
@@ -127,7 +128,8 @@ def planned(case: Case, folder: Path) -> Any:
         words += [f"data.path={data}", f"generation.max_tokens={case.completion}"]
     else:
         words += [f"demonstrations.path={data}", f"max_completion_tokens={case.completion + 8}"]
-    words += [f"model.path={model}", f"model.dtype={case.dtype}", "model.device=cuda", "logger=[jsonl]"]
+    words += [f"model.path={model}", f"model.dtype={case.dtype}", "logger=[jsonl]"]
+    words.append(f"model.device={KINDS[os.environ.get('RLFT_CARD', 'cuda')].type}")
     if "lora=null" not in case.words:
         words += ["lora.rank=16", *(["lora.dropout=0"] if "dropout" not in case.words else [])]
     if "checkpointing" not in case.words:

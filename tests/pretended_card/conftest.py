@@ -35,9 +35,11 @@ class OnCard:
         return self._lines()[-1]
 
     def cards_of_members(self) -> dict[str, set[str]]:
-        """{process that a command has started: the cards that it made tensors on}"""
+        """{process that the last command has started: the cards that it made tensors on}"""
         found: dict[str, set[str]] = {}
-        for line in self._lines():
+        *before, _ = self._lines()
+        ended = [number for number, line in enumerate(before, start=1) if "process" not in line]
+        for line in before[max(ended, default=0) :]:
             if "process" in line:
                 found.setdefault(line["process"], set()).add(line["card"])
         return found

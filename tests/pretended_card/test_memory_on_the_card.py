@@ -57,3 +57,15 @@ def test_an_update_takes_at_most_half_of_the_bytes_and_launches_of_trls(on_card,
     for name, ((own_bytes, own_launches), (its_bytes, its_launches)) in found.items():
         assert 0 < own_bytes <= MOST_OF_TRL * its_bytes, name
         assert 0 < own_launches <= MOST_OF_TRL * its_launches, name
+
+
+@pytest.mark.parametrize("kind", ["rocm", "xpu"])
+def test_the_planned_bytes_of_cards_without_kernels_are_those_that_are_counted(
+    on_card, tmp_path: Path, kind: str
+) -> None:
+    """Norms and branches are computed there step by step, which keeps more for the backward."""
+    on_card.run("peaks", "found.json", "bfloat16", "checkpointing", "demonstrations", cwd=tmp_path, RLFT_CARD=kind)
+    found = json.loads((tmp_path / "found.json").read_text())
+    shares = {name: sum(planned.values()) / counted for name, (planned, counted) in found.items()}
+    assert len(shares) == 3
+    assert not {name: share for name, share in shares.items() if abs(share - 1) > ALLOWED}
