@@ -190,7 +190,8 @@ class EngineArgs:
         device: the trainer's torch.device.
         model_path: folder or hub name of the base.
         dtype: data type of the base's weights, such as "bfloat16".
-        lora_rank: the largest rank of the adapters that the engine will load.
+        lora_rank: the largest rank of the adapters that the engine will load; None: it loads none, and a policy that it
+            is given is a whole model.
         lora_modules: last parts of the names of the modules that these adapters are on, such as "q_proj"; None where
             the engine loads none.
         max_sequence_tokens: the most tokens that a prompt and its completion have together.
@@ -206,7 +207,7 @@ class EngineArgs:
     dtype: str
     quantization: str | None
     trust_remote_code: bool
-    lora_rank: int
+    lora_rank: int | None
     max_sequence_tokens: int
     seed: int
     lora_modules: frozenset[str] | None = None

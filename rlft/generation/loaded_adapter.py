@@ -2,8 +2,9 @@
 
 Both are checksums under PEFT's names of the adapter's tensors, so that they can be sent between processes. An engine
 rounds A and B to a dtype of its own and may multiply B by the adapter's scale s once, instead of each product: then
-that is rounded again. What is compared are A and s B, rounded like that. Rows and columns of zeros with which an engine
-fills a tensor up, to a larger rank, change no checksum.
+that is rounded again. What is compared are A and s B, rounded like that; of a model that is trained whole, its weights.
+Rows and columns of zeros with which an engine fills a tensor up, to a larger rank, change no checksum, nor do the signs
+of zeros.
 """
 
 from __future__ import annotations
@@ -114,10 +115,13 @@ def _rank_first(name: str, tensor: Tensor) -> Tensor:
 
 def _sums(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(sum of weighted bits int64 `[N]`, norms `[N]`) of N tensors of one kind."""
-    rows = torch.stack(list(tensors)).reshape(len(tensors), -1)
-    bits = rows.view(INTEGERS[rows.element_size()]).to(torch.int64)
-    weights = 2 * torch.arange(rows.shape[1], device=rows.device) + 1
-    return (bits * weights).sum(1), torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device))
+    rows = torch.stack(list(tensors)).reshape(len(tensors), -1).add_(0)  # -0 becomes 0
+    bits, sums = rows.view(INTEGERS[rows.element_size()]), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    for start in range(0, rows.shape[1], CHUNK):
+        part = bits[:, start : start + CHUNK].to(torch.int64)
+        weights = torch.arange(2 * start + 1, 2 * (start + part.shape[1]) + 1, 2, device=rows.device)
+        sums += (part * weights).sum(1)
+    return sums, torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device))
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -141,7 +145,9 @@ def difference(
     if not found.tensors:
         return f"policy version {version}: it holds no adapter"
     worst = max(wrong, key=lambda name: _gap(found.tensors, expected, name))
-    text = f"policy version {version}: {len(wrong)} of the {len(expected)} tensors of its adapter are others, such as "
+    text = (
+        f"policy version {version}: {len(wrong)} of the {len(expected)} tensors that it was given are others, such as "
+    )
     text += _shown(worst, found.tensors, expected)
     for other in sorted(earlier, reverse=True):
         if all(_equal(found.tensors, earlier[other], name) for name in wrong):

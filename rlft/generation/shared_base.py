@@ -150,26 +150,31 @@ def share(
     """
     engine_parameters = dict(engine.named_parameters(remove_duplicate=False))
     trainer_parameters = {own_name(name): parameter for name, parameter in model.named_parameters()}
-    packed = {**PACKED, **(getattr(engine, "packed_modules_mapping", None) or {})}
-    names = {name: name_in(engine, name) for name in trainer_parameters}
-    shapes = _shapes((names[name], parameter) for name, parameter in trainer_parameters.items())
-    places = rows_of(shapes, _shapes(engine_parameters.items()), packed)
+    places = places_in(engine, _shapes(trainer_parameters.items()), _shapes(engine_parameters.items()))
     shared, apart = {}, {}
     for name, parameter in trainer_parameters.items():
-        rows = places[names[name]]
+        rows = places[name]
         if isinstance(rows, str):
             apart[name] = rows
             continue
         engine_parameter = engine_parameters[rows.name]
         view = engine_parameter.data[rows.start : rows.start + rows.count]
         if (reason := _why_apart(parameter.data, view, device)) is not None:
-            is_padded = rows.count < len(engine_parameter) and engine_name(rows.name) == names[name]
+            is_padded = rows.count < len(engine_parameter) and engine_name(rows.name) == name_in(engine, name)
             apart[name] = f"padded and {reason}" if is_padded and reason == DIFFERENT else reason
             continue
         parameter.data = view
         shared[name] = SharedTensor(parameter, engine_parameter, rows, view.data_ptr())
     model.to(device)
     return SharedBase(shared=shared, apart=apart)
+
+
+def places_in(engine: nn.Module, own: Mapping[str, Shape], held: Mapping[str, Shape]) -> dict[str, Rows | str]:
+    """As `rows_of`, for names in the folder's own class: of an engine's model that holds tensors of these shapes."""
+    packed = {**PACKED, **(getattr(engine, "packed_modules_mapping", None) or {})}
+    names = {name: name_in(engine, name) for name in own}
+    places = rows_of({names[name]: shape for name, shape in own.items()}, held, packed)
+    return {name: places[names[name]] for name in own}
 
 
 def name_in(engine: nn.Module, name: str) -> str:

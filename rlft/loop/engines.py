@@ -211,7 +211,7 @@ def engine_args(config: Any, lora: LoraSettings | None, learner: Networks | None
         dtype=str(dtype).removeprefix("torch."),
         quantization=model.quantization,
         trust_remote_code=model.trust_remote_code,
-        lora_rank=1 if lora is None else lora.rank,
+        lora_rank=None if lora is None else lora.rank,
         lora_modules=frozenset(name.rpartition(".")[2] for name in modules) or None,
         max_sequence_tokens=config.prompts.max_tokens + config.generation.max_tokens,
         seed=config.seed,

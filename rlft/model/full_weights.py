@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlft.config.model import CriticConfig, CriticKind, Old, SnapshotConfig
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER
@@ -155,9 +156,13 @@ class WholeModel(Networks):
 
     # -- what engines sample from --------------------------------------------------------------------------------------
     def publish(self, version: int) -> Adapter:
-        """The weights themselves, not copies: an engine with weights of its own has to copy them when it loads them."""
+        """The weights themselves, not copies: an engine with weights of its own has to copy them when it loads them.
+
+        Their names and shapes are those of a checkpoint.
+        """
         self._published = self._marks()
-        return Adapter(version=version, weights=self.tensors(POLICY), config={})
+        weights = revert_weight_conversion(self.model, self.tensors(POLICY))
+        return Adapter(version=version, weights=weights, config={})
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Does nothing: the engine's model is the trainer's."""

@@ -421,8 +421,8 @@ def why_not_on_a_gpu(
     With `is_absent`, the GPU is in another machine, on which that engine is assumed to be installed.
     """
     engine = generation.named(ON_A_GPU)
-    if whole and not engine.serves_whole_models:
-        return f"{engine.title} serves adapters only"
+    if whole:
+        return f"{engine.title} would hold all weights a second time"
     if lora is not None:
         for problem in (no_dora(engine, lora), no_head(engine, lora), too_large_a_rank(engine, lora)):
             if problem is not None:

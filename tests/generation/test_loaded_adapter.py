@@ -31,7 +31,9 @@ def test_what_an_engine_rounds_scales_and_fills_up_is_what_was_published(dtype: 
     down[7, 0] = 1e-6
     text = difference(3, LoadedAdapter.of({A: down, B: up}), published(adapter(), found.dtype), {})
     assert text is not None
-    assert text.startswith("policy version 3: 1 of the 2 tensors of its adapter are others, such as layers.0.q_proj.")
+    assert text.startswith(
+        "policy version 3: 1 of the 2 tensors that it was given are others, such as layers.0.q_proj."
+    )
 
 
 def test_any_changed_bit_changes_a_fingerprint_and_tensors_of_one_shape_have_their_own() -> None:
@@ -75,7 +77,7 @@ def test_what_is_missing_left_over_or_wrong_beside_the_tensors_is_named() -> Non
         (LoadedAdapter(tensors={}), "policy version 3: it holds no adapter"),
         (
             LoadedAdapter(tensors={A: expected[A]}),
-            "1 of the 2 tensors of its adapter are others, such as layers.0.q_proj.lora_B, which is missing",
+            "1 of the 2 tensors that it was given are others, such as layers.0.q_proj.lora_B, which is missing",
         ),
         (LoadedAdapter(tensors={**expected, "x": expected[A]}), "such as x, which was not published"),
         (LoadedAdapter(tensors=expected, faults=("a", "b")), "policy version 3: a; b"),

@@ -278,7 +278,10 @@ def test_the_gap_between_merged_weights_and_the_adapter_apart_is_a_rounding(benc
 def test_what_is_added_is_read_back_as_what_was_published_and_the_version_before_is_named(bench: Bench) -> None:
     old, new = bench.adapter(1, use_rslora=True), bench.adapter(2, use_rslora=True)
     earlier = {1: published(old, "float32")}
-    for loaded, said in ((new, None), (old, "28 of the 28 tensors of its adapter are others.*still holds version 1")):
+    for loaded, said in (
+        (new, None),
+        (old, "28 of the 28 tensors that it was given are others.*still holds version 1"),
+    ):
         bench.merger.load(loaded)
         found = difference(2, LoadedAdapter.of(bench.merger.tensors()), published(new, "float32"), earlier)
         assert found is None if said is None else re.search(said, str(found))

@@ -7,6 +7,7 @@ import torch
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
+from rlft.generation.vllm.engine import VLLM
 from rlft.types import UserError
 
 
@@ -21,3 +22,16 @@ def test_all_weights_are_not_trained_in_the_16_bits_that_auto_is_on_a_gpu(
     with pytest.raises(UserError, match="small updates are lost in the rounding of bfloat16 weights") as refused:
         resolved.plan(runs_here=False)
     assert refused.value.key == "model.dtype"
+
+
+@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", "sft +recipe=sft_arithmetic"])
+def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, recipe = words.split()
+    config = compose([recipe, "lora=null", "eval.every=0", "generation=vllm"], command=command)
+    resolve(config).plan(runs_here=False)
+    monkeypatch.setattr(VLLM, "serves_whole_models", False)
+    with pytest.raises(UserError, match="is given adapters only, and lora=null has none, got vllm; use tr") as refused:
+        resolve(config).plan(runs_here=False)
+    assert refused.value.key == "generation.engine"

@@ -65,7 +65,17 @@ def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed: tuple[Path, S
 def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_same_run(
     keys: list[str], undisturbed: tuple[Path, Started], tmp_path: Path
 ) -> None:
-    place, whole = undisturbed
+    check_killed(keys, *undisturbed, tmp_path)
+
+
+@pytest.mark.slow
+def test_so_is_one_that_trains_all_weights(keys: list[str], tmp_path: Path) -> None:
+    of_all = [*(key for key in keys if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4"]
+    check_killed(of_all, tmp_path, start(tmp_path, "whole", "train", *of_all, "hydra.run.dir=undisturbed"), tmp_path)
+
+
+def check_killed(keys: list[str], place: Path, whole: Started, tmp_path: Path) -> None:
+    """A run is killed in its second step and resumed; `whole` is the same run, undisturbed, in `place`."""
     assert whole.wait().code == 0, whole.wait().err
     # The first call is the check of decoding.
     kill = {"at": SAMPLE, "call": 3, "do": "kill", "when": "after"}

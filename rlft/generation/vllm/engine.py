@@ -123,6 +123,7 @@ class VLLM(Engine):
 
     title: ClassVar[str] = "vLLM"
     rounds_apart: ClassVar[bool] = True
+    serves_whole_models: ClassVar[bool] = True
     in_graphs: ClassVar[bool | None] = True
     serves_dora: ClassVar[bool] = False
     serves_head: ClassVar[bool] = False

@@ -2,8 +2,9 @@
 
 Adapters reach the engine as folders (`adapter_files`), each under a name, an id and a path never used before. vLLM
 finds weights by id and its prefix cache by name and path; reuse of either means stale answers. With merged weights
-(`merged_weights`) they reach it through the base that it shares with the trainer. What vLLM does to the process that it
-lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.33.
+(`merged_weights`) they reach it through the base that it shares with the trainer. All weights of a model are loaded in
+place (`whole_model`). What vLLM does to the process that it lives in is undone by `vllm_guest`. This
+relies on the source of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rlft.generation.vllm.guest import (
 )
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots
+from rlft.generation.vllm.whole_model import load_whole, read_whole
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
 
     from rlft.generation.merged_weights import MergedWeights
+    from rlft.generation.shared_base import Shape
     from rlft.generation.vllm.engine import VLLM
 
 MIN_TEMPERATURE = 0.01
@@ -81,8 +84,8 @@ class VLLMGenerator(Generator):
             "disable_log_stats": True,
             "seed": args.seed % 2**32,  # NumPy takes no more
         }
-        self._merges = keys.weights == "merged"
-        if not self._merges:
+        self._merges, self._is_whole = keys.weights == "merged", args.lora_rank is None
+        if args.lora_rank is not None and not self._merges:
             # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
             # which would give wrong base rows on a CPU when all slots are taken.
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": keys.engine_rank(args.lora_rank)}
@@ -119,6 +122,7 @@ class VLLMGenerator(Generator):
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._rows: dict[str, int] = {}  # {adapted module: rows of its B} of the adapter in use
+        self._shapes: dict[str, Shape] = {}  # {name: shape} of the weights in use that were loaded in place
         self._old_blocks: int | None = 0
         self._num_loads = 0
 
@@ -150,6 +154,9 @@ class VLLMGenerator(Generator):
             self.version = adapter.version
             self._check_addresses()
             return
+        if self._is_whole:
+            self._load_whole(adapter)
+            return
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         folder = self._files.write(self._as_it_reads(adapter))
@@ -172,6 +179,14 @@ class VLLMGenerator(Generator):
             self._files.remove(old)
         self._check_addresses()
 
+    def _load_whole(self, policy: Adapter) -> None:
+        key = None if self._shapes else "generation.engine"
+        with explained("vLLM refuses the model's weights", "choose generation=transformers", key), guest(self._on_cpu):
+            load_whole(self._awake(), policy.weights)
+        self._forget_prefixes()
+        self._shapes = {name: tuple(weight.shape) for name, weight in policy.weights.items()}
+        self.version = policy.version
+
     def _forget_prefixes(self) -> None:
         """Empties the prefix cache: blocks of older versions only take room, or with merged weights would be found."""
         engine = self._awake().llm_engine
@@ -188,12 +203,14 @@ class VLLMGenerator(Generator):
         faults = [of_earlier] if self._old_blocks else ()
         if self._merged_weights is not None:
             return LoadedAdapter.of(self._merged_weights.tensors(), faults)
-        if self._lora is None:
+        if self._lora is None and not self._shapes:
             return LoadedAdapter.of({})
         models = self._awake().apply_model(_itself)
         if len(models) > 1:
             return f"vLLM divides its layers among {len(models)} processes"
         try:
+            if self._lora is None:
+                return read_whole(models[0], self._shapes, tuple(faults))
             unread = [module + end for module in self._rows if EXPERTS in module for end in (DOWN, UP)]
             return LoadedAdapter.of(read_slots(models[0], self._lora.lora_int_id, self._rows), faults, unread)
         except UnknownLayoutError as error:

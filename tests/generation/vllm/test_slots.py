@@ -147,7 +147,7 @@ def test_what_is_written_into_a_slot_is_seen_also_in_what_fills_up_the_rank(benc
         assert bench.published is not None
         tensor = getattr(bench.slot(part), stacked)[place[0]]
         tensor[place[1:]] = tensor[place[1:]] * 1.01 + 1e-3
-        with pytest.raises(StaleAdapterError, match=r"1 of the 56 tensors of its adapter are others, such as model"):
+        with pytest.raises(StaleAdapterError, match=r"1 of the 56 tensors that it was given are others, such as model"):
             bench.freshness.check(bench.published.version, bench.generator, bench, bench.published)
 
 

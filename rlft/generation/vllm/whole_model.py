@@ -1,0 +1,98 @@
+"""All weights of vLLM's model: loads them in place, and reads back what its kernels multiply with.
+
+On a CPU vLLM packs matrices in a form of its own. Those are read by multiplying the identity with them, which loses
+nothing but the sign of zeros. This relies on the source of vLLM 0.32 and 0.33: `reload_weights` and `cpu_linear`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, fingerprints
+from rlft.generation.shared_base import Rows, Shape, places_in
+from rlft.generation.vllm.slots import known_layout
+
+
+def load_whole(llm: Any, weights: Mapping[str, Tensor]) -> None:
+    """Makes these the weights of the engine (vLLM's `LLM`), one layer after the other, where its old ones lie.
+
+    Args:
+        weights: {name in a checkpoint: tensor}; only a tensor that is tied to another one may be missing.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+    for model in llm.apply_model(lambda model: model):
+        for module in _packed_beside(model).values():
+            module.quant_method.process_weights_after_loading(module)  # vLLM leaves a tied head packed as it was
+
+
+@known_layout()
+@torch.no_grad()
+def read_whole(model: nn.Module, shapes: Mapping[str, Shape], faults: tuple[str, ...] = ()) -> LoadedAdapter:
+    """What vLLM's model holds of weights with these names and shapes.
+
+    Tensors that it lays out in another way, or in another dtype than most, are unread.
+
+    Raises:
+        UnknownLayoutError: this vLLM packs matrices in another way.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    dtype = next(parameter.dtype for parameter in parameters.values() if parameter.is_floating_point())
+    packed = {f"{name}.weight": module for name, module in model.named_modules() if _is_packed(module)}
+    held = {name: _shape(packed[name]) if name in packed else tuple(p.shape) for name, p in parameters.items()}
+    parts: dict[str, dict[str, Rows]] = defaultdict(dict)
+    unread = []
+    for name, rows in places_in(model, shapes, held).items():
+        if isinstance(rows, Rows) and parameters[rows.name].dtype == dtype:
+            parts[rows.name][name] = rows
+        else:
+            unread.append(name)
+    found: dict[str, Fingerprint] = {}
+    for whole, rows_of_part in parts.items():  # one at a time, since a packed one is unpacked
+        tensor = _unpacked(packed[whole]) if whole in packed else parameters[whole].data
+        found |= fingerprints(
+            {
+                name: tensor[rows.start : rows.start + rows.count].view(shapes[name])
+                for name, rows in rows_of_part.items()
+            }
+        )
+    differing = tuple(
+        f"{name} multiplies with other weights than it holds"
+        for name, module in _packed_beside(model).items()
+        if not torch.equal(_unpacked(module), module.weight)
+    )
+    return LoadedAdapter(
+        dtype=str(dtype).removeprefix("torch."),
+        tensors={name: found[name] for name in shapes if name in found},
+        faults=faults + differing,
+        unread=tuple(unread),
+    )
+
+
+def _packed_beside(model: nn.Module) -> dict[str, Any]:
+    """{name: module} of those that hold a matrix twice, plain and packed: embeddings and output heads on a CPU."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "cpu_linear") and not _is_packed(module)
+    }
+
+
+def _is_packed(module: Any) -> bool:
+    """Whether only a packed form of the module's matrix is left."""
+    return hasattr(module, "cpu_linear") and module.weight.numel() == 0
+
+
+def _shape(module: Any) -> Shape:
+    return module.output_size, module.input_size
+
+
+def _unpacked(module: Any) -> Tensor:
+    """The matrix `[out, in]` that a module on a CPU multiplies with."""
+    columns = module.weight.shape[1] if module.weight.numel() else module.input_size
+    identity = torch.eye(columns, dtype=module.weight.dtype)
+    return module.cpu_linear(identity, module.weight, None).t()

@@ -1,0 +1,154 @@
+"""All weights of a model in the real vLLM engine: loaded in place, read back bit for bit; which faults are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import model_folders
+import pytest
+import torch
+from real_engines import open_vllm
+from torch import Tensor
+
+import rlft
+from rlft.config.schema import RunConfig
+from rlft.generation.vllm import generator as vllm_generator
+from rlft.generation.vllm import whole_model
+from rlft.generation.vllm.generator import VLLMGenerator
+from rlft.loop.freshness import Freshness, StaleAdapterError
+from rlft.model.backbone import read_backbone
+from rlft.model.full_weights import WholeModel
+from rlft.types import Adapter
+
+ASSETS = Path(rlft.__file__).parent / "assets"
+TEXTS = [list(range(5, 30)), list(range(40, 52))]
+TOLERANCE = 1e-4
+"""Nats; both sides compute in float32 with other kernels; seen: 8e-6."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folders.llama(tmp_path_factory.mktemp("whole") / "llama")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VLLMGenerator]:
+    """A model whose output head is tied to its embeddings."""
+    with closing(open_vllm(ASSETS / "tiny-arithmetic", lora_rank=None)) as generator:
+        yield generator
+
+
+@pytest.fixture
+def make_policy(run_config: Callable[..., RunConfig]) -> Callable[[Path], WholeModel]:
+    return lambda path: WholeModel(read_backbone(run_config(f"model.path={path}", "model.device=cpu").model))
+
+
+@torch.no_grad()
+def moved(policy: WholeModel, seed: int) -> None:
+    """What an update might do, and zeros of either sign."""
+    noise = torch.Generator().manual_seed(seed)
+    for _, parameter in policy.named_parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+        parameter.view(-1)[:4] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+
+
+def fresh(notes: list[str] | None = None) -> Freshness:
+    return Freshness(TEXTS, TOLERANCE, 1, [].append if notes is None else notes.append)
+
+
+def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(
+    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel]
+) -> None:
+    policy, notes = make_policy(ASSETS / "tiny-arithmetic"), list[str]()
+    check_versions(engine, policy, notes)
+    [model] = engine._llm.apply_model(vllm_generator._itself)
+    assert not hasattr(model, "lora_manager"), "no room is kept for adapters"
+
+
+@pytest.mark.slow
+def test_so_are_those_of_a_model_with_a_head_of_its_own(llama: Path, make_policy: Callable[[Path], WholeModel]) -> None:
+    with closing(open_vllm(llama, lora_rank=None)) as generator:
+        check_versions(generator, make_policy(llama), [])
+
+
+def check_versions(generator: VLLMGenerator, policy: WholeModel, notes: list[str]) -> None:
+    freshness = fresh(notes)
+    for version in (1, 2):
+        moved(policy, version)
+        adapter = policy.publish(version)
+        generator.load(adapter)
+        gap = freshness.check(version, generator, policy, adapter)
+        assert gap is not None
+        assert gap < TOLERANCE
+        found = generator.loaded_adapter()
+        assert not isinstance(found, str)
+        assert found.tensors.keys() == adapter.weights.keys()
+        assert found.unread == found.faults == ()
+    assert notes == []
+
+
+def exchanged(weights: dict[str, Tensor], first: str, second: str) -> dict[str, Tensor]:
+    return {**weights, first: weights[second], second: weights[first]}
+
+
+DOWN_0, DOWN_1 = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "one bit": (
+        lambda weights: weights | {QUERY: torch.nextafter(weights[QUERY], torch.tensor(9.0))},
+        r"1 of the 50 tensors that it was given are others, such as model\.layers\.0\.self_attn\.q_proj with",
+    ),
+    "exchanged layers": (lambda weights: exchanged(weights, DOWN_0, DOWN_1), r"2 of the 50 .*, which is that of"),
+    "a lost tensor": (
+        lambda weights: {name: weight for name, weight in weights.items() if name != "model.norm.weight"},
+        r"1 of the 50 .* model\.norm .*; it still holds version 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_weights_than_were_published_are_seen(
+    fault: str, engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, said = FAULTS[fault]
+    load: Any = whole_model.load_whole
+    monkeypatch.setattr(vllm_generator, "load_whole", lambda llm, weights: load(llm, spoil(dict(weights))))
+    check_seen(engine, make_policy, monkeypatch, said)
+
+
+def test_so_is_a_load_that_was_lost(
+    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_generator, "load_whole", lambda llm, weights: None)
+    check_seen(engine, make_policy, monkeypatch, r"50 of the 50 tensors .*; it still holds version 1")
+
+
+def test_so_is_a_tied_head_that_multiplies_with_the_weights_of_before(
+    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_packing(llm: Any, weights: Any) -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+
+    monkeypatch.setattr(vllm_generator, "load_whole", without_packing)
+    check_seen(engine, make_policy, monkeypatch, "lm_head multiplies with other weights than it holds")
+
+
+def check_seen(
+    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], patch: pytest.MonkeyPatch, said: str
+) -> None:
+    """Loads a version soundly and the next one with the fault, which the freshness check then tells."""
+    policy, freshness = make_policy(ASSETS / "tiny-arithmetic"), fresh()
+    faulty = vllm_generator.load_whole
+    for version, load in ((1, whole_model.load_whole), (2, faulty)):
+        patch.setattr(vllm_generator, "load_whole", load)
+        moved(policy, 10 + version)
+        adapter: Adapter = policy.publish(version)
+        engine.load(adapter)
+        if version == 1:
+            assert freshness.check(version, engine, policy, adapter) is not None
+        else:
+            with pytest.raises(StaleAdapterError, match=said):
+                freshness.check(version, engine, policy, adapter)
