@@ -690,6 +690,7 @@ TABLE = [
     (f"{SFT} prompts.over_limit=refuse prompts.max_tokens=20", "max_completion_tokens", "demonstrations exceed pro"),
     (f"{SFT} lora=null lora.rank=4", "lora.rank", "belongs to the section lora, which is null here, got 4; leave out"),
     ("train alarms=null alarms.kl=1", "alarms.kl", "the section alarms, which is null here, got 1; leave out"),
+    (f"{ALL} model.path=mixture generation=vllm", "generation.engine", "vLLM does not take all weights of a model"),
     (f"{ALL} model.quantization=4bit model.device=cuda", "model.quantization", "4-bit weights cannot be trained"),
     (f"{ALL} model.dtype=bfloat16", "model.dtype", "of bfloat16 weights, got bfloat16; set"),
     (f"{ALL} checkpoint.on_signal=now", "checkpoint.on_signal", "could be saved in place of a step's, got now"),

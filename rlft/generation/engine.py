@@ -236,6 +236,8 @@ class Engine(ABC):
     """Whether its log-probs come from a forward of its own, which in 16 bits rounds differently from the trainer's."""
     serves_whole_models: ClassVar[bool] = False
     """Whether it can follow a model that is trained whole (`rlft sft lora=null`), which has no adapters to load."""
+    serves_whole_mixtures: ClassVar[bool] = True
+    """Whether it can do so where the model has experts."""
     serves_dora: ClassVar[bool] = True
     serves_head: ClassVar[bool] = True
     """Whether it serves adapters of the output layer, too."""

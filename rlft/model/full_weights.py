@@ -158,10 +158,11 @@ class WholeModel(Networks):
     def publish(self, version: int) -> Adapter:
         """The weights themselves, not copies: an engine with weights of its own has to copy them when it loads them.
 
-        Their names and shapes are those of a checkpoint.
+        They have the names of a checkpoint, but in a mixture of experts, of which that would copy some.
         """
-        self._published = self._marks()
-        weights = revert_weight_conversion(self.model, self.tensors(POLICY))
+        self._published, weights = self._marks(), self.tensors(POLICY)
+        if not mixture_of(self.model).stacked:
+            weights = revert_weight_conversion(self.model, weights)
         return Adapter(version=version, weights=weights, config={})
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:

@@ -48,6 +48,7 @@ class Advice:
 
 RATES: dict[tuple[str, bool], tuple[float, float, str]] = {
     ("train", True): (5e-6, 1e-4, f"{UNSLOTH} for GRPO and {TINKER} for mathematics"),
+    ("train", False): (1e-6, 2e-5, "TRL's default for GRPO and Open-R1's recipe for 1.5B"),
     ("dpo", True): (5e-6, 1e-4, f"{UNSLOTH} for DPO and {TINKER} for RL"),
     ("sft", True): (1e-4, 1e-3, f"{TINKER}'s sweep of models"),
     ("sft", False): (1e-5, 1e-4, f"{TINKER}: a tenth of LoRA's"),

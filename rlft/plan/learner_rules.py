@@ -9,7 +9,7 @@ from rlft.config.model import CriticKind, LoraSettings
 from rlft.config.schema import AUTO, RunConfig, SftConfig, section_of
 from rlft.generation.engine import Engine
 from rlft.plan.adapters import Use, check_adapters
-from rlft.plan.model_rules import check_adapted, check_served, check_targets
+from rlft.plan.model_rules import check_adapted, check_served, check_targets, check_whole
 from rlft.reward.workers.reward_spec import specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.types import UserError, require
@@ -51,6 +51,8 @@ def check_learner_on(
         problem = f"a checkpoint of all weights would lack the vision tower of a {model.model_type}"
         remedy = "train an adapter, or use a model of texts"
         require(getattr(model, "vision_config", None) is None, "lora", problem, got="null", remedy=remedy)
+        if engine is not None:
+            check_whole(engine, settings, model)
     else:
         check_targets(lora, settings, model)
         if engine is not None:

@@ -317,6 +317,18 @@ def check_adapted(
         raise UserError("lora.experts", problem, got="true", remedy=remedy)
 
 
+def check_whole(engine: Engine, settings: ModelConfig, model: PreTrainedConfig) -> None:
+    """Checks that the engine can follow all weights of this model."""
+    from rlft.model.experts import mixture_of
+
+    if engine.serves_whole_mixtures:
+        return
+    mixture = mixture_of(empty_model(settings, model))
+    if mixture.stacked or mixture.linear:
+        problem = f"{engine.title} does not take all weights of a model with experts"
+        raise UserError("generation.engine", problem, got=engine.title, remedy="use transformers, or train an adapter")
+
+
 def check_routing(snapshot: SnapshotConfig, engine: Engine, settings: ModelConfig, model: PreTrainedConfig) -> None:
     """Checks that the model has experts whose choice can be imposed, and that the engine can say what it has chosen."""
     from rlft.model.routing import obstacle

@@ -37,6 +37,10 @@ def warned(command: str, *words: str, parameters: int = LARGE) -> list[str]:
         ("train", ("lora.rank=321", "trainer.lr=0.1"), ["trainer.lr", "lora.rank"]),
         ("train", ("trainer.optimizer=muon", "trainer.lr=0.1"), []),  # no rule
         ("train", ("trainer.optimizer=adamw8bit", "trainer.lr=0.1", "model.device=cuda"), ["trainer.lr"]),
+        ("train", ("lora=null", "trainer.lr=2e-4"), []),  # of all weights: 1e-6 to 2e-5
+        ("train", ("lora=null", "trainer.lr=2.1e-4"), ["trainer.lr"]),
+        ("train", ("lora=null", "trainer.lr=1e-7"), []),
+        ("train", ("lora=null", "trainer.lr=9e-8"), ["trainer.lr"]),
         ("sft", (*SFT, "trainer.lr=1e-5"), []),
         ("sft", (*SFT, "trainer.lr=9e-6"), ["trainer.lr"]),
         ("sft", (*SFT, "lora=null", "trainer.lr=9e-6"), []),  # of all weights a tenth of an adapter's

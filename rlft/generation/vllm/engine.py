@@ -124,6 +124,7 @@ class VLLM(Engine):
     title: ClassVar[str] = "vLLM"
     rounds_apart: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
+    serves_whole_mixtures: ClassVar[bool] = False  # it goes on with the experts of before
     in_graphs: ClassVar[bool | None] = True
     serves_dora: ClassVar[bool] = False
     serves_head: ClassVar[bool] = False
