@@ -12,6 +12,7 @@ from importlib import metadata
 
 from rlft.config.choices import closest
 from rlft.model.families import Families, Family, known
+from rlft.tokens.images import EXACT
 from rlft.types import UserError, require
 
 USAGE = """\
@@ -44,6 +45,7 @@ and adapter. transformers {transformers}, vLLM {vllm}. `tests/helpers/write_fami
 - **Decoding** is that of `generation=transformers`. Every run compares it with training before its first step.
 - **vLLM**: whether it has the family, and takes adapters on it. It may run others through its backend for transformers.
 - **Routing replay** (`snapshot.routing`) works in mixtures of experts; not in {routed}.
+- **Images** in prompts ([vision.md](vision.md)): of {images}; other families are trained on texts alone.
 - **Export** is `rlft export` with the adapter merged (`as=adapter` always works).
 - **GGUF**: llama.cpp's converter decides by `architectures` in config.json; `convert_hf_to_gguf.py
   --print-supported-models` lists what it takes.
@@ -108,12 +110,13 @@ def _wrapped(text: str) -> list[str]:
 
 
 def notes(families: Families) -> list[str]:
-    """Where the facts come from, and a warning if they are those of another release of transformers."""
+    """Which families read images; where the facts come from, and a warning where transformers is of another release."""
+    images = f"images in prompts: {', '.join(EXACT)}"
     tried = f"tried with transformers {families.transformers} and vLLM {families.vllm}"
     installed = metadata.version("transformers")
     if installed == families.transformers:
-        return [tried]
-    return [f"{tried}; transformers {installed} is installed, with which a run finds out at its start"]
+        return [images, tried]
+    return [images, f"{tried}; transformers {installed} is installed, with which a run finds out at its start"]
 
 
 def why_not(family: Family) -> str:
@@ -158,5 +161,10 @@ def page() -> str:
     tables = ["\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, refused)]
     routed = ", ".join(f"`{kind}`" for kind, family in trained.items() if family.routing is not None)
     return PAGE.format(
-        routed=routed, transformers=families.transformers, vllm=families.vllm, rows=tables[0], refused=tables[1]
+        images=", ".join(f"`{kind}`" for kind in EXACT),
+        routed=routed,
+        transformers=families.transformers,
+        vllm=families.vllm,
+        rows=tables[0],
+        refused=tables[1],
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlft.config.bounds import PositiveInt, Seed
-from rlft.data.arithmetic import OPERATIONS, drawn_prompts, split_of
-from rlft.types import Prompt, Split, require
+from rlft.config.bounds import PositiveInt
+from rlft.data.arithmetic import OPERATIONS
+from rlft.data.drawn import Drawn, Problem, split_of
+from rlft.types import Split, require
 
 LARGEST_FACTOR = 9
 
@@ -72,7 +72,7 @@ def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chains:
+class Chains(Drawn):
     """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result.
 
     The embedded model was taught 5 steps with numbers up to 20.
@@ -80,21 +80,14 @@ class Chains:
 
     steps: PositiveInt
     largest: PositiveInt
-    size: PositiveInt
-    held_out_size: PositiveInt
-    seed: Seed
 
-    def load(self, split: Split) -> list[Prompt]:
-        self.check()
-        count = self.size if split is Split.train else self.held_out_size
-        what = f"chains of data.steps={self.steps} data.largest={self.largest}"
-        problems = ((chain.identity, chain.question, chain.results[-1]) for chain in self._chains(split))
-        return drawn_prompts(problems, split, count, 200 * count + 10_000, what=what, more="more data.steps")
+    @property
+    def words(self) -> tuple[str, str]:
+        return f"chains of data.steps={self.steps} data.largest={self.largest}", "more data.steps"
 
-    def _chains(self, split: Split) -> Iterator[Chain]:
-        rng = random.Random(f"{self.seed}-{split}")
-        while True:
-            yield draw(rng, self.steps, self.largest)
+    def draw(self, rng: random.Random) -> Problem:
+        chain = draw(rng, self.steps, self.largest)
+        return Problem(chain.identity, chain.question, chain.results[-1])
 
     def check(self) -> None:
         """Refuses keys for which there is no chain. Raises UserError."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from rlft.config.bounds import PositiveInt, Seed
-from rlft.data.arithmetic import drawn_prompts
+from rlft.config.bounds import PositiveInt
+from rlft.data.drawn import Drawn, Problem
 from rlft.system.terminal import pip_install
-from rlft.types import IMAGE, Image, Prompt, Split, require
+from rlft.types import IMAGE, Image, Prompt, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,28 +28,27 @@ QUESTION = f"{IMAGE}How many?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
+class Shapes(Drawn):
     """Pictures with 1 to `most` shapes, each with the question how many there are.
 
     The embedded model was taught up to 9.
     """
 
     most: PositiveInt
-    size: PositiveInt
-    held_out_size: PositiveInt
-    seed: Seed
 
-    def load(self, split: Split) -> list[Prompt]:
-        self.check()
-        count = self.size if split is Split.train else self.held_out_size
-        drawn = drawn_prompts(self._problems(split), split, count, 200 * count, what="pictures", more="less")
-        return [replace(prompt, images=(drawing(prompt.id),)) for prompt in drawn]
+    @property
+    def words(self) -> tuple[str, str]:
+        return "pictures", "less"
 
-    def _problems(self, split: Split) -> Iterator[tuple[str, str, int]]:
-        rng = random.Random(f"{self.seed}-{split}")
-        while True:
-            number = rng.randint(1, self.most)
-            yield f"{number}-{rng.getrandbits(40):010x}", QUESTION, number
+    def most_draws(self, count: int) -> int:
+        return 200 * count
+
+    def draw(self, rng: random.Random) -> Problem:
+        number = rng.randint(1, self.most)
+        return Problem(f"{number}-{rng.getrandbits(40):010x}", QUESTION, number)
+
+    def prompt(self, problem: Problem) -> Prompt:
+        return replace(Drawn.prompt(self, problem), images=(drawing(problem.id),))
 
     def check(self) -> None:
         """Refuses keys for which there is no picture, and to draw without Pillow. Raises UserError."""

@@ -1,8 +1,9 @@
 import pytest
 from in_one_test import each
 
-from rlft.data.arithmetic import Arithmetic, split_of
+from rlft.data.arithmetic import Arithmetic
 from rlft.data.chains import Chains
+from rlft.data.drawn import split_of
 from rlft.types import Split, UserError
 
 KEYS = {"difficulty": 2, "operations": ["+", "-"], "size": 300, "held_out_size": 60, "seed": 0}

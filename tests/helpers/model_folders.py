@@ -18,8 +18,32 @@ from transformers import (
 )
 
 import rlft
+from rlft.config.model import ModelConfig
+from rlft.model.roles import Roles
 
 TOKENIZER = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+
+def settings(folder: Path) -> ModelConfig:
+    """The model section of this folder, in float32 on the CPU."""
+    return ModelConfig(
+        path=str(folder),
+        revision=None,
+        dtype="float32",
+        device="cpu",
+        attn_implementation="auto",
+        gradient_checkpointing=False,
+        quantization=None,
+        trust_remote_code=False,
+    )
+
+
+def with_noise(roles: Roles) -> Roles:
+    """The roles, whose adapters are random numbers."""
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in roles.named_parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return roles
 
 
 def llama(folder: Path) -> Path:

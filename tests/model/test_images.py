@@ -11,36 +11,24 @@ import numpy as np
 import pytest
 import torch
 import vision_folders
+from model_folders import settings, with_noise
 from peft import PeftModel
 from PIL import Image as pillow
 from transformers import AutoModelForImageTextToText
 
-from rlft.config.model import LoraSettings, ModelConfig
+from rlft.config.model import LoraSettings
 from rlft.data.prompts import tokenised
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.forward import padded_forward
-from rlft.model.roles import Roles, policy_alone
+from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of
 from rlft.types import IMAGE, Completion, FinishReason, Group, Image, Prompt, Rollout, Sampling, Scores
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm")
 CPU = torch.device("cpu")
-
-
-def settings(folder: Path) -> ModelConfig:
-    return ModelConfig(
-        path=str(folder),
-        revision=None,
-        dtype="float32",
-        device="cpu",
-        attn_implementation="auto",
-        gradient_checkpointing=False,
-        quantization=None,
-        trust_remote_code=False,
-    )
 
 
 def drawn(seed: int, height: int, width: int) -> Image:
@@ -81,13 +69,6 @@ def group(prompt: Prompt, lengths: tuple[int, ...]) -> Group:
         for row, length in enumerate(lengths)
     )
     return Group(prompt=prompt, rollouts=rollouts)
-
-
-def with_noise(roles: Roles) -> Roles:
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in roles.named_parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    return roles
 
 
 @torch.no_grad()

@@ -10,13 +10,14 @@ import model_folders
 import pytest
 import torch
 import vision_folders
+from model_folders import settings, with_noise
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationMixin, Qwen2VLConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlft.batch import score_sequences
-from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
@@ -28,26 +29,6 @@ KINDS = ("qwen3_5", "gemma3", "mistral3", "llava")
 IDS = [[10 + (7 * row + i) % 90 for i in range(12)] for row in range(2)]
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 CPU = torch.device("cpu")
-
-
-def settings(folder: Path) -> ModelConfig:
-    return ModelConfig(
-        path=str(folder),
-        revision=None,
-        dtype="float32",
-        device="cpu",
-        attn_implementation="auto",
-        gradient_checkpointing=False,
-        quantization=None,
-        trust_remote_code=False,
-    )
-
-
-def with_noise(roles: Roles) -> Roles:
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in roles.named_parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    return roles
 
 
 def by_own_class(folder: Path, adapter: Path | None) -> list[list[float]]:

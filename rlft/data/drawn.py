@@ -1,0 +1,76 @@
+"""Prompts that a program draws: seeded, distinct, with splits that a hash of each problem decides."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlft.config.bounds import PositiveInt, Seed
+from rlft.types import Prompt, Split, UserError
+
+HELD_OUT_SHARE = 0.1
+
+
+def split_of(*problem: int | str) -> Split:
+    """The split of a problem, by a hash of what is written of it: no seed or size can make the two splits overlap."""
+    digest = hashlib.sha256("".join(map(str, problem)).encode()).digest()
+    return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
+
+
+class Problem(NamedTuple):
+    """What is asked: its id, which decides its split, the question and the number that answers it."""
+
+    id: str
+    question: str
+    answer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn(ABC):
+    """A source that draws its problems one after the other and keeps the first `size` distinct ones of a split."""
+
+    size: PositiveInt
+    held_out_size: PositiveInt
+    seed: Seed
+
+    def load(self, split: Split) -> list[Prompt]:
+        """UserError: the keys allow no problem, or not that many distinct ones."""
+        self.check()
+        count = self.size if split is Split.train else self.held_out_size
+        rng, prompts = random.Random(f"{self.seed}-{split}"), dict[str, Prompt]()
+        for _ in range(self.most_draws(count) + 1):
+            problem = self.draw(rng)
+            if split_of(problem.id) is split and problem.id not in prompts:
+                prompts[problem.id] = self.prompt(problem)
+            if len(prompts) == count:
+                return list(prompts.values())
+        what, more = self.words
+        raise UserError(
+            "data.size" if split is Split.train else "data.held_out_size",
+            f"there are not that many distinct {split} {what}",
+            got=count,
+            remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}{more}",
+        )
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuses keys for which there is no problem. Raises UserError."""
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Problem: ...
+
+    @property
+    @abstractmethod
+    def words(self) -> tuple[str, str]:
+        """What the problems are called in a message, and what to change to have more of them."""
+
+    def most_draws(self, count: int) -> int:
+        """After how many draws there are not `count` distinct problems of a split."""
+        return 200 * count + 10_000
+
+    def prompt(self, problem: Problem) -> Prompt:
+        message = {"role": "user", "content": problem.question}
+        return Prompt(id=problem.id, messages=(message,), answer=str(problem.answer))
