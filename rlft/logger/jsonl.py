@@ -144,7 +144,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
                 "prompt_id": rollout.prompt.id,
                 "index": i,
                 "prompt": [dict(message) for message in rollout.prompt.messages],
-                **({"images": images} if (images := [each.digest for each in rollout.prompt.images]) else {}),
+                **image_fields(rollout.prompt),
                 **({"tail": rollout.prompt.tail} if rollout.prompt.tail else {}),
                 "answer": rollout.prompt.answer,
                 "completion": completion.text,
@@ -210,6 +210,7 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
         {
             "prompt_id": rollout.prompt.id,
             "question": question_of(rollout.prompt),
+            **image_fields(rollout.prompt),
             "answer": rollout.prompt.answer,
             "completion": rollout.completion.text,
             "score": None if score is None else number(score),
@@ -225,6 +226,11 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
         **numbers(evaluation.metrics),
         "examples": examples,
     }
+
+
+def image_fields(prompt: Prompt) -> dict[str, Any]:
+    """{"images": the digests of a prompt's images} if it has any; else empty."""
+    return {"images": [image.digest for image in prompt.images]} if prompt.images else {}
 
 
 def turn_fields(completion: Completion) -> dict[str, Any]:

@@ -411,6 +411,7 @@ function drawGroup() {
   for (const message of group.prompt) {
     head.push(element("div", { className: "role", textContent: message.role }), withSearch(element("div", { className: "message" }), message.text), ...cutNote(message));
   }
+  if (group.images) head.push(element("div", { className: "images" }, ...group.images.map((digest) => picture(curves.report.runs[group.run].images[digest], digest))));
   head.push(element("div", { className: "role", textContent: "answer" }), withSearch(element("div", { className: "message" }), group.answer.text), ...cutNote(group.answer));
   const beside = by("beside").value === "" ? null : state.groups[Number(by("beside").value)];
   const cards = element("div", { className: beside ? "cards pairs" : "cards" });
@@ -427,6 +428,8 @@ function drawGroup() {
   return box.replaceChildren(...head, cards);
 }
 
+/** An image of a prompt; those beyond the page's limit, or no longer in the run's data, are named. */
+const picture = (url, digest) => (url ? element("img", { src: url, alt: `image ${digest}`, title: digest }) : element("span", { className: "cut", textContent: `image ${digest} is not in this page` }));
 const cutNote = (item) => (item.cut ? [element("div", { className: "cut", textContent: `cut here: it has ${item.cut.toLocaleString("en")} characters; all of them are in the run's folder` })] : []);
 
 function card(group, i, write) {

@@ -17,6 +17,8 @@ import rlft
 from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.diff import differing
 from rlft.commands.watch.report_completions import choose, safe
+from rlft.commands.watch.report_images import MAX_BYTES as MAX_IMAGE_BYTES
+from rlft.commands.watch.report_images import digests_in, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.find import named_folder, short_names
@@ -95,7 +97,7 @@ def page(data: Mapping[str, Any]) -> str:
     scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "report.js")]
     packed = gzip.compress(json.dumps(data, ensure_ascii=True, allow_nan=False).encode(), mtime=0)
     return PAGE.format(
-        policy="; ".join([_allowed("script-src", scripts), _allowed("style-src", styles)]),
+        policy="; ".join(["img-src data:", _allowed("script-src", scripts), _allowed("style-src", styles)]),
         title=html.escape(f"rlft: {data['runs'][0]['name']}"),
         styles="\n".join(f"<style>{text}</style>" for text in styles),
         body=(ASSETS / "report.html").read_text(encoding="utf-8"),
@@ -168,7 +170,7 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
     Args:
         words: the folders as they were typed, which may be those of sweeps or above them.
     """
-    runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
+    runs = [run_of(folder, max_bytes // len(folders), MAX_IMAGE_BYTES // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]
     for run, label, family in zip(runs, labels(runs), labels(runs, without=SEED_KEYS), strict=True):
         run |= {"label": label, "family": family}
@@ -211,13 +213,13 @@ def _number(cell: str) -> str:
         return safe(cell)
 
 
-def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
+def run_of(folder: Path, max_bytes: int, max_image_bytes: int) -> dict[str, Any]:
     """The data of one run. Raises UserError if the run has no metrics."""
-    config, row = flatten(read(folder, "report")), runs_command.read(folder, silent)
+    config, row = read(folder, "report"), runs_command.read(folder, silent)
     lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
     if row is None or not (lines or evaluations):
         raise no_metrics(folder)
-    points = thinned(lines)
+    points, completions = thinned(lines), choose(folder, max_bytes)
     return {
         "name": safe(str(folder)),
         "command": row.command,
@@ -233,8 +235,9 @@ def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
         "evaluated": [line["step"] for line in evaluations],
         "evaluations": columns(evaluations),
         "alarms": alarms_of(folder, lines, evaluations),
-        "config": {safe(name): safe(_text(value)) for name, value in config.items()},
-        "completions": choose(folder, max_bytes).as_dict(),
+        "config": {safe(name): safe(_text(value)) for name, value in flatten(config).items()},
+        "completions": completions.as_dict(),
+        "images": shown_images(config, digests_in(completions.groups), max_image_bytes),
     }
 
 

@@ -186,7 +186,13 @@ def _groups(file: Path, step: int, lost: list[DamagedLines]) -> Iterator[tuple[s
 
 def _prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
     messages = [{"role": safe(str(m["role"])), **shortened(str(m["content"]))} for m in line["prompt"]]
-    return {"id": safe(line["prompt_id"]), "prompt": messages, "answer": shortened(str(line["answer"]))}
+    answer = shortened(str(line["answer"]))
+    return {"id": safe(line["prompt_id"]), "prompt": messages, **shown_digests(line), "answer": answer}
+
+
+def shown_digests(line: Mapping[str, Any]) -> dict[str, list[str]]:
+    """{"images": the digests of the prompt's images} of a completion or an example whose prompt has any."""
+    return {"images": [safe(str(digest)) for digest in line["images"]]} if line.get("images") else {}
 
 
 def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,6 +251,7 @@ def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[ShownG
                 "step": line["step"],
                 "id": safe(example["prompt_id"]),
                 "prompt": [{"role": "user", **shortened(example["question"])}],
+                **shown_digests(example),
                 "answer": shortened(str(example["answer"])),
                 "rows": [
                     {

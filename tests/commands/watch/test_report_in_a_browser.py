@@ -492,3 +492,25 @@ def test_the_pictures_of_the_first_page_are_drawn(
     report_figures.draw(report_command.report([str(looked_at), f"out={tmp_path / 'report.html'}"]))
     for name in ("report_curves.png", "report_tokens.png"):
         assert (tmp_path / name).stat().st_size > 20_000
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+def test_images_of_prompts_are_drawn_and_those_that_are_missing_are_named(
+    opened: Callable[..., Page], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = ["+recipe=grpo_shapes", "steps=1", "prompts_per_step=2", "group_size=2", "data.size=8", "logger=[jsonl]"]
+    words += ["data.held_out_size=4", "eval.num_prompts=2", "model.device=cpu", "scoring.workers=0"]
+    assert cli.run(["train", *words, f"hydra.run.dir={folder}"]) == 0
+    page = opened(folder)
+    page.press("2")
+    [image] = page.all("#group .images img")
+    size = page.driver.execute_script("return [arguments[0].naturalWidth, arguments[0].naturalHeight]", image)
+    assert size == [48, 48]
+    assert image.is_displayed()
+    page.shot("images")
+    file = folder / "rollouts" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_bytes(b"".join(encode({**line, "images": ["gone"]}) for line in lines))
+    page = opened(folder)
+    assert page.texts("#group .images") == ["image gone is not in this page"]
