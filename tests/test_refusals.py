@@ -621,7 +621,10 @@ TABLE = [
     (f"{PPO} critic.init=rewad", "critic.init", "is neither base or reward nor an existing folder, got rewad"),
     ("train hydra.run.dir=file", "hydra.run.dir", "cannot be written (Not a directory), got file; choose"),
     ("train hydra.sweep.dir=jobs", "hydra.sweep.dir", "belongs to a sweep, and this is one run, got jobs;"),
-    ("train model.gradient_checkpointing=maybe", "model.gradient_checkpointing", "must be true or false or 'auto',"),
+    ("train model.gradient_checkpointing=maybe", "model.gradient_checkpointing",
+     "must be true or false or 'tiles' or 'offload' or 'auto',"),
+    ("train model.gradient_checkpointing=offload model.device=cpu", "model.gradient_checkpointing",
+     "only a CUDA device has its layers' inputs kept in main memory, got offload; use true or tiles"),
     ("train hydra.run.dir=", "hydra.run.dir", "is empty"),
     # Data
     ("train data=jsonl data.path=nowhere.jsonl", "data.path", "there is no such file, got nowhere.jsonl"),

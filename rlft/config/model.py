@@ -117,6 +117,13 @@ class RoutingSource(StrEnum):
     engine = "engine"
 
 
+Recompute = bool | Literal["tiles", "offload"]
+"""What is computed again in the backward (`model.gradient_checkpointing`)."""
+TILES, OFFLOAD = "tiles", "offload"
+LESS_MEMORY: tuple[Recompute, ...] = (True, TILES, OFFLOAD)
+"""Each of which takes less of a GPU's memory than the one before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     path: Annotated[str, Key(free=True, in_state=False, roles=("model",))]
@@ -124,7 +131,7 @@ class ModelConfig:
     dtype: str
     device: Annotated[str, Key(free=True, in_state=False)]
     attn_implementation: Annotated[str, Key(in_state=False)]
-    gradient_checkpointing: Annotated[bool | Literal["auto"], Key(in_state=False)]
+    gradient_checkpointing: Annotated[Recompute | Literal["auto"], Key(in_state=False)]
     quantization: Quantization | None
     trust_remote_code: bool
     kernels: Annotated[KernelChoice, Key(in_state=False)] = KernelChoice.auto

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
+
+from rlft.config.model import OFFLOAD, Recompute
+from rlft.model.checkpointing import TiledCheckpoint, drawing_again
+from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,28 +112,19 @@ ADAPTER_ITEM = 4
 """Bytes of an adapter's weight, which is float32 whatever the base's are, and of a number computed with it."""
 
 
-def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
-    """Turns gradient checkpointing on or off. It has an effect in training mode only."""
-    if on:
-        draws = {"context_fn": _drawing_again} if model.device.type == "mps" else {}
+def set_checkpointing(model: PreTrainedModel, how: Recompute) -> None:
+    """Sets what is recomputed (`model.gradient_checkpointing`). It has an effect in training mode only."""
+    if how:
+        draws = {"context_fn": drawing_again} if model.device.type == "mps" else {}
         _method(model, "enable")({"use_reentrant": False, **draws})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
+        if how is not True:
+            own = TiledCheckpoint(copies=HostCopies(model.device) if how == OFFLOAD else None)
+            for module in model.modules():
+                if hasattr(module, "_gradient_checkpointing_func"):
+                    module._gradient_checkpointing_func = own
     elif model.supports_gradient_checkpointing:
         _method(model, "disable")()
-
-
-def _drawing_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """(context of a forward, of its recomputation), which draws the same numbers on an Apple GPU. torch's own code
-    (`had_device_in_fwd` in torch/utils/checkpoint.py) passes over devices whose module has no `_initialized`."""
-    state = torch.mps.get_rng_state()
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with torch.random.fork_rng(devices=["mps"], device_type="mps"):
-            torch.mps.set_rng_state(state)
-            yield
-
-    return nullcontext(), again()
 
 
 def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:
@@ -246,6 +240,7 @@ def activation_bytes(
     joint: bool = False,
     adapter: int = 0,
     predicted: int | None = None,
+    tile: int | None = None,
 ) -> int:
     """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
@@ -257,8 +252,9 @@ def activation_bytes(
     `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `joint` says whether the kernels
     have one function for a whole branch of a layer and can have the adapter, which they do in 16 bits on a GPU only;
     `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is a kind, one of
-    `rlft.system.device.KINDS`.
-    `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all of them.
+    `rlft.system.device.KINDS`. `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all
+    of them. `tile`: number of tokens of a gated MLP that are computed at a time, which keeps its input of all tokens;
+    None: all together.
     """
     text = config.get_text_config()
     joint = joint and (device == "cuda" or itemsize >= ADAPTER_ITEM)
@@ -267,12 +263,19 @@ def activation_bytes(
     sizes = layer_sizes(config)
     mlps = [norm + (4 if plain else 2 if joint else 3) * layer.mlp * itemsize for layer in sizes]
     attentions = sum(norm + 2 * (layer.queries + layer.keys) * itemsize + 4 * layer.state for layer in sizes)
+    if tile is not None:
+        of_tiles = min(tile, tokens) * sum(mlps) + tokens * text.hidden_size * itemsize * len(mlps)
+        return tokens * (attentions + adapter) + of_tiles
     narrowed = 0 if predicted is None else (tokens - predicted) * mlps[-1]
     return tokens * (attentions + sum(mlps) + adapter) - narrowed
 
 
-def checkpointed_bytes(config: Any, tokens: int, itemsize: int, **layers: Any) -> tuple[int, int]:
-    """(bytes of all layers' inputs, which gradient checkpointing keeps; those of one layer's activations)."""
+def checkpointed_bytes(
+    config: Any, tokens: int, itemsize: int, *, offloaded: bool = False, **layers: Any
+) -> tuple[int, int]:
+    """(bytes of the layers' inputs on the device, which gradient checkpointing keeps, or offloads; those of one layer's
+    activations)."""
     text = config.get_text_config()
     whole = activation_bytes(config, tokens, itemsize, **layers)
-    return tokens * text.hidden_size * text.num_hidden_layers * itemsize, whole // text.num_hidden_layers
+    inputs = min(INPUTS_AT_ONCE, text.num_hidden_layers) if offloaded else text.num_hidden_layers
+    return tokens * text.hidden_size * inputs * itemsize, whole // text.num_hidden_layers

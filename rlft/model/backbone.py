@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rlft.batch import collate
-from rlft.config.model import ModelConfig, check_local, resolve_path
+from rlft.config.model import LESS_MEMORY, ModelConfig, check_local, resolve_path
 from rlft.model.activations import set_checkpointing
 from rlft.model.families import recorded_family
 from rlft.model.images import ImageEncoder
@@ -265,8 +265,8 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     elif config.quantization is None:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
     kernels = selection.install(model, config.kernels, own_attention=config.attn_implementation == "auto")
-    if config.gradient_checkpointing is True:
-        set_checkpointing(model, True)
+    if config.gradient_checkpointing in LESS_MEMORY:
+        set_checkpointing(model, config.gradient_checkpointing)
     tokenizer = _read_tokenizer(config)  # the plan has checked it
     images = ImageEncoder(
         read_config(config), {**source(config), "dtype": dtype}, device, partial(processor_of, tokenizer)

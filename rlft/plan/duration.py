@@ -234,7 +234,7 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
         "sample": sampled(work.trained) if work.is_sampled else 0.0,
         "score": OF_A_FORWARD * work.scorers * passes,
         "credit": OF_A_FORWARD * work.forwards * passes,
-        "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * demand.recompute) * passes,
+        "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * bool(demand.recompute)) * passes,
         "publish": publish if work.is_sampled else 0.0,
     }
     saved = (FLOAT32 * demand.trainable + averages_bytes(demand)) / DISK + FILES_S

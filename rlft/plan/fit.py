@@ -6,12 +6,13 @@ a resumed run gets the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
 
+from rlft.config.model import LESS_MEMORY, Recompute
 from rlft.config.resolved import with_number
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.engine import Engine
@@ -34,6 +35,7 @@ from rlft.system.process.placement import GpuMemory, place
 from rlft.types import UserError
 
 GIB = 2**30
+CHECKPOINTING = "model.gradient_checkpointing"
 LOWERED_TOKENS = 4096
 """To so many tokens in a forward-backward `auto` lowers the budget before activations are computed again."""
 
@@ -63,17 +65,29 @@ def remedies(model: ModelSizes, demand: Demand, process: int, limit: int) -> lis
     fitting = [remedy for remedy in _single(model, demand, process, limit) if remedy is not None]
     if fitting:
         return fitting
+    return next(
+        ([found] for how in _less_memory(demand) if (found := _several(model, demand, process, limit, how))), []
+    )
+
+
+def _less_memory(demand: Demand) -> Sequence[Recompute]:
+    """What gradient checkpointing may compute again on the demand's device, the least first."""
+    return LESS_MEMORY if demand.device == "cuda" else LESS_MEMORY[:1]
+
+
+def _several(model: ModelSizes, demand: Demand, process: int, limit: int, how: Recompute) -> Remedy | None:
+    """All keys at once, with this gradient checkpointing; None if the run does not fit even so."""
     longest = demand.prompt_tokens + demand.completion_tokens
-    changes = {"token_budget": str(longest), "model.gradient_checkpointing": "true"}
-    smallest = replace(demand, token_budget=longest, recompute=True)
+    changes = {"token_budget": str(longest), CHECKPOINTING: _as_typed(how)}
+    smallest = replace(demand, token_budget=longest, recompute=how)
     if demand.engine is not None:
         changed: dict[str, Any] = {}
         for engine in _smaller_engines(model, smallest, process, limit):
             changed |= _changed_fields(demand.engine, engine)
         smallest = replace(smallest, engine=replace(demand.engine, **changed))
         changes |= _as_keys(demand, smallest)
-    several = Remedy(changes=changes, peak=peak(parts(model, smallest, process)))
-    return [several] if several.peak <= limit and not memory_shortfall(model, smallest) else []
+    found = Remedy(changes=changes, peak=peak(parts(model, smallest, process)))
+    return found if found.peak <= limit and not memory_shortfall(model, smallest) else None
 
 
 def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Remedy | None]:
@@ -87,8 +101,11 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
     budget = largest_budget(model, demand, process, limit)
     if budget is not None and budget < demand.token_budget:
         yield remedy("token_budget", str(budget), replace(demand, token_budget=budget))
-    if not demand.recompute:
-        yield remedy("model.gradient_checkpointing", "true", replace(demand, recompute=True))
+    present = _less_memory(demand).index(demand.recompute) + 1 if demand.recompute in _less_memory(demand) else 0
+    for how in _less_memory(demand)[present:]:
+        if (found := remedy(CHECKPOINTING, _as_typed(how), replace(demand, recompute=how))) is not None:
+            yield found
+            break
     for engine in _smaller_engines(model, demand, process, limit):
         smaller = replace(demand, engine=engine)
         [(key, value)] = _as_keys(demand, smaller).items()
@@ -228,7 +245,7 @@ def gpu_memory(plan: TrainPlan, model: ModelSizes, gpu: int, *, absent: bool) ->
     Keys that are `auto` count with the values that take the least memory.
     """
     config = plan.config
-    recompute = config.model.gradient_checkpointing in (True, AUTO)
+    recompute = True if config.model.gradient_checkpointing == AUTO else config.model.gradient_checkpointing
     demand = on_a_gpu(replace(plan, placement=None).demand(model, recompute), plan, gpu, absent=absent)
     if plan.plain.get("token_budget") == AUTO:
         demand = replace(demand, token_budget=demand.prompt_tokens + demand.completion_tokens)
@@ -272,7 +289,8 @@ def fit_to_device(plan: AnyPlan) -> AnyPlan:
 
 
 def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, may_lower: bool) -> AnyPlan:
-    """The plan for a GPU: with a token budget that fits; with gradient checkpointing where LOWERED_TOKENS need it.
+    """The plan for a GPU: with a token budget that fits; with gradient checkpointing where LOWERED_TOKENS need it, and
+    as much of it as the longest row needs.
 
     Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the
     rehearsal says what is too large. `memory` is the GPU's, in bytes.
@@ -281,8 +299,12 @@ def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, 
     budget, recompute = config.token_budget, config.model.gradient_checkpointing
     if recompute == AUTO:  # it makes a step a third longer, and smaller products do not, down to LOWERED_TOKENS
         longest = demand.prompt_tokens + demand.completion_tokens
-        lowest = min(budget, max(LOWERED_TOKENS, longest)) if may_lower else budget
-        recompute = peak(parts(model, replace(demand, token_budget=lowest, recompute=False), process)) > memory
+
+        def fits(how: Recompute, at_least: int) -> bool:
+            lowest = min(budget, max(at_least, longest)) if may_lower else budget
+            return peak(parts(model, replace(demand, token_budget=lowest, recompute=how), process)) <= memory
+
+        recompute = not fits(False, LOWERED_TOKENS) and next((how for how in LESS_MEMORY if fits(how, 0)), True)
     if may_lower:
         largest = largest_budget(model, replace(demand, recompute=recompute), process, memory)
         budget = budget if largest is None else min(budget, largest)

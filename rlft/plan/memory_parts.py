@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from rlft.batch import select
+from rlft.config.model import OFFLOAD, TILES, Recompute
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm import memory as vllm_memory
 from rlft.model.activations import activation_bytes, checkpointed_bytes, logit_rows
+from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
@@ -110,7 +112,7 @@ class Demand:
         rows: number of rows in a step.
         update_rows: number of rows in an optimizer batch.
         token_budget: the most tokens in a micro-batch.
-        recompute: whether the run uses gradient checkpointing.
+        recompute: what gradient checkpointing computes again.
         device: the kind of the trainer's device, one of `rlft.system.device.KINDS`.
         whole_model: whether the model's own weights are trained.
         copies: number of frozen copies of these weights, in other roles.
@@ -142,7 +144,7 @@ class Demand:
     rows: int
     update_rows: int
     token_budget: int
-    recompute: bool
+    recompute: Recompute
     device: str
     whole_model: bool = False
     copies: int = 0
@@ -290,13 +292,14 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     """
     tokens, predicted = largest_micro_batch(demand, packed=model.packed)
     how = layers_kept(model, demand, predicted)
-    gradients, head = tokens * model.layer_width * model.itemsize, head_bytes(model, demand, tokens, predicted)
+    gradients, head = layer_gradients(model, demand, tokens), head_bytes(model, demand, tokens, predicted)
     if model.quantized:  # a branch's weights in the dtype that it computes with: those of its gated MLP
         gradients += 3 * model.mlp_width * model.hidden * model.itemsize
     outputs = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1) if demand.through_head else 0
     kept, of_a_layer = activation_bytes(model.config, tokens, model.itemsize, **how), 0
     if demand.recompute:
-        kept, of_a_layer = checkpointed_bytes(model.config, tokens, model.itemsize, **how)
+        is_offloaded = demand.recompute == OFFLOAD and demand.device != "cpu"
+        kept, of_a_layer = checkpointed_bytes(model.config, tokens, model.itemsize, offloaded=is_offloaded, **how)
     if demand.device == "cpu":
         kept, head = kept + of_a_layer, head + outputs
     else:
@@ -320,6 +323,13 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     ]
 
 
+def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
+    """Bytes that a layer's backward makes beside what is kept, in its gated MLP or, if that has tiles, elsewhere."""
+    if (tile := tile_of(model, demand)) is None or tile >= tokens:
+        return tokens * model.layer_width * model.itemsize
+    return (tile * 3 * model.mlp_width + tokens * 3 * model.hidden) * model.itemsize
+
+
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
     """What `activation_bytes` asks beside the number of tokens."""
     joint = model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
@@ -329,7 +339,14 @@ def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None)
         "joint": joint,
         "adapter": model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain),
         "predicted": predicted if model.packed and demand.device != "cpu" else None,
+        "tile": tile_of(model, demand),
     }
+
+
+def tile_of(model: ModelSizes, demand: Demand) -> int | None:
+    """How many tokens of a gated MLP are computed at a time; None: all together."""
+    joint = model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
+    return MLP_TILE if joint and demand.recompute in (TILES, OFFLOAD) else None
 
 
 def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -> int:

@@ -19,8 +19,10 @@ from rlft.config.model import (
     DEVICES,
     DTYPES,
     HEAD,
+    OFFLOAD,
     LoraSettings,
     ModelConfig,
+    Recompute,
     RoutingSource,
     SnapshotConfig,
     check_local,
@@ -69,6 +71,7 @@ def check_model(settings: ModelConfig) -> None:
     is_dtype, remedy = settings.dtype in ("auto", *DTYPES), choice_remedy(settings.dtype, ("auto", *DTYPES))
     require(is_dtype, "model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
     check_quantized_on(settings.quantization, settings.device)
+    check_offloaded_on(settings.gradient_checkpointing, settings.device)
 
 
 def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
@@ -93,6 +96,7 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
         problem = f"{package} is not installed"
         raise UserError("model.attn_implementation", problem, got=attention, remedy="use auto or sdpa")
     check_quantized_on(settings.quantization, device.type)
+    check_offloaded_on(settings.gradient_checkpointing, device.type)
     if settings.quantization is not None:
         _require_bitsandbytes("model.quantization", settings.quantization)
 
@@ -135,6 +139,13 @@ def check_quantized_on(quantization: str | None, device: str) -> None:
     if quantization is not None and device.partition(":")[0] not in ("cuda", "auto"):
         remedy = "set model.quantization=null"
         raise UserError("model.quantization", "4-bit weights need a CUDA device", got=quantization, remedy=remedy)
+
+
+def check_offloaded_on(how: Recompute | str, device: str) -> None:
+    """Checks that layers' inputs can leave a device of this type for main memory."""
+    if how == OFFLOAD and device.partition(":")[0] not in ("cuda", "auto"):
+        problem = "only a CUDA device has its layers' inputs kept in main memory"
+        raise UserError("model.gradient_checkpointing", problem, got=OFFLOAD, remedy="use true or tiles")
 
 
 def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:

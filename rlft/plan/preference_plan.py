@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
 from rlft.config.instantiate import component_name, instantiate
+from rlft.config.model import Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
@@ -127,7 +128,7 @@ class PreferencePlan(Plan):
         }.get(self.reference, ("reference", "adapter", f"{once}; {self.reference}"))
         return [("loss", name, keys), reference_row]
 
-    def demand(self, model: ModelSizes, recompute: bool) -> Demand:
+    def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of an update on the longest rankings; nothing is sampled.
 
         A policy learns by its adapter, beside the reference's where that has one. A reward model learns by an adapter

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from rlft.config.model import Recompute
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares
 
@@ -87,7 +88,7 @@ class Plan(ABC):
         """The row of the start-up table about what ends a turn."""
         return [] if self.ends is None else [self.ends.row]
 
-    def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
+    def demand(self, model: ModelSizes, recompute: Recompute) -> Demand | None:
         """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the command."""
         return None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rlft.config.instantiate import instantiate
+from rlft.config.model import Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, scan_demonstrations
@@ -66,7 +67,7 @@ class SftPlan(Plan):
             ("task accuracy", "no" if self.held_out is None else "yes", "data=null" if not self.held_out else task),
         ]
 
-    def demand(self, model: ModelSizes, recompute: bool) -> Demand:
+    def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of one adapter, or of training all weights."""
         run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rlft.algorithm.objective import Objective
 from rlft.config.instantiate import instantiate
-from rlft.config.model import CriticKind, ModelConfig, Old, RoutingSource, SnapshotConfig, teacher_settings
+from rlft.config.model import CriticKind, ModelConfig, Old, Recompute, RoutingSource, SnapshotConfig, teacher_settings
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
@@ -206,7 +206,7 @@ class TrainPlan(Plan):
             fields["engine"], fields["engines_apart"] = fields["engine"].standalone(), 1 if on_gpus else engines
         return fields
 
-    def demand(self, model: ModelSizes, recompute: bool) -> Demand:
+    def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of the policy, and of old, reference, teacher, critic and rewards beside it."""
         run, critic = self.config, self.config.critic.kind
         return Demand(

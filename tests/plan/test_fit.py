@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from in_one_test import each
+from transformers import AutoTokenizer, Qwen2Config
 
+import rlft
 from rlft.commands.plan_command import read_bytes
 from rlft.config.compose import compose
+from rlft.config.model import LESS_MEMORY
 from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
@@ -142,6 +146,45 @@ def test_the_budget_is_lowered_before_activations_are_computed_again(on_gpu):
         config = fit_to_device(on_gpu(memory)).config
         assert config.model.gradient_checkpointing is recomputes
         assert needed(plan, config.token_budget, recomputes) <= memory < needed(plan, GPU_TOKENS, False)
+
+
+LONG_ROW = (
+    "prompts.max_tokens=64", "generation.max_tokens=32704", "group_size=2", "prompts_per_step=2", "lora.rank=16",
+    "model.dtype=bfloat16", "generation.transformers.batch_size=1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def of_1_5b(tmp_path):
+    """A folder with the config of Qwen2.5-1.5B and another tokenizer, but no weights."""
+    shape = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
+    Qwen2Config(
+        **shape, intermediate_size=8960, vocab_size=151936, max_position_embeddings=131072, tie_word_embeddings=True
+    ).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_row_of_32k_tokens_of_a_1_5b_model_fits_into_24_gb(of_1_5b, on_gpu):
+    """Its logits are no N x V matrix, its activations no layers x N x 8960 one, and with offloaded inputs most is the
+    base (3.1 GB)."""
+    plan = on_gpu(0, *LONG_ROW, f"model.path={of_1_5b}")
+    model = sizes_of(plan.config.model, plan.config.lora)
+    demand = replace(on_a_gpu(plan.demand(model, False), plan, 24 * 10**9, absent=False), engine=None)
+    peaks = {how: peak(parts(model, replace(demand, recompute=how), CUDA_CONTEXT)) for how in (False, *LESS_MEMORY)}
+    assert peaks[False] > 24 * 10**9 > peaks[True] > peaks["tiles"] > peaks["offload"]
+    tokens = demand.prompt_tokens + demand.completion_tokens
+    assert peaks["tiles"] - peaks["offload"] == (28 - 2) * tokens * 1536 * 2, "two layers' inputs stay"
+
+
+@pytest.mark.parametrize("how", LESS_MEMORY)
+def test_as_much_is_computed_again_as_a_row_needs_that_fits_into_no_smaller_budget(how, of_1_5b, on_gpu):
+    """A row of 32,768 tokens has eight tiles."""
+    words = (*LONG_ROW, f"model.path={of_1_5b}", "token_budget=32768")
+    limit = needed(on_gpu(0, *words), 32768, how)
+    assert fit_to_device(on_gpu(limit, *words)).config.model.gradient_checkpointing == how
+    less = fit_to_device(on_gpu(limit - MIB, *words)).config.model.gradient_checkpointing
+    assert less == {True: "tiles", "tiles": "offload", "offload": True}[how], "True again where nothing fits"
 
 
 def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_gpu, monkeypatch):

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,9 @@ HIDDEN, LAYERS, PROMPTS, GROUP = 256, 4, 8, 4
 """Sizes of the models, which are Qwen2-shaped unless a case says otherwise, and of a step."""
 TRAIN = (
     "steps=1 generation=transformers eval.every=0 data=jsonl data.held_out_fraction=0.1 prompts.style=raw"
-    f" scoring.workers=0 prompts_per_step={PROMPTS} group_size={GROUP} token_budget=4096"
+    " scoring.workers=0"
 )
-SFT = (
-    "demonstrations=jsonl demonstrations.held_out_fraction=0.1"
-    " examples_per_step=16 prompts.style=raw steps=1 token_budget=4096"
-)
+SFT = "demonstrations=jsonl demonstrations.held_out_fraction=0.1 examples_per_step=16 prompts.style=raw steps=1"
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 384}
 CONVOLUTIONS: dict[str, Any] = {
     "layer_types": ["conv", "full_attention"] * 2,
@@ -55,15 +52,18 @@ CONVOLUTIONS: dict[str, Any] = {
 
 
 class Case:
-    """words: beside the usual ones. kind: of transformers' models, with fields of its config."""
+    """words: beside the usual ones. size: of Qwen2-shaped models, else HIDDEN, with so many layers and this vocabulary.
+    rows: prompts, and completions of each. kind: of transformers' models, with fields of its config."""
 
     def __init__(
         self, words: str = "", *, dtype: str = "bfloat16", vocabulary: int = 4096, prompt: int = 64,
         completion: int = 64, command: str = "train", kind: str = "qwen2",
-        layers: int = LAYERS, **fields: Any,
+        layers: int = LAYERS, size: Size | None = None, rows: tuple[int, int] = (PROMPTS, GROUP), **fields: Any,
     ) -> None:  # fmt: skip
-        self.words, self.dtype, self.vocabulary, self.command = words, dtype, vocabulary, command
-        self.prompt, self.completion, self.kind, self.fields, self.layers = prompt, completion, kind, fields, layers
+        self.words, self.dtype, self.command, self.rows = words, dtype, command, rows
+        self.prompt, self.completion, self.kind, self.fields = prompt, completion, kind, fields
+        usual = Size(hidden=HIDDEN, layers=layers, heads=4, key_heads=2, intermediate=768, vocabulary=vocabulary)
+        self.size = usual if size is None else size
 
 
 CASES = {
@@ -90,7 +90,21 @@ CASES = {
     "experts": Case(kind="olmoe", **MOE),
     "short convolutions": Case(kind="lfm2", **CONVOLUTIONS),
 }
-QUICK = ("bfloat16", "checkpointing", "a critic's adapter", "a whole model", "all weights and a copy")
+NARROW = Size(hidden=96, layers=4, heads=12, key_heads=2, intermediate=560, vocabulary=4748)
+"""A sixteenth of Qwen2.5-1.5B in width, with a small vocabulary and fewer of its 28 layers."""
+LONG = {
+    f"{how}, a row of {tokens}": Case(
+        f"model.gradient_checkpointing={how} token_budget={tokens}", size=replace(NARROW, layers=layers), rows=(1, 2),
+        prompt=256, completion=tokens - 256,
+    )
+    for tokens, layers in ((8192, 4), (32768, 8))
+    for how in ("true", "tiles", "offload")
+}  # fmt: skip
+CASES |= LONG
+QUICK = (
+    "bfloat16", "checkpointing", "a critic's adapter", "a whole model", "all weights and a copy",
+    "offload, a row of 8192",
+)  # fmt: skip
 
 
 def main(*names: str) -> dict[str, Any]:
@@ -105,7 +119,7 @@ def planned_and_counted(case: Case, folder: Path) -> list[Any]:
     before = COUNTS.live
     plan = planned(case, folder)
     model = sizes_of(plan.config.model, plan.config.lora)
-    demand = plan.demand(model, plan.config.model.gradient_checkpointing is True)
+    demand = plan.demand(model, plan.config.model.gradient_checkpointing)
     assert demand is not None
     demand = replace(on_a_gpu(demand, plan, 0, absent=False), engine=None)  # nothing is sampled here
     found = [part for part in parts(model, demand, 0) if part.bytes]
@@ -119,13 +133,15 @@ def planned_and_counted(case: Case, folder: Path) -> list[Any]:
 
 def planned(case: Case, folder: Path) -> Any:
     model = model_folder(case, folder)
-    work = Workload(prompts=PROMPTS, prompt_tokens=case.prompt, completion_tokens=case.completion)
+    prompts, group = case.rows
+    work = Workload(prompts=prompts, prompt_tokens=case.prompt, completion_tokens=case.completion)
     data = write_prompts(folder / f"{case.prompt}.jsonl", work, 2)
     answered = [json.loads(line) | {"completion": "a" * case.completion} for line in data.read_text().splitlines()]
     data.write_text("".join(json.dumps(row) + "\n" for row in answered))
     words = f"{TRAIN if case.command == 'train' else ''} {case.words}".replace("MODEL", str(model)).split()
     if case.command == "train":
         words += [f"data.path={data}", f"generation.max_tokens={case.completion}"]
+        words += [f"prompts_per_step={prompts}", f"group_size={group}"]
     else:
         words += [f"demonstrations.path={data}", f"max_completion_tokens={case.completion + 8}"]
     words += [f"model.path={model}", f"model.dtype={case.dtype}", "logger=[jsonl]"]
@@ -134,20 +150,23 @@ def planned(case: Case, folder: Path) -> Any:
         words += ["lora.rank=16", *(["lora.dropout=0"] if "dropout" not in case.words else [])]
     if "checkpointing" not in case.words:
         words.append("model.gradient_checkpointing=false")
+    if "token_budget" not in case.words:
+        words.append("token_budget=4096")
     return resolve(
         compose([f"prompts.max_tokens={case.prompt + 8 * (case.command == 'sft')}", *words], command=case.command)
     ).plan()
 
 
 def model_folder(case: Case, folder: Path) -> Path:
-    size = Size(hidden=HIDDEN, layers=case.layers, heads=4, key_heads=2, intermediate=768, vocabulary=case.vocabulary)
-    usual = make_model(folder / f"qwen2-{case.vocabulary}-{case.layers}", size, "float32")
+    size = case.size
+    usual = make_model(folder / f"qwen2-{'-'.join(str(number) for number in astuple(size))}", size, "float32")
     if case.kind == "qwen2":
         return usual
     own = folder / case.kind
     config = AutoConfig.for_model(
-        case.kind, vocab_size=case.vocabulary, hidden_size=HIDDEN, num_hidden_layers=case.layers, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=None, **case.fields,
+        case.kind, vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.key_heads, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None, **case.fields,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(own)
     AutoTokenizer.from_pretrained(usual).save_pretrained(own)
@@ -195,14 +214,14 @@ def hollow() -> Iterator[None]:
 def rollouts(plan: Any, length: int) -> tuple[list[Group], Scores]:
     """Completions of full length."""
     dice, groups = random.Random(3), []
-    for prompt in plan.train_prompts.prompts[:PROMPTS]:
+    for prompt in plan.train_prompts.prompts[: plan.config.prompts_per_step]:
         siblings = []
-        for _ in range(GROUP):
+        for _ in range(plan.config.group_size):
             ids = [dice.randrange(30, 200) for _ in range(length)]
             completion = Completion(text="", token_ids=ids, logprobs=[-1.0] * length, finish_reason=FinishReason.length)
             siblings.append(Rollout(prompt=prompt, completion=completion, policy_version=0))
         groups.append(Group(prompt=prompt, rollouts=tuple(siblings)))
-    total = torch.tensor([[dice.random() for _ in range(GROUP)] for _ in groups])
+    total = torch.tensor([[dice.random() for _ in group.rollouts] for group in groups])
     return groups, Scores(total=total, by_reward={"exact_match": total}, outcome=None, steps=None)
 
 

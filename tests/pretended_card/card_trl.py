@@ -55,7 +55,7 @@ def of_trl(case: Case, folder: Path) -> tuple[int, int]:
     before, path = COUNTS.live, model_folder(case, folder)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, case.dtype))
     tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.add_tokens([f"<{i}>" for i in range(len(tokenizer), case.vocabulary)])
+    tokenizer.add_tokens([f"<{i}>" for i in range(len(tokenizer), case.size.vocabulary)])
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     dice = random.Random(0)

@@ -277,7 +277,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _meet(func, operator.name, [*card, *host])
     if operator.name in WAITS or _reads_a_mask(operator.name, plain):
         COUNTS.wait(operator.name)
-    out = _drawn(func, target, plain, named) if operator.draws else _computed(func, operator.name, plain, named)
+    is_hollow = COUNTS.hollow and operator.name in PRODUCTS  # flash attention says that it draws, for its dropout
+    if operator.draws and not is_hollow:
+        out = _drawn(func, target, plain, named)
+    else:
+        out = _computed(func, operator.name, plain, named)
     if target is None:
         return out
     if operator.name not in WITHOUT_LAUNCH:

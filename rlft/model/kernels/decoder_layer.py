@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from rlft.model.checkpointing import tile_of
 from rlft.model.kernels import elementwise, layer_branches
 from rlft.model.kernels.attention import spans_of, window_of
 from rlft.model.kernels.lora_linear import layers_of
@@ -198,7 +199,11 @@ def _mlp(layer: Any, x: Tensor, *, decodes: bool = False) -> Tensor:
         layers = layers_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     if norm is None or layers is None or (layers.in_4_bits and decodes):
         return x + mlp(layer.post_attention_layernorm(x))
-    return layer_branches.decoded_mlp(x, norm, layers.operands) if decodes else layer_branches.mlp(x, norm, layers)
+    return (
+        layer_branches.decoded_mlp(x, norm, layers.operands)
+        if decodes
+        else layer_branches.mlp(x, norm, layers, tile_of(layer))
+    )
 
 
 def _head_norms(attention: Any) -> list[nn.Module]:

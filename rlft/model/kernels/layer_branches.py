@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlft.model.checkpointing import is_recomputing
 from rlft.model.kernels.attention import Spans, attend, attention_gradients
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.elementwise import (
@@ -71,11 +72,16 @@ def attention(x: Tensor, heads: Heads, spans: Spans, scale: float, layers: Layer
     return cast(Tensor, _Attention.apply(x, heads, spans, scale, layers.operands, *layers.learned))
 
 
-def mlp(x: Tensor, norm: Norm, layers: Layers) -> Tensor:
-    """`[.., hidden]` from x of the same shape; `layers` are those of gate, up and down."""
+def mlp(x: Tensor, norm: Norm, layers: Layers, tile: int | None = None) -> Tensor:
+    """`[.., hidden]` from x of the same shape; `layers` are those of gate, up and down.
+
+    `tile`: how many tokens are computed at a time, x alone being kept for the backward; None: all together.
+    """
     if not torch.is_grad_enabled():
-        return _mlp(x.detach(), norm, dense(layers.operands, x.dtype))[0]
-    return cast(Tensor, _Mlp.apply(x, norm, layers.operands, *layers.learned))
+        return _mlp_in_tiles(x.detach(), norm, dense(layers.operands, x.dtype), tile)
+    if tile is None:
+        return cast(Tensor, _Mlp.apply(x, norm, layers.operands, *layers.learned))
+    return cast(Tensor, _TiledMlp.apply(x, norm, layers.operands, tile, *layers.learned))
 
 
 # -- in decoding -------------------------------------------------------------------------------------------------------
@@ -237,6 +243,42 @@ class _Mlp(torch.autograd.Function):
         layers = dense(ctx.layers, x.dtype)
         x_grad, learned_grads = _mlp_gradients(grad, x, ctx.norm, kept, layers, ctx.needs_input_grad[0])
         return x_grad, None, None, *learned_grads
+
+
+def _mlp_in_tiles(x: Tensor, norm: Norm, layers: Sequence[Operands], tile: int | None) -> Tensor:
+    """x plus the branch; no gradient."""
+    if tile is None:
+        return _mlp(x, norm, layers)[0]
+    y = torch.empty_like(x)
+    for part, of_y in zip(x.split(tile, -2), y.split(tile, -2), strict=True):
+        of_y.copy_(_mlp(part, norm, layers)[0])
+    return y
+
+
+class _TiledMlp(torch.autograd.Function):
+    """`_Mlp` for so many tokens at a time: x alone is kept, and each tile is computed again for its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm, layers: Sequence[Operands], tile: int, *learned: Tensor) -> Tensor:
+        x = x.detach()
+        ctx.save_for_backward(x)
+        ctx.norm, ctx.layers, ctx.tile = norm, layers, tile
+        if is_recomputing():  # a checkpoint wants what is saved, and its last function's output is not
+            return x.new_empty(()).expand_as(x)
+        return _mlp_in_tiles(x, norm, dense(layers, x.dtype), tile)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        [grad], [x], needs_x = grad_outputs, ctx.saved_tensors, ctx.needs_input_grad[0]
+        layers, x_grad = dense(ctx.layers, x.dtype), torch.empty_like(x)
+        totals: list[Tensor] = []
+        for part, part_grad, of_x in zip(*(t.split(ctx.tile, -2) for t in (x, grad, x_grad)), strict=True):
+            _, *kept = _mlp(part, ctx.norm, layers)
+            found, learned_grads = _mlp_gradients(part_grad, part, ctx.norm, kept, layers, needs_x)
+            if found is not None:
+                of_x.copy_(found)
+            totals = [a.add_(b) for a, b in zip(totals, learned_grads, strict=True)] if totals else learned_grads
+        return x_grad if needs_x else None, None, None, None, *totals
 
 
 def _summed(inner_grad: Tensor | None, x: Tensor, scale: Tensor, norm: Norm, grad: Tensor) -> Tensor:

@@ -3,6 +3,9 @@ and, in the last layer, fewer rows; layers and modules that do more are left alo
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections import Counter
 
 import pytest
@@ -11,10 +14,12 @@ from in_one_test import each
 from peft import LoraConfig, get_peft_model
 
 from rlft.config.model import KernelChoice
+from rlft.model import checkpointing
 from rlft.model.activations import set_checkpointing
 from rlft.model.forward import packed_forward
 from rlft.model.kernels import decoder_layer, elementwise, layer_branches, lora_linear, selection
 from rlft.model.kernels.decoder_layer import FAMILIES
+from rlft.model.offload import HostCopies
 from rlft.model.packing import pack
 
 LAYERS = 3
@@ -215,6 +220,78 @@ def test_with_gradient_checkpointing_it_is_the_same(random_model, awkward_batch,
     calls.clear()
     torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)
     assert calls == {"attention": 2 * LAYERS, "mlp": 2 * LAYERS}, "forward, and again in backward"
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """How many tokens each computation of a gated MLP had; a tile has 5, which divides no row here."""
+    sizes, plain = [], layer_branches._mlp
+    monkeypatch.setattr(layer_branches, "_mlp", lambda x, *args: sizes.append(x.shape[-2]) or plain(x, *args))
+    monkeypatch.setattr(checkpointing, "MLP_TILE", 5)
+    return sizes
+
+
+def cut(tokens):
+    return [5] * (tokens // 5) + ([tokens % 5] if tokens % 5 else [])
+
+
+@pytest.mark.parametrize("how", ["tiles", "offload"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_mlps_in_tiles_are_the_same_and_each_tile_is_computed_twice(random_model, awkward_batch, tiles, kind, how):
+    wrapped, parameters = adapted(installed(random_model(kind, dtype=torch.float64)))
+    model = wrapped.base_model.model
+    expected = results(model, awkward_batch, parameters)
+    set_checkpointing(model, how)
+    model.train()
+    tiles.clear()
+    torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)
+    packed = pack(awkward_batch)
+    rows = [cut(packed.num_tokens)] * (LAYERS - 1) + [cut(len(packed.predictor))]
+    assert tiles == [*itertools.chain(*rows), *itertools.chain(*reversed(rows))], "forward, and once more in backward"
+
+
+def test_passes_without_gradient_have_tiles_too(random_model, awkward_batch, tiles):
+    model = adapted(installed(random_model("llama", dtype=torch.float64)))[0].base_model.model
+    with torch.no_grad():
+        expected = packed_forward(model, awkward_batch, 1.0, False).logprobs
+        set_checkpointing(model, "tiles")
+        tiles.clear()
+        torch.testing.assert_close(
+            packed_forward(model, awkward_batch, 1.0, False).logprobs, expected, rtol=1e-12, atol=0
+        )
+    assert max(tiles) == 5
+
+
+@pytest.mark.parametrize("install", [installed, lambda model: model], ids=["ours", "transformers"])
+def test_offloaded_inputs_come_back_as_they_were_and_leave_nothing_behind(
+    random_model, awkward_batch, monkeypatch, install
+):
+    kept = []
+    plain = HostCopies._keep
+    monkeypatch.setattr(HostCopies, "_keep", lambda self, x: kept.append(plain(self, x)) or kept[-1])
+    wrapped, parameters = adapted(install(random_model("qwen2")))
+    model = wrapped.base_model.model
+    set_checkpointing(model, "tiles")
+    model.train()
+    expected = results(model, awkward_batch, parameters)
+    set_checkpointing(model, "offload")
+    for _ in range(2):
+        found = results(model, awkward_batch, parameters)
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+    copies = [weakref.ref(copy) for copy in kept if not isinstance(copy, torch.Tensor)]
+    assert len(copies) == 2 * LAYERS, "the input of each layer, and nothing else"
+    kept.clear()
+    gc.collect()
+    assert not any(copy() for copy in copies)
+
+
+def test_checkpointing_that_is_turned_off_has_no_tiles(random_model, awkward_batch, tiles):
+    model = adapted(installed(random_model("llama")))[0].base_model.model
+    set_checkpointing(model, "tiles")
+    set_checkpointing(model, False)
+    packed_forward(model, awkward_batch, 1.0, False)
+    assert max(tiles) == pack(awkward_batch).num_tokens
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
