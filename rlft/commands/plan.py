@@ -13,6 +13,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
+from rlft.config.model import Recompute
 from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_token_budget
 from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
@@ -91,7 +92,7 @@ class Planned:
     advice: Sequence[Advice]
     price: Price | None = None
 
-    def memory(self, *, recompute: bool) -> list[MemoryPart]:
+    def memory(self, *, recompute: Recompute) -> list[MemoryPart]:
         return parts(self.model, replace(self.demand, recompute=recompute), self.process)
 
     @property
