@@ -64,8 +64,7 @@ def _in_tiles() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 def tile_of(layer: nn.Module) -> int | None:
     """How many tokens of this layer's gated MLP are computed at a time; None: all together."""
-    is_tiled = isinstance(getattr(layer, "_gradient_checkpointing_func", None), TiledCheckpoint)
-    return MLP_TILE if is_tiled and layer.gradient_checkpointing is True else None
+    return MLP_TILE if isinstance(getattr(layer, "_gradient_checkpointing_func", None), TiledCheckpoint) else None
 
 
 def drawing_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
