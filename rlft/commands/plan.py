@@ -329,11 +329,15 @@ def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
 
 def as_dict(planned: Planned) -> dict[str, Any]:
     """The plan as values for JSON, with sizes in bytes; it stays small, as lengths are summarised and texts are cut."""
+    as_listed: dict[str, Recompute] = {
+        "as_planned": planned.demand.recompute,
+        "with_gradient_checkpointing": planned.demand.recompute or True,
+    }
     memory = {
         name: [
-            {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=on)
+            {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=how)
         ]
-        for name, on in (("as_planned", planned.demand.recompute), ("with_gradient_checkpointing", True))
+        for name, how in as_listed.items()
     }
     return {
         "sizes": [{"what": what, "value": value, "explanation": text} for what, value, text in planned.sizes],
@@ -423,11 +427,11 @@ def print_memory(terminal: Terminal, planned: Planned) -> None:
     table.add_column("part", no_wrap=True)
     table.add_column("when", style="dim")
     names = ["plain", "gradient checkpointing"]
-    names[planned.demand.recompute] += "\n(this run)"
+    names[planned.demand.recompute is not False] += "\n(this run)"
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("key", style="dim", overflow="fold")
-    plain, recomputed = (planned.memory(recompute=on) for on in (False, True))
+    plain, recomputed = (planned.memory(recompute=how) for how in (False, planned.demand.recompute or True))
     for part, other in zip(plain, recomputed, strict=True):
         if part.bytes or other.bytes:
             cells = (part.name, part.when, in_words(part.bytes), in_words(other.bytes), part.key or "")

@@ -120,7 +120,8 @@ def set_checkpointing(model: PreTrainedModel, how: Recompute) -> None:
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
         if how is not True:
             own = TiledCheckpoint(copies=HostCopies(model.device) if how == OFFLOAD else None)
-            for module in model.modules():
+            modules: Iterator[Any] = model.modules()
+            for module in modules:
                 if hasattr(module, "_gradient_checkpointing_func"):
                     module._gradient_checkpointing_func = own
     elif model.supports_gradient_checkpointing:
