@@ -304,7 +304,8 @@ def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, 
             lowest = min(budget, max(at_least, longest)) if may_lower else budget
             return peak(parts(model, replace(demand, token_budget=lowest, recompute=how), process)) <= memory
 
-        recompute = not fits(False, LOWERED_TOKENS) and next((how for how in LESS_MEMORY if fits(how, 0)), True)
+        less = _less_memory(demand)
+        recompute = not fits(False, LOWERED_TOKENS) and next((how for how in less if fits(how, 0)), True)
     if may_lower:
         largest = largest_budget(model, replace(demand, recompute=recompute), process, memory)
         budget = budget if largest is None else min(budget, largest)

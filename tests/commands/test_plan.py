@@ -237,7 +237,7 @@ def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
     small = planned(capsys, *ON_A_GPU, short)
     assert small["fits"]
     assert 1000 < budget(small) < budget(large) == 32768
-    asked = planned(capsys, *ON_A_GPU, short, "token_budget=16384")
+    asked = planned(capsys, *ON_A_GPU, short, "token_budget=16384", "model.gradient_checkpointing=true")
     assert (budget(asked), asked["fits"]) == (16384, False)
 
 
@@ -259,6 +259,22 @@ def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_m
     assert not planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={float(share) + 0.02:.2f}")["fits"]
     assert cli.run(["plan", *words]) == 0
     assert "with vLLM on a device of its own the trainer would take " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["tiles", "offload"])
+def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    words = [*ON_A_GPU, "device_memory=24GiB", "token_budget=16000"]
+    found, simple = (planned(capsys, *words, f"model.gradient_checkpointing={kind}") for kind in (how, "true"))
+    assert found["memory"]["as_planned"] == found["memory"]["with_gradient_checkpointing"]
+    assert found["peak"] < simple["peak"]
+    assert cli.run(["plan", *words, f"model.gradient_checkpointing={how}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [marked] = [line.index("(this run)") for line in lines if "(this run)" in line]
+    [titles] = [line for line in lines if "plain" in line and "key" in line]
+    assert marked > titles.index("plain") + len("plain"), "under the second one"
 
 
 def test_a_teacher_in_vllm_is_counted_beside_the_policys_engine_and_told_where_its_share_is_too_small(

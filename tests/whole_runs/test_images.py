@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import check_same, learned
+from run_folders import check_resumed, check_same, killed_at_each, learned
+from run_processes import Nursery
 
 from rlft import cli
+from rlft.commands.watch.report import report_of
+from rlft.commands.watch.report_completions import HELD_OUT, TRAINED
+from rlft.commands.watch.report_images import data_url
 from rlft.data.shapes import drawing
 from rlft.logger.jsonl import rollout_file
 
@@ -32,6 +36,29 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
     assert cli.run([*WORDS, "steps=2", f"hydra.run.dir={halted}"]) == 0
     assert cli.run(["resume", str(halted), "steps=4"]) == 0
     check_same(halted, run)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_the_same_run(quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
+    words = (*WORDS, "steps=4")
+    quiet.run(*words, "hydra.run.dir=whole", cwd=tmp_path, ends=0)
+    kills = [
+        ("rlft.model.images:ImageEncoder._encode", 3, "after"),  # while the first images are read
+        ("rlft.trainer.optimizer:Optimizer.update", 3, "after"),  # in step 2
+        ("rlft.model.images:ImageEncoder.rows_of", 2, "before"),  # resumed, which reads the images again
+        ("rlft.runs.checkpoint:save", 1, "before"),
+    ]
+    events = [{"at": place, "call": call, "when": when, "do": "kill"} for place, call, when in kills]
+    killed_at_each(rough, tmp_path, words, events, tmp_path / "whole")
+    check_resumed(rough, tmp_path, tmp_path / "whole")
+
+
+def test_its_report_shows_the_images_of_what_was_trained_on_and_held_out(run: Path) -> None:
+    [shown] = report_of([run], 10**6)["runs"]
+    groups = shown["completions"]["groups"]
+    assert {group["kind"] for group in groups} == {TRAINED, HELD_OUT}
+    assert all(group["images"] == [drawing(group["id"]).digest] for group in groups)
+    assert shown["images"] == {digest: data_url(drawing(group["id"])) for group in groups for digest in group["images"]}
 
 
 def test_rollouts_name_their_images_and_an_audit_compares_them_with_the_data(
