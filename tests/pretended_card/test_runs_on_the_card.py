@@ -16,11 +16,18 @@ SMALL = "lora.rank=4 lora.dropout=0 model.dtype=float32 logger=[jsonl] eval.ever
 OF_SUMS = "data.size=16 data.held_out_size=4"
 DATA = f"{OF_SUMS} scoring.workers=0"
 TRAIN = f"{SMALL} {DATA} generation=pinned prompts_per_step=2 group_size=4"
+OF_ALL_WEIGHTS = SMALL.replace("lora.rank=4 lora.dropout=0", "lora=null")
+SAMPLED_FEW = (
+    "generation=transformers generation.max_tokens=6 prompts_per_step=2 group_size=3 steps=1"
+    " algorithm.entropy_coef=0.01"  # completions of 6 tokens have no other gradient
+)
 RUNS = {
     "dynamic sampling": f"train +recipe=dapo_arithmetic {TRAIN} steps=1",
     "a learned reward": f"train +recipe=iterative_grpo_arithmetic {TRAIN} reward=[exact_match,format,learned] steps=1 "
     "reward_model.refresh_every=1 snapshot.refresh_every=1",
     "tools": f"train +recipe=grpo_calculator {TRAIN} steps=1",
+    "images": f"train +recipe=grpo_shapes {SMALL} {DATA} {SAMPLED_FEW}",
+    "all weights": f"train +recipe=grpo_arithmetic {OF_ALL_WEIGHTS} {DATA} {SAMPLED_FEW}",
     "sft": f"sft +recipe=sft_arithmetic {SMALL} steps=1 examples_per_step=4",
     "rm": f"rm +recipe=rm_arithmetic {SMALL} steps=1 rankings_per_step=4 margin=0.1",
     "dpo": f"dpo +recipe=dpo_arithmetic {SMALL} steps=1 rankings_per_step=4",
@@ -179,6 +186,7 @@ WHOLE = "logger=[jsonl] eval.every=0 examples_per_step=4 demonstrations.path=emb
 WITHOUT_REWARD_MODEL = "~reward.learned critic.init=base reward.exact_match.weight=1.0"
 TOLD = {
     "grpo_gsm8k": GSM8K,
+    "grpo_shapes": "generation=transformers generation.max_tokens=6",
     "grpo_smollm2_gsm8k": f"{GSM8K} lora.path=null",
     "grpo_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE}",
     "sft_smollm2_gsm8k": f"{GSM8K} max_completion_tokens=64",
