@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib import metadata
@@ -29,6 +29,9 @@ adapters, export with the adapter merged; or why such a model is refused.
   rlft models qwen
   rlft models"""
 
+OF_A_LANGUAGE_MODEL = (
+    "reads images in prompts, and its language model is trained; rlft plan model.path=<folder> says what is adapted"
+)
 WIDTH = 120
 INDENT = " " * 4
 PAGE = """\
@@ -70,28 +73,33 @@ def command(arguments: list[str]) -> None:
     remedy = "write rlft models <pattern>"
     require(len(patterns) < 2, "models", "takes one pattern", got=" ".join(patterns), remedy=remedy)
     families = known()
-    chosen = matching(families.by_type, patterns[0]) if patterns else families.by_type
+    with_images = [kind for kind in EXACT if kind not in families.by_type]
+    names = [*families.by_type, *with_images]
+    found = matching(names, patterns[0]) if patterns else names
+    chosen = {kind: families.by_type[kind] for kind in found if kind in families.by_type}
     if "--json" in options:
         print(json.dumps({kind: asdict(family) for kind, family in chosen.items()}, indent=1))
     elif "--markdown" in options:
         print(page(), end="")
     else:
-        print("\n".join([*(line for item in chosen.items() for line in lines_of(*item)), "", *notes(families)]))
+        lines = [line for item in chosen.items() for line in lines_of(*item)]
+        lines += [line for kind in with_images if kind in found for line in _wrapped(f"{kind}: {OF_A_LANGUAGE_MODEL}")]
+        print("\n".join([*lines, "", *notes(families)]))
 
 
-def matching(families: Mapping[str, Family], pattern: str) -> dict[str, Family]:
-    """The families whose names contain the pattern or match it, whatever its case.
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names of families that contain the pattern or match it, whatever its case.
 
     Raises:
         UserError: there is none.
     """
     wanted = pattern.lower().replace("-", "_")
-    named = {kind: kind.lower().replace("-", "_") for kind in families}
-    found = {kind: families[kind] for kind, name in named.items() if wanted in name or fnmatch(name, wanted)}
+    named = {kind: kind.lower().replace("-", "_") for kind in names}
+    found = [kind for kind, name in named.items() if wanted in name or fnmatch(name, wanted)]
     if not found:
         close = closest(wanted, named.values())
         remedy = f"did you mean {close}?" if close else "rlft models lists all"
-        raise UserError("models", "transformers has no such family", got=pattern, remedy=remedy)
+        raise UserError("models", "there is no such family of causal language models", got=pattern, remedy=remedy)
     return found
 
 

@@ -112,6 +112,13 @@ def test_the_page_of_families_is_what_the_command_prints(capsys: pytest.CaptureF
     assert capsys.readouterr().out == (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
 
 
+def test_families_that_read_images_are_found_though_their_language_model_stands_under_its_own_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["models", "qwen3-vl"]) == 0
+    assert capsys.readouterr().out.startswith("qwen3_vl: reads images in prompts, and its language model is trained; ")
+
+
 def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["models", "Qwen3"]) == 0
@@ -119,7 +126,7 @@ def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monk
     assert "qwen3: packed; decodes; vLLM with LoRA; merged export" in lines
     assert "    LoRA on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; not lm_head" in lines
     names = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
-    assert names[:-2] == sorted(kind for kind in known().by_type if "qwen3" in kind)
+    assert names[:-2] == [*sorted(kind for kind in known().by_type if "qwen3" in kind), "qwen3_vl"]
     assert lines[-2] == "images in prompts: qwen2_5_vl, qwen3_vl, qwen3_5, idefics3, smolvlm"
     assert lines[-1].startswith(f"tried with transformers {known().transformers} and vLLM {known().vllm}")
     assert cli.run(["models", "gemma?", "--json"]) == 0
@@ -128,7 +135,7 @@ def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monk
 
 def test_a_word_that_names_no_family_is_refused_with_the_one_that_was_meant() -> None:
     for words, message in (
-        (["quen3"], "models: transformers has no such family, got quen3; did you mean qwen3?"),
+        (["quen3"], "models: there is no such family of causal language models, got quen3; did you mean qwen3?"),
         (["a", "b"], "models: takes one pattern, got a b; write rlft models <pattern>"),
         (["--yaml"], "models: has no such option, got --yaml; use --json or --markdown"),
     ):
