@@ -219,7 +219,8 @@ def run_of(folder: Path, max_bytes: int, max_image_bytes: int) -> dict[str, Any]
     lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
     if row is None or not (lines or evaluations):
         raise no_metrics(folder)
-    points, completions = thinned(lines), choose(folder, max_bytes)
+    points, alarms = thinned(lines), alarms_of(folder, lines, evaluations)
+    completions = choose(folder, max_bytes)
     return {
         "name": safe(str(folder)),
         "command": row.command,
@@ -234,7 +235,7 @@ def run_of(folder: Path, max_bytes: int, max_image_bytes: int) -> dict[str, Any]
         "metrics": columns(points),
         "evaluated": [line["step"] for line in evaluations],
         "evaluations": columns(evaluations),
-        "alarms": alarms_of(folder, lines, evaluations),
+        "alarms": alarms,
         "config": {safe(name): safe(_text(value)) for name, value in flatten(config).items()},
         "completions": completions.as_dict(),
         "images": shown_images(config, digests_in(completions.groups), max_image_bytes),
