@@ -75,15 +75,17 @@ def command(arguments: list[str]) -> None:
     families = known()
     with_images = [kind for kind in EXACT if kind not in families.by_type]
     names = [*families.by_type, *with_images]
-    found = matching(names, patterns[0]) if patterns else names
-    chosen = {kind: families.by_type[kind] for kind in found if kind in families.by_type}
+    named = matching(names, patterns[0]) if patterns else names
+    chosen = {kind: families.by_type[kind] for kind in named if kind in families.by_type}
     if "--json" in options:
-        print(json.dumps({kind: asdict(family) for kind, family in chosen.items()}, indent=1))
+        facts = {kind: asdict(family) for kind, family in chosen.items()}
+        facts |= {kind: {"note": OF_A_LANGUAGE_MODEL} for kind in with_images if kind in named}
+        print(json.dumps(facts, indent=1))
     elif "--markdown" in options:
         print(page(), end="")
     else:
         lines = [line for item in chosen.items() for line in lines_of(*item)]
-        lines += [line for kind in with_images if kind in found for line in _wrapped(f"{kind}: {OF_A_LANGUAGE_MODEL}")]
+        lines += [line for kind in with_images if kind in named for line in _wrapped(f"{kind}: {OF_A_LANGUAGE_MODEL}")]
         print("\n".join([*lines, "", *notes(families)]))
 
 

@@ -162,7 +162,7 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
     if demand.engine is not None:
         quantized = settings.quantization is not None
         generation, itemsize = plan.config.generation, model.itemsize
-        check_engine_on(generation, demand.section, demand.device, itemsize=itemsize, quantized=quantized)
+        check_engine_on(generation, demand.section, demand.load.device, itemsize=itemsize, quantized=quantized)
     recompute = plan.config.model.gradient_checkpointing
     if recompute == AUTO:  # on a CPU
         room = free if limit is None else max(0, limit - process - model.base_bytes)
@@ -237,7 +237,8 @@ def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
         return None
     if demand.engines_apart:
         return BaseCopies(1 + demand.engines_apart, "an engine in a process of its own has one of its own")
-    why = demand.engine.base_sharing_obstacle(device=demand.device, itemsize=model.itemsize, quantized=model.quantized)
+    device = demand.load.device
+    why = demand.engine.base_sharing_obstacle(device=device, itemsize=model.itemsize, quantized=model.quantized)
     if why is None:
         return BaseCopies(1, f"shared with {demand.engine.title}, tensor by tensor where both hold the same")
     return BaseCopies(2, why) if why else None

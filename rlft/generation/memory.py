@@ -148,7 +148,7 @@ class Load:
         decodings: that of a step and that of an evaluation, which happen one after the other.
         max_tokens: the most tokens of a completion.
         max_sequence_tokens: the most tokens of a prompt and its completion together.
-        device: the kind of the trainer's, one of `rlft.system.device.KINDS`.
+        device: torch's type of the trainer's device, such as "cpu" or "cuda".
         device_memory: bytes of a GPU's memory, 0 where they are not known.
     """
 

@@ -115,11 +115,12 @@ ADAPTER_ITEM = 4
 def set_checkpointing(model: PreTrainedModel, how: Recompute) -> None:
     """Sets what is recomputed (`model.gradient_checkpointing`). It has an effect in training mode only."""
     if how:
-        draws = {"context_fn": drawing_again} if model.device.type == "mps" else {}
-        _method(model, "enable")({"use_reentrant": False, **draws})
+        draws_again = model.device.type == "mps"
+        _method(model, "enable")({"use_reentrant": False, **({"context_fn": drawing_again} if draws_again else {})})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
         if how is not True:
-            own = TiledCheckpoint(copies=HostCopies(model.device) if how == OFFLOAD else None)
+            copies = HostCopies(model.device) if how == OFFLOAD else None
+            own = TiledCheckpoint(copies=copies, draws_again=draws_again)
             modules: Iterator[Any] = model.modules()
             for module in modules:
                 if hasattr(module, "_gradient_checkpointing_func"):

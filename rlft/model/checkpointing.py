@@ -37,29 +37,30 @@ class TiledCheckpoint:
 
     Attributes:
         copies: keeps the layers' inputs; None: they stay on the device.
+        draws_again: whether the recomputation has to be told which random numbers the forward had.
     """
 
     copies: HostCopies | None
+    draws_again: bool
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.copies is None else self.copies.kept():
-            return checkpoint(function, *args, use_reentrant=False, context_fn=_in_tiles, **kwargs)
+            return checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """(context of a forward, of its recomputation)."""
+        forward, again = drawing_again() if self.draws_again else (nullcontext(), nullcontext())
+        return forward, _recomputation(again)
 
 
-def _in_tiles() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """(context of a forward, of its recomputation)."""
-    forward, again = drawing_again() if torch.backends.mps.is_available() else (nullcontext(), nullcontext())
-
-    @contextmanager
-    def recomputation() -> Iterator[None]:
-        token = _is_recomputing.set(True)
-        try:
-            with again:
-                yield
-        finally:
-            _is_recomputing.reset(token)
-
-    return forward, recomputation()
+@contextmanager
+def _recomputation(again: AbstractContextManager[None]) -> Iterator[None]:
+    token = _is_recomputing.set(True)
+    try:
+        with again:
+            yield
+    finally:
+        _is_recomputing.reset(token)
 
 
 def tile_of(layer: nn.Module) -> int | None:

@@ -158,7 +158,7 @@ class WholeModel(Networks):
     def publish(self, version: int) -> Adapter:
         """The weights themselves, not copies: an engine with weights of its own has to copy them when it loads them.
 
-        They have the names of a checkpoint, but in a mixture of experts, of which that would copy some.
+        They have the names of a checkpoint, except in a mixture of experts: renaming would copy its stacked tensors.
         """
         self._published, weights = self._marks(), self.tensors(POLICY)
         if not mixture_of(self.model).stacked:

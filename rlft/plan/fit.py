@@ -101,11 +101,10 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
     budget = largest_budget(model, demand, process, limit)
     if budget is not None and budget < demand.token_budget:
         yield remedy("token_budget", str(budget), replace(demand, token_budget=budget))
-    present = _less_memory(demand).index(demand.recompute) + 1 if demand.recompute in _less_memory(demand) else 0
-    for how in _less_memory(demand)[present:]:
-        if (found := remedy(CHECKPOINTING, _as_typed(how), replace(demand, recompute=how))) is not None:
-            yield found
-            break
+    less = _less_memory(demand)
+    further = less[less.index(demand.recompute) + 1 :] if demand.recompute in less else less
+    ways = (remedy(CHECKPOINTING, _as_typed(how), replace(demand, recompute=how)) for how in further)
+    yield next((way for way in ways if way is not None), None)
     for engine in _smaller_engines(model, demand, process, limit):
         smaller = replace(demand, engine=engine)
         [(key, value)] = _as_keys(demand, smaller).items()

@@ -21,6 +21,7 @@ from rlft.generation.vllm import memory as vllm_memory
 from rlft.model.activations import activation_bytes, checkpointed_bytes, logit_rows
 from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
+from rlft.system.device import type_of
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
 
@@ -173,7 +174,7 @@ class Demand:
             decodings=self.decodings,
             max_tokens=self.max_tokens,
             max_sequence_tokens=self.max_sequence_tokens,
-            device=self.device,
+            device=type_of(self.device),
             device_memory=self.device_memory,
         )
 
@@ -332,11 +333,10 @@ def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
 
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
     """What `activation_bytes` asks beside the number of tokens."""
-    joint = model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
     return {
         "device": demand.device,
         "plain": model.plain,
-        "joint": joint,
+        "joint": has_joint_layers(model, demand),
         "adapter": model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain),
         "predicted": predicted if model.packed and demand.device != "cpu" else None,
         "tile": tile_of(model, demand),
@@ -345,8 +345,12 @@ def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None)
 
 def tile_of(model: ModelSizes, demand: Demand) -> int | None:
     """How many tokens of a gated MLP are computed at a time; None: all together."""
-    joint = model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
-    return MLP_TILE if joint and demand.recompute in (TILES, OFFLOAD) else None
+    return MLP_TILE if has_joint_layers(model, demand) and demand.recompute in (TILES, OFFLOAD) else None
+
+
+def has_joint_layers(model: ModelSizes, demand: Demand) -> bool:
+    """Whether one function computes a whole branch of a layer, adapter included."""
+    return model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
 
 
 def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -> int:

@@ -62,6 +62,11 @@ def kind_name(device: Device) -> str:
     return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
 
 
+def type_of(kind: str) -> str:
+    """What torch calls devices of this kind, one of KINDS."""
+    return "cuda" if kind == "rocm" else kind
+
+
 def resolve_device(name: str) -> Device:
     """The device that `model.device` means; `auto` is CUDA where there is one, else the CPU.
 

@@ -18,6 +18,7 @@ from rlft.system.device import (
     resolve_device,
     resolve_dtype,
     total_bytes,
+    type_of,
     widest,
 )
 from rlft.types import UserError
@@ -42,6 +43,7 @@ def test_auto_is_a_cuda_device_where_there_is_one(monkeypatch):
 
 def test_auto_is_the_dtype_that_a_device_computes_fast(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
+    assert {name: type_of(name) for name in KINDS if type_of(name) != name} == {"rocm": "cuda"}
     dtypes = {"cpu": torch.float32, "cuda": torch.bfloat16, "xpu": torch.bfloat16, "mps": torch.float32}
     for kind, dtype in dtypes.items():
         device = torch.device(kind)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlft.commands.doctor.supervise import judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.commands.doctor.work import Shape, step_flops
+from rlft.config.schema import AUTO
 from rlft.generation.adapter_files import memory_folder
 from rlft.generation.engine import Generator
 from rlft.generation.memory import peak
@@ -26,7 +27,7 @@ from rlft.plan.fit import in_words
 from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.system.check_rows import CheckRow, Status
-from rlft.system.device import total_bytes
+from rlft.system.device import has_own_memory, total_bytes
 
 SCORED_SEQUENCES, SCORED_TOKENS = 4, 64
 FIRST_SPREAD = 0.01
@@ -231,13 +232,14 @@ def publish_row(seconds: float, step_s: float) -> CheckRow:
 def memory_rows(trial: MachineTrial) -> list[CheckRow]:
     """The trial's peak compared with that of `rlft plan`: on a CPU the process's, on a GPU the allocator's."""
     model = sizes_of(trial.config.model, trial.config.lora)
-    recompute = is_checkpointed(trial.session.backbone.model)
+    asked = trial.config.model.gradient_checkpointing
+    recompute = is_checkpointed(trial.session.backbone.model) if asked == AUTO else asked
     demand = trial.plan.demand(model, recompute)
     process = trial.process
-    if trial.device.type == "cuda":
+    if has_own_memory(trial.device):
         total = total_bytes(trial.device)
         demand = on_a_gpu(demand, trial.plan, total, absent=False)
-    apart = (OF_THE_PROCESS, OF_THE_MARGIN) if trial.device.type == "cuda" else ()
+    apart = (OF_THE_PROCESS, OF_THE_MARGIN) if has_own_memory(trial.device) else ()
     counted = [part for part in parts(model, demand, process) if part.name not in apart]
     return [memory_row(peak(counted), trial.measured.peak)]
 

@@ -25,40 +25,38 @@ def digests_in(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shown_images(config: Mapping[str, Any], digests: Sequence[str], max_bytes: int) -> dict[str, str]:
-    """{digest: a data URL with the image, made small} of those that are found in the run's data and fit.
+    """{digest: a data URL with the image, made small} of those that the run's data have and that fit.
 
     A line on stderr says why the data cannot be read, as where they have moved.
 
     Args:
         config: the run's plain config.
-        digests: of the images that are wanted, the most important first.
+        digests: of the prompts' images, the most important first.
         max_bytes: the most bytes of all URLs together.
     """
     shown: dict[str, str] = {}
     if not digests:
         return shown
-    wanted, found = set(digests), dict[str, Image]()
     try:
-        for image in _images_of(config):
-            if image.digest in wanted:
-                found[image.digest] = image
-            if len(found) == len(wanted):
-                break
-        for digest in digests:
-            url = data_url(found[digest]) if digest in found else ""
-            if url and len(url) <= max_bytes:
+        for image in _images_of(config, digests):
+            if len(url := data_url(image)) <= max_bytes:
                 max_bytes -= len(url)
-                shown[digest] = url
-    except Exception as error:  # data may be read by anybody's code, and a report does without their images
+                shown[image.digest] = url
+    except Exception as error:  # a data source and its files are the user's own, and may raise anything
         say(f"the report lacks images, since the run's data cannot be read: {error}")
     return shown
 
 
-def _images_of(config: Mapping[str, Any]) -> Iterator[Image]:
-    data = instantiate(config["data"], "data")
+def _images_of(config: Mapping[str, Any], digests: Sequence[str]) -> Iterator[Image]:
+    """The images with these digests, in this order, as far as the data have them."""
+    data, images = instantiate(config["data"], "data"), dict.fromkeys(digests)
     for split in Split:
-        for prompt in data.load(split):
-            yield from prompt.images
+        for image in (image for prompt in data.load(split) for image in prompt.images):
+            if image.digest in images:
+                images[image.digest] = image
+        if None not in images.values():
+            break
+    return (image for image in images.values() if image is not None)
 
 
 def data_url(image: Image) -> str:

@@ -51,10 +51,10 @@ def read_whole(model: nn.Module, shapes: Mapping[str, Shape], faults: tuple[str,
             parts[rows.name][name] = rows
         else:
             unread.append(name)
-    found: dict[str, Fingerprint] = {}
+    read: dict[str, Fingerprint] = {}
     for whole, rows_of_part in parts.items():  # one at a time, since a packed one is unpacked
         tensor = _unpacked(packed[whole]) if whole in packed else parameters[whole].data
-        found |= fingerprints(
+        read |= fingerprints(
             {
                 name: tensor[rows.start : rows.start + rows.count].view(shapes[name])
                 for name, rows in rows_of_part.items()
@@ -67,7 +67,7 @@ def read_whole(model: nn.Module, shapes: Mapping[str, Shape], faults: tuple[str,
     )
     return LoadedAdapter(
         dtype=str(dtype).removeprefix("torch."),
-        tensors={name: found[name] for name in shapes if name in found},
+        tensors={name: read[name] for name in shapes if name in read},
         faults=faults + differing,
         unread=tuple(unread),
     )

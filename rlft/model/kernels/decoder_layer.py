@@ -199,11 +199,9 @@ def _mlp(layer: Any, x: Tensor, *, decodes: bool = False) -> Tensor:
         layers = layers_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     if norm is None or layers is None or (layers.in_4_bits and decodes):
         return x + mlp(layer.post_attention_layernorm(x))
-    return (
-        layer_branches.decoded_mlp(x, norm, layers.operands)
-        if decodes
-        else layer_branches.mlp(x, norm, layers, tile_of(layer))
-    )
+    if decodes:
+        return layer_branches.decoded_mlp(x, norm, layers.operands)
+    return layer_branches.mlp(x, norm, layers, tile_of(layer))
 
 
 def _head_norms(attention: Any) -> list[nn.Module]:

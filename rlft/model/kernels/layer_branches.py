@@ -274,9 +274,9 @@ class _TiledMlp(torch.autograd.Function):
         totals: list[Tensor] = []
         for part, part_grad, of_x in zip(*(t.split(ctx.tile, -2) for t in (x, grad, x_grad)), strict=True):
             _, *kept = _mlp(part, ctx.norm, layers)
-            found, learned_grads = _mlp_gradients(part_grad, part, ctx.norm, kept, layers, needs_x)
-            if found is not None:
-                of_x.copy_(found)
+            part_x_grad, learned_grads = _mlp_gradients(part_grad, part, ctx.norm, kept, layers, needs_x)
+            if part_x_grad is not None:
+                of_x.copy_(part_x_grad)
             totals = [a.add_(b) for a, b in zip(totals, learned_grads, strict=True)] if totals else learned_grads
         return x_grad if needs_x else None, None, None, None, *totals
 
