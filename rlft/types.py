@@ -10,7 +10,7 @@ This file imports no torch at run time, so that data and rule rewards (and their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -327,6 +327,14 @@ class Rollouts:
     num_sampled: int
 
 
+class ImageMasks(Protocol):
+    """Which tokens see the rest of their image (`rlft.model.image_masks`)."""
+
+    kinds: frozenset[str]
+
+    def of_rows(self, model: Any, embedded: Tensor, is_image: Tensor, mask: Tensor) -> Mapping[str, Tensor | None]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
     """What a model reads in rows of tokens `[B, T]`, some of which are images'.
@@ -336,12 +344,14 @@ class ImageRows:
         deep: `[L, K, hidden]`, what the first L layers add to their results at these tokens (Qwen3-VL); None: nothing.
         rows: int64 `[B, T]`, which of the vectors is in the place of each token; TEXT: none, it is a token's embedding.
         positions: int64 `[B, T, 3]`, of each token in time, height and width; None: the model has ordinary ones.
+        masks: which tokens see the rest of their image; None: each token sees only those before it.
     """
 
     vectors: Tensor
     deep: Tensor | None
     rows: Tensor
     positions: Tensor | None
+    masks: ImageMasks | None = None
 
     TEXT: ClassVar[int] = -1
 
@@ -355,13 +365,13 @@ class ImageRows:
             deep=None if self.deep is None else self.deep[:, used[first:]],
             rows=(places - first).view_as(chosen),
             positions=None if self.positions is None else self.positions[rows],
+            masks=self.masks,
         )
 
     def to(self, device: torch.device) -> ImageRows:
-        moved: dict[str, Any] = {
-            f.name: None if (x := getattr(self, f.name)) is None else x.to(device) for f in fields(self)
-        }
-        return ImageRows(**moved)
+        deep, positions = (None if x is None else x.to(device) for x in (self.deep, self.positions))
+        vectors, rows = self.vectors.to(device), self.rows.to(device)
+        return replace(self, vectors=vectors, deep=deep, rows=rows, positions=positions)
 
     def gathered(self, sources: Tensor) -> ImageRows:
         """Of rows `[B', N]` whose tokens stand at these places in the flattened rows (int64 `[B', N]`)."""
@@ -379,13 +389,21 @@ class ImageRows:
             return lengths * 0
         return self.positions.amax(-1).gather(1, lengths[:, None] - 1)[:, 0] + 1 - lengths
 
-    def inputs(self, model: Any, token_ids: Tensor) -> dict[str, Tensor]:
-        """The arguments of a forward of these rows' tokens in place of `input_ids`, and of `position_ids` if the model
-        has positions in height and width."""
+    def inputs(self, model: Any, token_ids: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        """The arguments of a forward of these rows' tokens in place of `input_ids`, of `position_ids` if the model has
+        positions in height and width, and of `attention_mask` for padded rows, whose mask (int64 `[B, T]`) is given."""
         is_image = self.rows != self.TEXT
+        # Some vocabularies lack the token of an image, and what else is looked up for it is that of padding.
+        token_ids = token_ids.masked_fill(is_image, model.config.get_text_config().pad_token_id or 0)
         embedded = model.get_input_embeddings()(token_ids)
         embedded = embedded.masked_scatter(is_image[..., None], self.vectors[self.rows[is_image]].to(embedded.dtype))
-        arguments = {"inputs_embeds": embedded}
+        arguments: dict[str, Any] = {"inputs_embeds": embedded}
+        if mask is not None:
+            arguments["attention_mask"] = (
+                mask if self.masks is None else self.masks.of_rows(model, embedded, is_image, mask)
+            )
+        if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None):
+            arguments["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(token_ids, None)
         if self.positions is not None:
             arguments["position_ids"] = self.positions.permute(2, 0, 1)
         if self.deep is not None:

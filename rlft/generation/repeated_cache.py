@@ -46,7 +46,8 @@ class RepeatedCache:
     def prefill(self, n: int) -> Tensor:
         """Logits `[P * n, V]` of the first completion token; each prompt has gone through the network once."""
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        inputs = {"input_ids": self.ids} if self.images is None else self.images.inputs(self.model, self.ids)
+        ids, images = self.ids, self.images
+        inputs = {"input_ids": ids} if images is None else images.inputs(self.model, ids, self.mask)
         logits = self._forward(inputs, positions)
         if self.device.type != "cpu":
             # So that transformers makes each token's mask, without first waiting to hear whether it is all True.

@@ -321,8 +321,8 @@ def padded_forward(
 
     def outputs_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
         states = value_head is not None
-        inputs = _inputs(model, rows, ids_BT)
-        output = model(**inputs, attention_mask=mask_BT, use_cache=False, output_hidden_states=states)
+        inputs = _inputs(model, rows, ids_BT, mask_BT)
+        output = model(**inputs, use_cache=False, output_hidden_states=states)
         logits_BTV = widened(output.logits[:, :-1]) / temperature
         normaliser_BT = logits_BTV.logsumexp(-1)
         logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
@@ -341,8 +341,7 @@ def padded_most_likely(
     model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        inputs = _inputs(model, rows, ids_BT)
-        logits_BTV = model(**inputs, attention_mask=mask_BT, use_cache=False).logits[:, :-1]
+        logits_BTV = model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False).logits[:, :-1]
         logp_BTV = widened(logits_BTV).log_softmax(-1)
         best = logp_BTV[..., :vocabulary].topk(k, -1)
         return logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
@@ -353,16 +352,18 @@ def padded_most_likely(
 
 def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
     def values_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        output = model.base_model(**_inputs(model, rows, ids_BT), attention_mask=mask_BT, use_cache=False)
+        output = model.base_model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False)
         return (head(output.last_hidden_state[:, :-1]),)
 
     [values_BT] = _of_padded_rows(batch, values_of, layout)
     return values_BT
 
 
-def _inputs(model: PreTrainedModel, rows: Batch, ids_BT: Tensor) -> dict[str, Tensor]:
-    """What a model reads of the first columns of these rows, whose token ids these are."""
-    return {"input_ids": ids_BT} if rows.images is None else rows.images.narrowed(ids_BT.shape[1]).inputs(model, ids_BT)
+def _inputs(model: PreTrainedModel, rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> dict[str, Any]:
+    """What a model reads of the first columns of these rows, whose token ids and mask these are."""
+    if rows.images is None:
+        return {"input_ids": ids_BT, "attention_mask": mask_BT}
+    return rows.images.narrowed(ids_BT.shape[1]).inputs(model, ids_BT, mask_BT)
 
 
 OfRows = Callable[[Batch, Tensor, Tensor], Sequence[Tensor | None]]

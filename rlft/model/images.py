@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlft.model.image_masks import ImageMasks
 from rlft.model.text_model import own_class
 from rlft.tokens.images import ImageProcessor
 from rlft.types import Image, ImageRows, Prompt, counted, require
@@ -64,6 +65,7 @@ class ImageEncoder:
     ) -> None:
         self._config, self._options, self._device, self._processor = config, options, device, processor
         self._tower: Any = None
+        self._masks: ImageMasks | None = None
         self._kept: OrderedDict[str, Encoded] = OrderedDict()
 
     def rows_of(self, prompts: Sequence[Prompt], width: int) -> ImageRows | None:
@@ -93,6 +95,7 @@ class ImageEncoder:
             deep=torch.cat(deep, 1) if deep else None,
             rows=rows,
             positions=torch.stack([x for x in positions if x is not None]) if positions[0] is not None else None,
+            masks=self._masks,
         )
 
     def _is_image(self, prompt: Prompt) -> Tensor:
@@ -121,7 +124,8 @@ class ImageEncoder:
         if image.digest in self._kept:
             self._kept.move_to_end(image.digest)
             return self._kept[image.digest]
-        self._tower = self._tower or self._load()
+        if self._tower is None:
+            self._tower = self._load()
         given = self._processor().tensors(image)
         accepted = inspect.signature(self._tower.get_image_features).parameters
         inputs = {name: value.to(self._device) for name, value in given.items() if name in accepted}
@@ -139,7 +143,7 @@ class ImageEncoder:
         return made
 
     def _load(self) -> Any:
-        """The folder's own class with its tower, and without decoder layers."""
+        """The folder's own class with its tower, without decoder layers and without embeddings of tokens."""
         config = deepcopy(self._config)
         contains = own_class(config)
         assert contains is not None, "the plan refuses images for a model without a tower"
@@ -147,8 +151,12 @@ class ImageEncoder:
         text.num_hidden_layers = 0
         if getattr(text, "layer_types", None):
             text.layer_types = []
-        unread = [*(contains._keys_to_ignore_on_load_unexpected or ()), r"\.layers\."]
+        if getattr(text, "hidden_size_per_layer_input", None):
+            text.hidden_size_per_layer_input = 0
+        unread = [*(contains._keys_to_ignore_on_load_unexpected or ()), r"\.layers\.", "per_layer"]
         quiet: Any = type(contains.__name__, (contains,), {"_keys_to_ignore_on_load_unexpected": unread})
         model = quiet.from_pretrained(config=config, **self._options)
-        model.requires_grad_(False).eval().to(self._device)
+        model.set_input_embeddings(torch.nn.Identity())
+        model.base_model.requires_grad_(False).eval().to(self._device)
+        self._masks = ImageMasks.of(contains, self._config)
         return model.base_model

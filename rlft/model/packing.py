@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlft.batch import to_device
+from rlft.model.image_masks import both_ways
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.model.kernels.recurrent import StateRows, state_rows
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks
@@ -171,17 +172,19 @@ class PackedRows:
 
     def blocks(self, window: int | None = None) -> tuple[Block, ...]:
         """The blocks for `split_attention`, which are made once for all layers with this sliding window."""
-        window = self._exceeded(window)
+        images, window = self._both_ways(window), self._exceeded(window)
         spans = (self.prompts, self.completions, self.owner)
-        return self._made(f"blocks {window}", lambda device: make_blocks(*spans, device, self.branches, window))
+        name = f"blocks {window} {bool(images)}"
+        return self._made(name, lambda device: make_blocks(*spans, device, self.branches, window, images))
 
     def lengths(self, window: int | None = None) -> RowLengths | None:
         """The lengths for `flash_attention` with this sliding window; None if it cannot take this row."""
         if self.branches:
             return None
-        window = self._exceeded(window)
+        images, window = self._both_ways(window), self._exceeded(window)
         spans = (self.prompts, self.completions, self.owner)
-        return self._made(f"lengths {window}", lambda device: row_lengths(*spans, device, window))
+        name = f"lengths {window} {bool(images)}"
+        return self._made(name, lambda device: row_lengths(*spans, device, window, images))
 
     @cached_property
     def state_rows(self) -> StateRows:
@@ -212,6 +215,13 @@ class PackedRows:
             return places_BT.to(device)
 
         return self._made(f"places {width}", make)
+
+    def _both_ways(self, window: int | None) -> tuple[Span, ...]:
+        """The images that are read both ways by layers with this sliding window."""
+        images = self.images
+        return (
+            () if images is None else self._made(f"images {window}", lambda _: both_ways(images, self.prompts, window))
+        )
 
     def _exceeded(self, window: int | None) -> int | None:
         """The window, or None if no row exceeds it."""

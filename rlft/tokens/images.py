@@ -8,7 +8,10 @@ is installed, so that a prompt has the same tokens and numbers everywhere.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm")
+EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", "gemma3", "gemma4")
 """Types of models whose images rlft reads as transformers does; tests compare the log-probs."""
 
 SOURCE = "rlft_image_source"
@@ -52,9 +55,8 @@ def _read(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config:
         raise UserError("model.path", problem, got=path, remedy=f"use a model of the type {', '.join(EXACT)}")
     try:
         from transformers import AutoImageProcessor
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-        of_images = _without_videos(PROCESSOR_MAPPING[type(config)])
+        of_images = _without_videos(_class_of(config))
         images = AutoImageProcessor.from_pretrained(**source, backend="pil")
         where = {name: value for name, value in source.items() if name != "pretrained_model_name_or_path"}
         fields, _ = of_images.get_processor_dict(path, **where)
@@ -68,6 +70,28 @@ def _read(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config:
         remedy = "the folder needs preprocessor_config.json beside config.json"
         raise UserError("model.path", problem, got=path, remedy=remedy) from None
     return ImageProcessor(made, config)
+
+
+def _class_of(config: Any) -> Any:
+    """The class of processors of a model with this config.
+
+    Before transformers 5.24, Gemma 4's takes functions from the module that resizes by torchvision. Where that is not
+    installed, the module that resizes by Pillow stands in its place, which has the same functions.
+    """
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind = config.model_type
+    module = f"transformers.models.{kind}.image_processing"
+    try:
+        return PROCESSOR_MAPPING[type(config)]
+    except ModuleNotFoundError:
+        if find_spec("torchvision") is not None or find_spec(f"{module}_pil_{kind}") is None:
+            raise
+    sys.modules[f"{module}_{kind}"] = import_module(f"{module}_pil_{kind}")
+    try:
+        return PROCESSOR_MAPPING[type(config)]
+    finally:
+        del sys.modules[f"{module}_{kind}"]
 
 
 def _without_videos(processor: Any) -> Any:
@@ -95,7 +119,7 @@ class ImageProcessor:
         self._defaults = processor.valid_processor_kwargs._defaults.get("images_kwargs", {})
         token = getattr(config, "image_token_id", None)
         self.image_token_id: int = config.image_token_index if token is None else token
-        self._token: str = getattr(processor, "boi_token", None) or processor.image_token
+        self._token: str = processor.image_token  # what the template writes, which may be another one than the vectors'
 
     def expanded(self, text: str, prompt: Prompt) -> str:
         """The text of a prompt with what stands there for its images."""

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     Gemma3Config,
+    Gemma4Config,
     Idefics3Config,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -18,6 +19,7 @@ from transformers import (
     SmolVLMConfig,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -36,16 +38,20 @@ SHOWN = {
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
 }
 """{kind: what its template writes for an image}; of Qwen's it is `QWEN`."""
-PROCESSORS = {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}
+TILED = {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-TILED = ["<fake_token_around_image>", "<image>", "<end_of_utterance>"]
+TILED_TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>"]
 SPECIAL = {
-    "idefics3": TILED,
-    "smolvlm": TILED,
+    "idefics3": TILED_TOKENS,
+    "smolvlm": TILED_TOKENS,
     "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "gemma4": ["<|image>", "<|image|>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
 }
+NAMED = ("boi_token", "image_token", "eoi_token", "audio_token", "boa_token", "eoa_token")
+"""What Gemma's tokenizers call the first of these."""
 
 
 def folder_of(folder: Path, kind: str) -> Path:
@@ -55,9 +61,8 @@ def folder_of(folder: Path, kind: str) -> Path:
     special = SPECIAL.get(kind, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = TEMPLATE.replace("SHOWN", SHOWN.get(kind, QWEN))
-    if kind == "gemma3":
-        for name, token in zip(("boi_token", "image_token", "eoi_token"), special, strict=True):
-            tokenizer.init_kwargs[name] = token
+    if kind.startswith("gemma"):
+        tokenizer.init_kwargs |= dict(zip(NAMED, special, strict=False))
     config = _config(kind, tokenizer, dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -68,10 +73,16 @@ def folder_of(folder: Path, kind: str) -> Path:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _image_processor(kind).save_pretrained(folder)
-    if kind in PROCESSORS:
-        fields = {"processor_class": PROCESSORS[kind], "image_seq_len": 4}
+    fields = _fields_of_processor(kind)
+    if fields:
         (folder / "processor_config.json").write_text(json.dumps(fields))
     return folder
+
+
+def _fields_of_processor(kind: str) -> dict[str, Any]:
+    if kind in TILED:
+        return {"processor_class": TILED[kind], "image_seq_len": 4}
+    return {"processor_class": "Gemma3Processor", "image_seq_length": 4} if kind == "gemma3" else {}
 
 
 def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
@@ -118,7 +129,7 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
         windows = {**vision, "window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=windows, **qwen)
     siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if kind in PROCESSORS:
+    if kind in TILED:
         return (SmolVLMConfig if kind == "smolvlm" else Idefics3Config)(
             text_config={**text, "model_type": "llama"},
             vision_config={**siglip, "image_size": 16, "patch_size": 4},
@@ -126,8 +137,20 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
             scale_factor=2,
             tie_word_embeddings=False,
         )
+    if kind == "gemma4":
+        layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0}
+        inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
+        ways = {"use_bidirectional_attention": "vision", "sliding_window": 48, "global_head_dim": 64}
+        sizes = {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3}
+        return Gemma4Config(
+            text_config={**text, **layers, **inputs, **ways},
+            vision_config={**siglip, **sizes, "position_embedding_size": 256},
+            image_token_id=ids["<|image|>"],
+            video_token_id=ids["<|video|>"],
+            audio_token_id=ids["<|audio|>"],
+        )
     return Gemma3Config(
-        text_config={**text, "sliding_window": 64},
+        text_config={**text, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
         vision_config={**siglip, "image_size": 28, "patch_size": 7},
         mm_tokens_per_image=4,
         image_token_index=ids["<image_soft_token>"],
@@ -138,7 +161,9 @@ def _image_processor(kind: str) -> Any:
     if kind.startswith("qwen"):
         size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}
         return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
-    if kind in PROCESSORS:
+    if kind in TILED:
         tiled = SmolVLMImageProcessorPil if kind == "smolvlm" else Idefics3ImageProcessorPil
         return tiled(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    if kind == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3)
     return Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)

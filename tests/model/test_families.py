@@ -129,7 +129,7 @@ def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monk
     assert "    LoRA on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; not lm_head" in lines
     names = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
     assert names[:-2] == [*sorted(kind for kind in known().by_type if "qwen3" in kind), "qwen3_vl"]
-    assert lines[-2] == "images in prompts: qwen2_5_vl, qwen3_vl, qwen3_5, idefics3, smolvlm"
+    assert lines[-2] == "images in prompts: qwen2_5_vl, qwen3_vl, qwen3_5, idefics3, smolvlm, gemma3, gemma4"
     assert lines[-1].startswith(f"tried with transformers {known().transformers} and vLLM {known().vllm}")
     assert cli.run(["models", "gemma?", "--json"]) == 0
     assert sorted(json.loads(capsys.readouterr().out)) == ["gemma2", "gemma3", "gemma4"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import flash_stand_in
 import numpy as np
 import pytest
 import torch
@@ -14,20 +16,46 @@ import vision_folders
 from model_folders import settings, with_noise
 from peft import PeftModel
 from PIL import Image as pillow
-from transformers import AutoModelForImageTextToText
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from rlft.config.model import LoraSettings
 from rlft.data.prompts import tokenised
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone, read_backbone
-from rlft.model.forward import padded_forward
+from rlft.model.forward import packed_forward, padded_forward
+from rlft.model.image_masks import ImageMasks
+from rlft.model.kernels import flash_attention
+from rlft.model.packing import PackedRows, pack
 from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of
-from rlft.types import IMAGE, Completion, FinishReason, Group, Image, Prompt, Rollout, Sampling, Scores
+from rlft.types import (
+    IMAGE,
+    Batch,
+    Completion,
+    FinishReason,
+    Group,
+    Image,
+    Prompt,
+    Rollout,
+    Sampling,
+    Scores,
+    UserError,
+)
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm")
+BOTH_WAYS = ("gemma3", "gemma4")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", *BOTH_WAYS)
 CPU = torch.device("cpu")
 
 
@@ -84,11 +112,17 @@ def by_own_class(model: Any, backbone: Backbone, rollout: Rollout) -> tuple[list
     inputs = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
     ids = inputs["input_ids"][0].tolist()
     more = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-    if "mm_token_type_ids" in more:
-        more["mm_token_type_ids"] = torch.nn.functional.pad(more["mm_token_type_ids"], (0, len(said)))
+    for types in {"token_type_ids", "mm_token_type_ids"} & more.keys():
+        more[types] = torch.nn.functional.pad(more[types], (0, len(said)))
     logits = model(input_ids=torch.tensor([ids + said]), **more).logits[0]
     logp = logits[len(ids) - 1 : -1].log_softmax(-1)
     return ids, logp.gather(-1, torch.tensor(said)[:, None])[:, 0]
+
+
+def of_two(backbone: Backbone) -> tuple[list[Group], Batch]:
+    """Two completions of each prompt."""
+    groups = [group(prompt, (5, 9)) for prompt in prompts(backbone)]
+    return groups, backbone.collated(groups, Scores(total=torch.zeros(4, 2), by_reward={}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,8 +130,7 @@ def test_log_probs_are_those_of_the_folders_own_class(kind: str, tmp_path: Path)
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
     roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
     assert roles.forward.packed, roles.forward.reason
-    groups = [group(prompt, (5, 9)) for prompt in prompts(backbone)]
-    batch = backbone.collated(groups, Scores(total=torch.zeros(4, 2), by_reward={}))
+    groups, batch = of_two(backbone)
     assert batch.images is not None
     packed = roles.forward.logprobs(batch, 4096)
     split = roles.forward.logprobs(batch, 40)  # a micro-batch for each row, with its own images
@@ -121,14 +154,84 @@ def test_log_probs_are_those_of_the_folders_own_class(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_gives_the_log_probs_of_the_trainers_forward(kind: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_padded_rows_and_reach_every_adapter(kind: str, tmp_path: Path) -> None:
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
+    names, weights = zip(*roles.named_parameters(), strict=True)
+    batch = of_two(backbone)[1]
+    found, expected = (
+        torch.autograd.grad((forward(backbone.model, batch, 1.0, False).logprobs ** 2).sum(), weights)
+        for forward in (packed_forward, padded_forward)
+    )
+    for name, one, other in zip(names, found, expected, strict=True):
+        assert one.norm() > 0, name
+        assert (one - other).norm() < 1e-4 * other.norm(), name  # seen: at most 2e-5
+    roles.close()
+
+
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+def test_flash_calls_give_the_log_probs_and_gradients_of_blocks(
+    kind: str, stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
+    weights = [weight for _, weight in roles.named_parameters()]
+    batch = of_two(backbone)[1]
+
+    def passed(layout: PackedRows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        logprobs = roles.forward(batch, 1.0, layout=layout).logprobs
+        return logprobs, torch.autograd.grad(logprobs.sum(), weights)
+
+    expected = passed(pack(batch))
+    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
+    found = passed(pack(batch, prompts_first=True))
+    assert flash_stand_in.CALLS
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-4)
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm()
+    roles.close()
+
+
+DECODERS = ("blocks", "flash calls", "transformers' cache")
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder"), [*((kind, "blocks") for kind in KINDS), *product(BOTH_WAYS, DECODERS[1:])]
+)
+def test_decoding_gives_the_log_probs_of_the_trainers_forward(
+    kind: str, decoder: str, stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
     roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
     generator = TransformersGenerator(roles, backbone.tokenizer, CPU, 8, ends=[0])
     generator.load(roles.publish(1))
     asked = prompts(backbone)
-    groups = generator.sample(asked, 3, [10, 20, 30, 40], Sampling(max_tokens=12, temperature=1.0))
+    with monkeypatch.context() as patch:
+        if decoder == "flash calls":
+            patch.setattr(flash_attention, "takes", lambda *_, **__: True)
+        if decoder == "transformers' cache":
+            patch.setattr(type(roles), "prefix_cache", lambda *_: None)
+        groups = generator.sample(asked, 3, [10, 20, 30, 40], Sampling(max_tokens=12, temperature=1.0))
+    assert bool(flash_stand_in.CALLS) == (decoder == "flash calls")
     batch = backbone.collated(groups, Scores(total=torch.zeros(4, 3), by_reward={}))
     found = roles.forward.logprobs(batch, 4096)
     assert (found - batch.sampled_logprobs).abs()[batch.loss_mask].max() < 1e-4
     roles.close()
+
+
+def test_which_layers_read_images_both_ways_is_found_in_the_masks_of_the_own_class(tmp_path: Path) -> None:
+    def kinds(own: Any, config: Any) -> set[str] | None:
+        masks = ImageMasks.of(own, config)
+        return None if masks is None else set(masks.kinds)
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    gemma3 = Gemma3Config(text_config=layers)
+    gemma4, small = (
+        Gemma4Config(text_config={**layers, "use_bidirectional_attention": which}) for which in ("vision", None)
+    )
+    assert kinds(Gemma3ForConditionalGeneration, gemma3) == {"sliding_attention", "full_attention"}
+    assert kinds(Gemma4ForConditionalGeneration, gemma4) == {"sliding_attention"}
+    assert kinds(Gemma4ForConditionalGeneration, small) is None
+    assert kinds(Qwen3VLForConditionalGeneration, Qwen3VLConfig()) is None
+    with pytest.raises(UserError, match=r"^model\.path: the tokens of a paligemma see others than those before them"):
+        kinds(PaliGemmaForConditionalGeneration, PaliGemmaConfig())

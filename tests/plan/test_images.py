@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import vision_folders
+from model_folders import with_vision
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -53,9 +54,9 @@ def test_what_does_not_go_with_images_is_refused(words: list[str], expected: str
 
 
 def test_a_family_whose_images_are_not_read_exactly_is_refused_by_name(tmp_path: Path) -> None:
-    folder = vision_folders.folder_of(tmp_path / "gemma3", "gemma3")
+    folder = with_vision(tmp_path / "mistral3", "mistral3")
     found = refusal(f"model.path={folder}")
-    assert found.startswith("model.path: the data have images, and those of a gemma3 are not read exactly")
+    assert found.startswith("model.path: the data have images, and those of a mistral3 are not read exactly")
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:

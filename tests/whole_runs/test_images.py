@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import vision_folders
 from run_folders import check_resumed, check_same, killed_at_each, learned
 from run_processes import Nursery
+from slow_cases import slow_but
 
 from rlft import cli
 from rlft.commands.watch.report import report_of
@@ -36,6 +38,19 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
     assert cli.run([*WORDS, "steps=2", f"hydra.run.dir={halted}"]) == 0
     assert cli.run(["resume", str(halted), "steps=4"]) == 0
     check_same(halted, run)
+
+
+@pytest.mark.parametrize("kind", slow_but("gemma3", ["gemma3", "gemma4"]))
+def test_models_that_read_images_both_ways_learn_and_resume(kind: str, tmp_path: Path) -> None:
+    model = vision_folders.folder_of(tmp_path / kind, kind)
+    repetition = ("reward=repetition", "reward.repetition.unit=tokens", "reward.repetition.ngram=1")
+    words = (*WORDS, f"model.path={model}", "prompts.max_tokens=128", *repetition)  # differs among random answers
+    whole, halted = tmp_path / "whole", tmp_path / "halted"
+    assert cli.run([*words, "steps=3", f"hydra.run.dir={whole}"]) == 0
+    assert learned(whole)
+    assert cli.run([*words, "steps=2", f"hydra.run.dir={halted}"]) == 0
+    assert cli.run(["resume", str(halted), "steps=3"]) == 0
+    check_same(halted, whole)
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ A sliding window that rows exceed is an argument of the kernel, which counts it 
 stand side by side. The two calls are then one for prompts, and one for completions whose keys are copied behind those
 of their prompt that the window reaches.
 
+What an image's tokens see behind them, where a model reads images both ways, is one more causal call: over the image's
+tokens in the opposite order.
+
 The row holds all prompts and then all completions (`rlft.model.packing.pack`), so that the queries and keys of both
 calls are slices of it.
 """
@@ -64,6 +67,21 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """What tokens of images see behind them: query i of an image sees its keys up to number i.
+
+    Attributes:
+        queries: int64, the places of each image's tokens but the last, from the last to the first.
+        keys: int64, those of each image's tokens but the first, in the same order.
+        runs: the images among these.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
     """The runs of a packed row that holds all prompts and then all completions.
 
@@ -76,6 +94,7 @@ class RowLengths:
         completions: every completion that is not empty, counted from the first one; only with a window.
         reach: for each of these, the keys that it sees, as runs of `reached`.
         reached: int64, the places of these keys.
+        ahead: what is seen in images that are read both ways; None: there are none.
     """
 
     num_prompt_tokens: int
@@ -86,6 +105,7 @@ class RowLengths:
     completions: Runs | None = None
     reach: Runs | None = None
     reached: Tensor | None = None
+    ahead: Ahead | None = None
 
 
 def row_lengths(
@@ -94,8 +114,10 @@ def row_lengths(
     owner: Sequence[int],
     device: torch.device,
     window: int | None = None,
+    images: Sequence[Span] = (),
 ) -> RowLengths | None:
     """The lengths of a packed row (as in `PackedRows`), on its device; `window` is None if it exceeds every row.
+    `images` are the spans, of two or more tokens, that are read both ways.
 
     None if prompts do not come first, or one is empty, which the kernel cannot take.
     """
@@ -114,6 +136,7 @@ def row_lengths(
         prompts=runs_of([length for _, length in prompts], device),
         regions=runs_of(regions, device),
         window=window,
+        ahead=_ahead(images, device) if images else None,
     )
     reached = [
         [(sum(prompts[unit]) - seen, seen), span]
@@ -128,6 +151,15 @@ def row_lengths(
         completions=runs_of([own for _, (_, own) in reached], device),
         reach=runs_of([seen + own for (_, seen), (_, own) in reached], device),
         reached=torch.cat([places_of(spans) for spans in reached]).to(device),
+    )
+
+
+def _ahead(images: Sequence[Span], device: torch.device) -> Ahead:
+    places = [places_of([image]).flip(0) for image in images]
+    return Ahead(
+        queries=torch.cat([each[1:] for each in places]).to(device),
+        keys=torch.cat([each[:-1] for each in places]).to(device),
+        runs=runs_of([size - 1 for _, size in images], device),
     )
 
 
@@ -166,6 +198,23 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two tensors for the kernel's backward); no gradient."""
+    out, lse, random, unused = _attend_to_those_before(query, key, value, lengths, scale)
+    if lengths.ahead is not None:
+        queries, keys, starts = (
+            lengths.ahead.queries,
+            lengths.ahead.keys,
+            _starts(lengths.ahead.runs, lengths.ahead.runs),
+        )
+        part, part_lse, *_ = _FORWARD(query[queries], key[keys], value[keys], *starts, 0.0, True, False, scale=scale)
+        both, both_lse = out[queries], lse[:, queries]
+        merge_into(both, both_lse, part, part_lse)
+        out[queries], lse[:, queries] = both, both_lse
+    return out, lse, random, unused
+
+
+def _attend_to_those_before(
+    query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     first = lengths.num_prompt_tokens
     if lengths.window is not None:
         parts = [
@@ -230,8 +279,24 @@ def attention_gradients(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
-    if lengths.window is not None:
-        return _windowed_gradients((grad, query, key, value, out, lse), random, unused, lengths, scale)
+    tensors = (grad, query, key, value, out, lse)
+    grads = (_windowed_gradients if lengths.window is not None else _gradients)(tensors, random, unused, lengths, scale)
+    if lengths.ahead is not None:
+        queries, keys, runs = lengths.ahead.queries, lengths.ahead.keys, lengths.ahead.runs
+        of_call = (grad[queries], query[queries], key[keys], value[keys], out[queries], lse[:, queries].contiguous())
+        of_runs = (runs.starts, runs.starts, runs.longest, runs.longest)
+        with repeatable():
+            parts = _BACKWARD(*of_call, *of_runs, 0.0, True, random, unused, scale=scale)
+        for total, places, part in zip(grads, (queries, keys, keys), parts, strict=True):
+            total[places] += part
+    return grads
+
+
+def _gradients(
+    tensors: Sequence[Tensor], random: Tensor, unused: Tensor, lengths: RowLengths, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`tensors` are the first six arguments of `attention_gradients`."""
+    grad, query, key, value, out, lse = tensors
     own, first = lengths.own, lengths.num_prompt_tokens
     own_runs = (own.starts, own.starts, own.longest, own.longest)
     with repeatable():
@@ -239,11 +304,11 @@ def attention_gradients(
             grad, query, key, value, out, lse, *own_runs, 0.0, True, random, unused, scale=scale
         )
     if len(query) > first:
-        tensors = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
+        of_call = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
         regions, prompts = lengths.regions, lengths.prompts
         runs = (regions.starts, prompts.starts, regions.longest, prompts.longest)
         with repeatable():
-            parts = _BACKWARD(*tensors, *runs, 0.0, False, random, unused, scale=scale)
+            parts = _BACKWARD(*of_call, *runs, 0.0, False, random, unused, scale=scale)
         query_grad[first:] += parts[0]
         key_grad[:first] += parts[1]
         value_grad[:first] += parts[2]
@@ -253,7 +318,7 @@ def attention_gradients(
 def _windowed_gradients(
     tensors: Sequence[Tensor], random: Tensor, unused: Tensor, lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`tensors` are the first six arguments of `attention_gradients`."""
+    """The same with a sliding window."""
     grad, query, key, value, out, lse = tensors
     query_grad = torch.empty_like(query)
     # In 32 bits, since siblings add to the same keys one after the other.

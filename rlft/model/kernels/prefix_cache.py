@@ -10,18 +10,18 @@ attends to the tokens inside it, of the prompt and of the completion.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlft.model.image_masks import both_ways
 from rlft.model.kernels import flash_attention, split_attention
 from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.block_attention import Scoring, flash
 from rlft.model.kernels.elementwise import as_written, fused, normed, turned
-from rlft.model.kernels.flash_attention import Runs, one_call, row_lengths, runs_of
+from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_lengths, runs_of
 from rlft.model.kernels.layer_branches import Heads
 from rlft.model.kernels.lm_head import head_of
 from rlft.model.kernels.recurrent import keeps_states
@@ -57,10 +57,12 @@ class PrefixCache:
         self._token_ids = torch.tensor([t for p in prompts for t in p], device=device)
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._images, self._ends = None, self._lengths  # positions of the first completion tokens
+        self._images_on_host: ImageRows | None = None
         if images is not None:
             width = images.rows.shape[1]
             sources_N = torch.cat([torch.arange(p * width, p * width + length) for p, length in enumerate(lengths)])
-            self._images = images.gathered(sources_N[None]).to(device)
+            self._images_on_host = images.gathered(sources_N[None])
+            self._images = self._images_on_host.to(device)
             self._ends = self._lengths + images.shifts(self._lengths)
         self._last = (ends - 1).to(device)
         # By number of the call of attention in a pass: a layer may call it twice.
@@ -74,7 +76,7 @@ class PrefixCache:
     def _prepare(self, spans: Sequence[Span]) -> None:
         """Prepares what attention needs to know about the prompts."""
         self._spans = spans
-        self._blocks: dict[int | None, tuple[Block, ...]] = {}
+        self._blocks: dict[int | None, tuple[Block, ...]] = {}  # by window
         index, self._real = padded_places(spans)
         self._prompt_index = index.flatten()
 
@@ -140,10 +142,18 @@ class PrefixCache:
     ) -> tuple[Tensor, Tensor]:
         """(attention `[N, H, D]` of the prompts' tokens, its log-sum-exp `[N, H, 1]`); their keys are kept."""
         self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
-        window = None if window is None or window >= self._longest else window
         if window not in self._blocks:
-            self._blocks[window] = make_blocks(self._spans, (), (), self.model.device, (), window)
+            images, exceeded = self._both_ways(window), self._exceeded(window)
+            self._blocks[window] = make_blocks(self._spans, (), (), self.model.device, (), exceeded, images)
         return split_attention.attend(query, key, value, self._blocks[window], scoring)
+
+    def _both_ways(self, window: int | None) -> Sequence[Span]:
+        """The images that are read both ways by layers with this sliding window."""
+        return () if self._images_on_host is None else both_ways(self._images_on_host, self._spans, window)
+
+    def _exceeded(self, window: int | None) -> int | None:
+        """The window, or None if no prompt exceeds it."""
+        return window if window is not None and window < self._longest else None
 
     def _attend_to_own(self, layer: int, query: Tensor, scoring: Scoring, first: int) -> tuple[Tensor, Tensor]:
         """(attention `[R, H, D]`, its log-sum-exp `[R, H, 1]`) of each row's new token over the row's own tokens, from
@@ -274,8 +284,9 @@ class FlashPrefixCache(PrefixCache):
         self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, window: int | None
     ) -> tuple[Tensor, Tensor]:
         self._prompt.append((key.contiguous(), value.contiguous()))
-        row = self._row if window is None or window >= self._longest else replace(self._row, window=window)
-        out, lse, *_ = flash_attention.attend(query, key, value, row, scoring.scale)
+        if window not in self._rows:
+            self._rows[window] = self._lengths_of(self._exceeded(window), self._both_ways(window))
+        out, lse, *_ = flash_attention.attend(query, key, value, self._rows[window], scoring.scale)
         return out, lse.t()[..., None]
 
     def _own_runs(self, shared: int, number: int) -> tuple[Runs, Runs, Tensor]:
@@ -293,9 +304,14 @@ class FlashPrefixCache(PrefixCache):
         return self._siblings_of, keys, used
 
     def _prepare(self, spans: Sequence[Span]) -> None:
-        row = row_lengths(spans, (), (), self.model.device)
+        self._spans = spans
+        self._row = self._lengths_of(None, ())
+        self._rows: dict[int | None, RowLengths] = {}  # by window
+
+    def _lengths_of(self, window: int | None, images: Sequence[Span]) -> RowLengths:
+        row = row_lengths(self._spans, (), (), self.model.device, window, images)
         assert row is not None, "prompts stand side by side and none is empty"
-        self._row = row
+        return row
 
     @property
     def _longest(self) -> int:

@@ -4,6 +4,8 @@ A prompt sees itself, causally, and so does a completion; in addition, all compl
 branch sees itself and each of the spans that it reads. The parts that a token sees are attended to separately and
 merged by their log-sum-exp, so that no key is copied for siblings and no N x N mask is made.
 
+Where a model reads images both ways, each of an image's tokens but the last also sees those behind it in its image.
+
 With a sliding window a token sees the keys at the last `window` positions up to its own, whether they are its prompt's
 or its completion's. Spans are then cut into chunks of a window: a chunk sees itself causally, and of what is before it
 as much as the window reaches. Only blocks at the window's edge need a mask.
@@ -100,21 +102,37 @@ def make_blocks(
     device: torch.device,
     branches: Sequence[BranchSpans] = (),
     window: int | None = None,
+    images: Sequence[Span] = (),
 ) -> tuple[Block, ...]:
     """The blocks of a packed row (as in `PackedRows`), without empty spans, on its device.
 
-    Causal blocks come first: in them every token is a query once. `window` is None if it exceeds every row.
+    Causal blocks come first: in them every token is a query once. `window` is None if it exceeds every row. `images`
+    are the spans, of two or more tokens, that are read both ways.
     """
     spans = [span for span in (*prompts, *completions, *(own for own, _ in branches)) if span[1]]
+    ahead = _ahead_blocks(images, device)
     if window is not None:
-        return _window_blocks(spans, prompts, completions, owner, device, branches, window)
+        return (*_window_blocks(spans, prompts, completions, owner, device, branches, window), *ahead)
     pairs = [(region, prompts[u]) for u, region in _regions(completions, owner).items() if prompts[u][1] and region[1]]
     cross = [
         _block([Pair(places_of([queries]), places_of([keys])) for queries, keys in part], device)
         for crossing in (pairs, *_apart([(own, span) for own, spans in branches for span in spans]))
         for part in buckets(crossing, [queries[1] + keys[1] for queries, keys in crossing])
     ]
-    return (*_causal_blocks(spans, device), *cross)
+    return (*_causal_blocks(spans, device), *cross, *ahead)
+
+
+def _ahead_blocks(images: Sequence[Span], device: torch.device) -> list[Block]:
+    """What the tokens of images see behind them."""
+    pairs = [
+        Pair(
+            places_of([(start, size - 1)]),
+            places_of([(start + 1, size - 1)]),
+            torch.ones(size - 1, size - 1).triu() > 0,
+        )
+        for start, size in images
+    ]
+    return [_block(part, device) for part in buckets(pairs, [len(pair.queries) for pair in pairs])]
 
 
 def _causal_blocks(spans: Sequence[Span], device: torch.device) -> list[Block]:

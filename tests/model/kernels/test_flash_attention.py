@@ -13,6 +13,7 @@ from rlft.model.kernels import attention, flash_attention
 from rlft.model.kernels.attention import _Attention, attention_of_layers, on_this_device
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.flash_attention import obstacle, row_lengths
+from rlft.model.kernels.split_attention import make_blocks
 from rlft.model.packing import PackedRows, pack
 
 ROWS = [
@@ -84,6 +85,23 @@ def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
             gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (ours, theirs)]
             torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3])
+def test_images_that_are_read_both_ways_are_as_in_blocks(window, packed, stand_in):
+    spans = (packed.prompts, packed.completions, packed.owner)
+    images = [(packed.prompts[0][0], 4), (packed.prompts[2][0] + 1, 2)]  # of a group, of a prompt alone
+    tensors = tensors_of(packed, 2, torch.float64)
+    lengths = row_lengths(*spans, CPU, window, images)
+    assert lengths is not None
+    found = [
+        _Attention.apply(*tensors, None, spans, Scoring(0.3))
+        for spans in (lengths, make_blocks(*spans, CPU, window=window, images=images))
+    ]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((out * weight).sum(), tensors) for out in found]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):

@@ -33,8 +33,10 @@ def pairs_of(block):
                 yield int(queries[row, place]), int(key_places[row, k])
 
 
-def wanted(prompts, completions, owner, window):
+def wanted(prompts, completions, owner, window, images=()):
     """The same from the definition."""
+    for start, length in images:
+        yield from ((start + i, start + j) for j in range(length) for i in range(j))
     for start, length in (*prompts, *completions):
         yield from ((start + i, start + j) for i in range(length) for j in range(i + 1) if i - j < window)
     for (start, length), unit in zip(completions, owner, strict=True):
@@ -65,6 +67,17 @@ def test_every_wanted_pair_is_in_one_block_and_no_other(seed, small_block, monke
         monkeypatch.setattr(split_attention, "TILE", 3 if small_block else 256)
         found = Counter(pair for block in make_blocks(*row, CPU, window=window) for pair in pairs_of(block))
         assert found == Counter(wanted(*row, window or 100))
+
+
+@pytest.mark.parametrize("small_block", [0, 2**16], ids=["buckets", "one_block"])
+def test_images_that_are_read_both_ways_see_also_what_is_behind_in_them(small_block, monkeypatch):
+    monkeypatch.setattr(split_attention, "SMALL_BLOCK", small_block)
+    row, images = laid_out([12, 5, 9], [[3, 2], [], [4]]), [(1, 4), (6, 5), (12 + 3 + 2, 2)]
+    for window in (None, 1, 3, 7):
+        found = Counter(
+            pair for block in make_blocks(*row, CPU, window=window, images=images) for pair in pairs_of(block)
+        )
+        assert found == Counter(wanted(*row, window or 100, images))
 
 
 def test_long_spans_do_not_inflate_short_ones():
