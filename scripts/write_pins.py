@@ -41,20 +41,20 @@ ALL = {
     "cpu": Pins(
         title="rlft on a CPU, with the torch and transformers of `make test`. What torch asks for to use a GPU is not "
         "among them:\n# its build for CPUs, which pip takes where it is offered, does not ask for it.",
-        extras=(),
+        extras=("vision",),
         chosen=("torch==2.13.0", "transformers==5.19.0"),
         without=("cuda-bindings", "cuda-toolkit", "nvidia-cudnn-cu13", "nvidia-cusparselt-cu13", "nvidia-nccl-cu13",
                  "nvidia-nvshmem-cu13", "triton"),
     ),
     "cuda": Pins(
         title="rlft with the newest vLLM that it takes, on an NVIDIA GPU.",
-        extras=("vllm",),
+        extras=("vllm", "vision"),
         chosen=("vllm==0.33.0",),
     ),
     "qlora": Pins(
         title="rlft with a vLLM that can hold bitsandbytes' 4-bit weights (model.quantization=4bit), as none can from "
         "0.30 on.",
-        extras=("vllm", "quantization"),
+        extras=("vllm", "quantization", "vision"),
         chosen=("vllm==0.27.1", "transformers==5.17.0"),
     ),
 }  # fmt: skip

@@ -143,20 +143,44 @@ class ImageEncoder:
         return made
 
     def _load(self) -> Any:
-        """The folder's own class with its tower, without decoder layers and without embeddings of tokens."""
-        config = deepcopy(self._config)
-        contains = own_class(config)
-        assert contains is not None, "the plan refuses images for a model without a tower"
-        text = config.get_text_config(decoder=True)
-        text.num_hidden_layers = 0
-        if getattr(text, "layer_types", None):
-            text.layer_types = []
-        if getattr(text, "hidden_size_per_layer_input", None):
-            text.hidden_size_per_layer_input = 0
-        unread = [*(contains._keys_to_ignore_on_load_unexpected or ()), r"\.layers\.", "per_layer"]
-        quiet: Any = type(contains.__name__, (contains,), {"_keys_to_ignore_on_load_unexpected": unread})
-        model = quiet.from_pretrained(config=config, **self._options)
-        model.set_input_embeddings(torch.nn.Identity())
-        model.base_model.requires_grad_(False).eval().to(self._device)
-        self._masks = ImageMasks.of(contains, self._config)
+        """The folder's own class with its tower alone."""
+        model, found = tower_class(self._config).from_pretrained(
+            config=tower_config(self._config), output_loading_info=True, **self._options
+        )
+        missing = sorted(found["missing_keys"])
+        problem = f"the folder has no weights of its vision tower ({', '.join(missing[:2])} ..)"
+        require(not missing, "model.path", problem, remedy="use the folder of the whole model")
+        model.requires_grad_(False).eval().to(self._device)
+        self._masks = ImageMasks.of(type(model), self._config)
         return model.base_model
+
+
+def tower_class(config: Any) -> Any:
+    """The folder's own class without its text model and its output head."""
+    contains: Any = own_class(config)
+    assert contains is not None, "the plan refuses images for a model without a tower"
+
+    class Tower(contains):
+        _keys_to_ignore_on_load_unexpected = ("",)  # those of the text model
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            text_parts = (self.get_decoder(), self.get_output_embeddings())
+            for name in [name for name, module in self.named_modules() if any(module is part for part in text_parts)]:
+                self.set_submodule(name, torch.nn.Identity())
+
+    Tower.__name__ = contains.__name__
+    return Tower
+
+
+def tower_config(config: Any) -> Any:
+    """The config of a folder for its `tower_class`, in which no text model has to be made first."""
+    config = deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    config.tie_word_embeddings = text.tie_word_embeddings = False
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    if getattr(text, "hidden_size_per_layer_input", None):
+        text.hidden_size_per_layer_input = 0
+    return config

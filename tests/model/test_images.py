@@ -16,6 +16,7 @@ import vision_folders
 from model_folders import settings, with_noise
 from peft import PeftModel
 from PIL import Image as pillow
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -235,3 +236,33 @@ def test_which_layers_read_images_both_ways_is_found_in_the_masks_of_the_own_cla
     assert kinds(Qwen3VLForConditionalGeneration, Qwen3VLConfig()) is None
     with pytest.raises(UserError, match=r"^model\.path: the tokens of a paligemma see others than those before them"):
         kinds(PaliGemmaForConditionalGeneration, PaliGemmaConfig())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tower_is_read_alone_and_whole(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    own: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / kind, dtype=torch.float32)
+    text = own.get_decoder()
+    expected = {
+        name: p for name, p in own.model.named_parameters() if all(p is not other for other in text.parameters())
+    }
+    capfd.readouterr()
+    assert backbone.images is not None
+    prompt = prompts(backbone)[0]
+    capfd.readouterr()
+    backbone.images.rows_of([prompt], 200)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+    found = dict(backbone.images._tower.named_parameters())
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_folder_without_the_weights_of_its_tower_is_refused(tmp_path: Path) -> None:
+    folder = vision_folders.folder_of(tmp_path / "gemma3", "gemma3")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "vision_tower" not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    backbone = read_backbone(settings(folder))
+    with pytest.raises(UserError, match=r"^model\.path: the folder has no weights of its vision tower \(model\."):
+        backbone.image_rows(prompts(backbone)[:1], 200)
