@@ -12,11 +12,13 @@ class When(StrEnum):
     """When a part is in use; all but `always` are never at the same time.
 
     Attributes:
+        reading: while an image goes through a vision tower, before a step's other passes.
         annotating: during the passes without gradient over a step's rows, before its updates.
         stepping: while the optimizer changes the weights, after an update's passes.
     """
 
     always = "always"
+    reading = "reading images"
     sampling = "sampling"
     annotating = "annotating"
     updating = "updating"

@@ -127,16 +127,7 @@ class ImageEncoder:
         if self._tower is None:
             self._tower = self._load()
         given = self._processor().tensors(image)
-        accepted = inspect.signature(self._tower.get_image_features).parameters
-        inputs = {name: value.to(self._device) for name, value in given.items() if name in accepted}
-        found = self._tower.get_image_features(**inputs, return_dict=True)
-        parts = found.pooler_output
-        vectors = torch.cat(tuple(parts)) if not isinstance(parts, Tensor) else parts.flatten(0, -2)
-        deep = getattr(found, "deepstack_features", None)
-        if deep is not None:
-            deep = torch.stack([torch.cat(tuple(layer)) for layer in deep])
-        deep = None if deep is None else deep.cpu()
-        made = Encoded(vectors=vectors.cpu(), deep=deep, grid=given.get("image_grid_thw"))
+        made = read_image(self._tower, {name: value.to(self._device) for name, value in given.items()})
         self._kept[image.digest] = made
         while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
@@ -153,6 +144,20 @@ class ImageEncoder:
         model.requires_grad_(False).eval().to(self._device)
         self._masks = ImageMasks.of(type(model), self._config)
         return model.base_model
+
+
+def read_image(tower: Any, given: Mapping[str, Tensor]) -> Encoded:
+    """The image of which a processor gives these tensors, by the tower."""
+    accepted = inspect.signature(tower.get_image_features).parameters
+    inputs = {name: value for name, value in given.items() if name in accepted}
+    found = tower.get_image_features(**inputs, return_dict=True)
+    parts = found.pooler_output
+    vectors = torch.cat(tuple(parts)) if not isinstance(parts, Tensor) else parts.flatten(0, -2)
+    deep = getattr(found, "deepstack_features", None)
+    if deep is not None:
+        deep = torch.stack([torch.cat(tuple(layer)) for layer in deep]).cpu()
+    grid = given.get("image_grid_thw")
+    return Encoded(vectors=vectors.cpu(), deep=deep, grid=None if grid is None else grid.cpu())
 
 
 def tower_class(config: Any) -> Any:

@@ -21,6 +21,7 @@ from rlft.generation.vllm import memory as vllm_memory
 from rlft.model.activations import activation_bytes, checkpointed_bytes, logit_rows
 from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
+from rlft.plan.tower import TowerDemand
 from rlft.system.device import type_of
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
@@ -133,6 +134,7 @@ class Demand:
         engines_apart: number of engines in other processes on this device, each with a base of its own.
         ranks: number of ranks that share the forward and backward passes.
         sharded: whether the ranks divide the base's layers among them; None where they cannot.
+        tower: the demand of a vision tower; None if prompts have no images.
     """
 
     adapters: int
@@ -166,6 +168,7 @@ class Demand:
     engines_apart: int = 0
     ranks: int = 1
     sharded: bool | None = None
+    tower: TowerDemand | None = None
 
     @property
     def load(self) -> Load:
@@ -226,6 +229,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
         counted.append(always("bases of the engines", demand.engines_apart * model.base_bytes, "cluster.engines"))
     if demand.beside:
         counted.append(always("learned rewards", demand.beside, "reward"))
+    counted += tower_parts(model, demand)
     counted += teacher_memory(demand).parts
     updating = updating_parts(model, demand)
     return [
@@ -235,6 +239,16 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
         *updating,
         *holes(demand, left_by_sampling(model, demand, engine), updating),
     ]
+
+
+def tower_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
+    """The parts of a vision tower, and of images."""
+    if demand.tower is None:
+        return []
+    _, predicted = largest_micro_batch(demand, packed=model.packed)
+    at_once = -(-predicted // (demand.completion_tokens * demand.group))
+    per_step = demand.rows // demand.group
+    return demand.tower.parts(demand.device, prompts_per_step=per_step, prompts_at_once=at_once)
 
 
 def base_bytes(model: ModelSizes, demand: Demand) -> int:

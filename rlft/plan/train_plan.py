@@ -64,6 +64,7 @@ from rlft.plan.sizes import (
     sizes_of,
 )
 from rlft.plan.startup_table import Facts, TableRow, learner_of
+from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
@@ -90,6 +91,7 @@ class TrainPlan(Plan):
     environment: Environment | None = None
     pass_rates: PassRates | None = None  # of the train prompts, from curriculum.path
     teacher_row_tokens: int = 0  # number of tokens of the longest row that a teacher reads
+    tower: TowerDemand | None = None  # of the images in prompts
     placement: Placement | None = None  # where engines and ranks are; None until their GPUs are known
 
     @property
@@ -227,6 +229,7 @@ class TrainPlan(Plan):
             device=kind_name(resolve_device(run.model.device)),
             ranks=run.cluster.ranks,
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
+            tower=self.tower,
             **self._sampling_demand(),
         )
 
@@ -357,8 +360,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     )
     if trains:
         check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
-    itemsize = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
-    algorithm = resolve_mismatch(config, algorithm, engine, itemsize=itemsize)
+    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+    algorithm = resolve_mismatch(config, algorithm, engine, itemsize=dtype.itemsize)
     if config.cluster.engines:
         check_apart(config, engine)
     if runs_here and config.cluster.kind == "ray":
@@ -399,6 +402,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
         teacher = check_teacher(config, tokenizer, longest, vocabulary)
         teacher_row_tokens = longest + config.generation.max_tokens
+    num_read = min(len(train_prompts.prompts), config.steps * config.prompts_per_step)
+    num_read += 0 if held_out is None else min(len(held_out.prompts), config.eval.num_prompts)
     return TrainPlan(
         config=config,
         plain=resolved.plain,
@@ -422,6 +427,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         ends=ends,
         pass_rates=pass_rates,
         teacher_row_tokens=teacher_row_tokens,
+        tower=tower_demand(model_config, dtype, train_prompts, num_read, tokenizer) if trains else None,
         notes=(
             *(warnings_of_config(config, algorithm) if trains else ()),
             *warnings_of_sizes(

@@ -54,8 +54,11 @@ NAMED = ("boi_token", "image_token", "eoi_token", "audio_token", "boa_token", "e
 """What Gemma's tokenizers call the first of these."""
 
 
-def folder_of(folder: Path, kind: str) -> Path:
-    """A model of this type with its tokenizer, its template and its processor of images."""
+def folder_of(
+    folder: Path, kind: str, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None
+) -> Path:
+    """A model of this type with its tokenizer, its template and its processor of images; `text` and `vision` are other
+    fields of its config."""
     tokenizer: Any = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.model_max_length = 4096
     special = SPECIAL.get(kind, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
@@ -63,7 +66,8 @@ def folder_of(folder: Path, kind: str) -> Path:
     tokenizer.chat_template = TEMPLATE.replace("SHOWN", SHOWN.get(kind, QWEN))
     if kind.startswith("gemma"):
         tokenizer.init_kwargs |= dict(zip(NAMED, special, strict=False))
-    config = _config(kind, tokenizer, dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True)))
+    ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
+    config = _config(kind, tokenizer, ids, text or {}, vision or {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)
@@ -85,7 +89,7 @@ def _fields_of_processor(kind: str) -> dict[str, Any]:
     return {"processor_class": "Gemma3Processor", "image_seq_length": 4} if kind == "gemma3" else {}
 
 
-def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
+def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, Any], of_vision: dict[str, Any]) -> Any:
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -99,10 +103,16 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        **of_text,
     }
     sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
     vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
-    vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "spatial_merge_size": 2}
+    vision |= {
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16,
+        "spatial_merge_size": 2,
+        **of_vision,
+    }
     qwen: dict[str, Any] = {}
     if kind.startswith("qwen"):
         qwen = {
@@ -128,7 +138,7 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
         rope = {**sections, "mrope_section": [4, 2, 2]}
         windows = {**vision, "window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=windows, **qwen)
-    siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **of_vision}
     if kind in TILED:
         return (SmolVLMConfig if kind == "smolvlm" else Idefics3Config)(
             text_config={**text, "model_type": "llama"},
@@ -141,7 +151,12 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int]) -> Any:
         layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0}
         inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
         ways = {"use_bidirectional_attention": "vision", "sliding_window": 48, "global_head_dim": 64}
-        sizes = {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3}
+        sizes = {
+            "num_key_value_heads": 2,
+            "head_dim": siglip["hidden_size"] // 2,
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+        }
         return Gemma4Config(
             text_config={**text, **layers, **inputs, **ways},
             vision_config={**siglip, **sizes, "position_embedding_size": 256},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +10,6 @@ import torch
 from in_one_test import each
 from slow_cases import slow
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rlft.algorithm.ops.kl import Divergence, top_k_divergence
 from rlft.config.compose import compose
@@ -25,6 +22,7 @@ from rlft.model.activations import logit_rows
 from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
 from rlft.plan.fit import remedies
+from rlft.plan.live_bytes import LiveBytes
 from rlft.plan.memory_parts import (
     TEACHER_SHARE,
     TOP_K_FIELDS,
@@ -187,33 +185,11 @@ def test_what_is_counted_of_a_second_pass_through_the_head_is_what_is_alive_at_m
     head = nn.Linear(hidden, vocabulary, bias=False).requires_grad_(False)
     states = torch.randn(tokens, hidden, requires_grad=True)
     teacher = torch.randn(tokens, vocabulary).log_softmax(-1).topk(top_k, -1)
-    with Alive(head.weight) as alive:
+    with LiveBytes() as alive:
         student = top_k_logprobs(Head(head), states, teacher.indices, 1.0)
         top_k_divergence(student, teacher.values, Divergence.jensen_shannon).sum().backward()
     counted = TOP_K_LOGITS * tokens * vocabulary * 4 + TOP_K_FIELDS * tokens * top_k * 4
     assert alive.peak == pytest.approx(counted, rel=0.02)
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that operations make, while they are alive. but: a tensor that was there before."""
-
-    def __init__(self, but):
-        super().__init__()
-        self.sizes, self.now, self.peak = {but.untyped_storage()._cdata: 0}, 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata)
-        return made
-
-    def _gone(self, storage):
-        self.now -= self.sizes.pop(storage)
 
 
 GIB = 2**30
@@ -252,7 +228,7 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
     assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []
     beside = [
-        MemoryPart(name=when, bytes=size, when=when) for when, size in zip(When, (1, 20, 400, 300, 200), strict=True)
+        MemoryPart(name=when, bytes=size, when=when) for when, size in zip(When, (1, 9, 20, 400, 300, 200), strict=True)
     ]
     assert (peak(beside), busiest(beside)) == (401, When.annotating)
 

@@ -47,6 +47,7 @@ def main() -> None:
         "checks": card_checks.main,
         "updates": card_updates.main,
         "peaks": card_peaks.main,
+        "images": card_peaks.images,
         "launches": card_peaks.launches,
         "shared": card_shared.main,
         "trl": of_trl,

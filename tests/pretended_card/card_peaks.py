@@ -19,6 +19,7 @@ from typing import Any
 
 import four_bits
 import torch
+import vision_folders
 from pretended_card import COUNTS, KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +27,7 @@ from rlft.batch import collate
 from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.generation.memory import When
+from rlft.generation.memory import MemoryPart, When
 from rlft.loop.demonstration_task import open_task
 from rlft.loop.engines import Engines, load_teacher
 from rlft.loop.parts import open_roles, open_trainer
@@ -118,12 +119,7 @@ def planned_and_counted(case: Case, folder: Path) -> list[Any]:
     gc.collect()
     before = COUNTS.live
     plan = planned(case, folder)
-    model = sizes_of(plan.config.model, plan.config.lora)
-    demand = plan.demand(model, plan.config.model.gradient_checkpointing)
-    assert demand is not None
-    demand = replace(on_a_gpu(demand, plan, 0, absent=False), engine=None)  # nothing is sampled here
-    found = [part for part in parts(model, demand, 0) if part.bytes]
-    of_updates = [part for part in found if part.when in (When.always, When.updating)]
+    of_updates = of_an_update(parts_of(plan))
     with updates(plan, case) as update:
         for _ in range(2):  # the second one finds the optimizer's moments
             COUNTS.peak = COUNTS.live
@@ -155,6 +151,61 @@ def planned(case: Case, folder: Path) -> Any:
     return resolve(
         compose([f"prompts.max_tokens={case.prompt + 8 * (case.command == 'sft')}", *words], command=case.command)
     ).plan()
+
+
+WIDE = {"hidden_size": HIDDEN, "intermediate_size": 768}
+TOWER = {"hidden_size": 192, "intermediate_size": 512}
+
+
+def images(kind: str) -> dict[str, Any]:
+    """{of an update with an image in each prompt, of reading an image: [planned bytes by part, counted bytes]}"""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        heads = {"num_attention_heads": 16} if kind == "qwen2_5_vl" else {"head_dim": 64}
+        vision_folders.folder_of(folder, kind, WIDE | heads, TOWER)
+        load_backbone.cache_clear()
+        case, before = Case(), COUNTS.live
+        words = [
+            "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", f"model.path={folder}",
+            "model.dtype=bfloat16", "model.device=cuda", "prompts.max_tokens=128", f"prompts_per_step={PROMPTS}",
+            f"group_size={GROUP}", "eval.every=0", f"generation.max_tokens={case.completion}",
+            "model.gradient_checkpointing=false", "token_budget=4096", "generation=transformers",
+            "lora.dropout=0", "logger=[jsonl]", "steps=1", "scoring.workers=0",
+        ]  # fmt: skip
+        plan = resolve(compose(words)).plan()
+        planned = parts_of(plan)
+        with updates(plan, case) as update:
+            for _ in range(2):
+                COUNTS.peak = COUNTS.live
+                update()
+            of_update = COUNTS.peak - before
+            encoder: Any = load_backbone(plan.config.model).images
+            encoder._kept.clear()
+            encoder._tower = None
+            gc.collect()
+            others = COUNTS.peak = COUNTS.live
+            encoder._encode(plan.train_prompts.longest().images[0])
+            of_reading = COUNTS.peak - others
+    return {
+        "update": [{part.name: part.bytes for part in of_an_update(planned)}, of_update],
+        "reading": [
+            {part.name: part.bytes for part in planned if part.name == "vision tower" or part.when is When.reading},
+            of_reading,
+        ],
+    }
+
+
+def parts_of(plan: Any) -> list[MemoryPart]:
+    """The parts on the card of a run that samples nothing."""
+    model = sizes_of(plan.config.model, plan.config.lora)
+    demand = plan.demand(model, plan.config.model.gradient_checkpointing)
+    assert demand is not None
+    demand = replace(on_a_gpu(demand, plan, 0, absent=False), engine=None)
+    return [part for part in parts(model, demand, 0) if part.bytes]
+
+
+def of_an_update(found: list[MemoryPart]) -> list[MemoryPart]:
+    return [part for part in found if part.when in (When.always, When.updating)]
 
 
 def model_folder(case: Case, folder: Path) -> Path:
@@ -192,7 +243,7 @@ def updates(plan: Any, case: Case) -> Iterator[Any]:
         roles = stack.enter_context(open_roles(config, load_teacher(config.snapshot, config.model)))
         trainer = open_trainer(plan, roles)
         groups, scores = rollouts(plan, case.completion)
-        batch = collate(groups, scores, roles.backbone.decode)
+        batch = roles.backbone.collated(groups, scores)
         nobody = plan.algorithm.zero_gradient_rows(batch)
 
         def step() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import card_peaks
 import pytest
 import roofline
+from slow_cases import slow_but
 
 from rlft.plan.roofline import Work, layer
 
@@ -31,6 +32,28 @@ def test_the_planned_bytes_are_those_that_are_counted(on_card, tmp_path: Path, n
         if abs(sum(planned.values()) / counted - 1) > ALLOWED
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("kind", slow_but("gemma4", ["gemma4", "qwen2_5_vl", "qwen3_vl"]))
+def test_the_planned_bytes_of_an_image_in_the_tower_are_those_that_are_counted(
+    on_card, tmp_path: Path, kind: str
+) -> None:
+    planned, counted = with_images(on_card, tmp_path, kind)["reading"]
+    assert planned["an image in the tower"] > 2 * ALLOWED * counted
+    assert sum(planned.values()) == pytest.approx(counted, rel=ALLOWED), planned
+
+
+@pytest.mark.slow
+def test_the_planned_bytes_of_an_update_with_images_are_those_that_are_counted(on_card, tmp_path: Path) -> None:
+    planned, counted = with_images(on_card, tmp_path, "qwen2_5_vl")["update"]
+    # Vectors of 256 numbers of 2 bytes for each of the 36 tokens of 8 images, twice.
+    assert planned["vectors of images"] == 256 * 2 * 36 * 8 * 2
+    assert sum(planned.values()) == pytest.approx(counted, rel=ALLOWED), planned
+
+
+def with_images(on_card, folder: Path, kind: str) -> dict[str, tuple[dict[str, int], int]]:
+    on_card.run("images", "found.json", kind, cwd=folder)
+    return json.loads((folder / "found.json").read_text())
 
 
 MOST_OF_A_MICRO_BATCH = 100

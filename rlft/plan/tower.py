@@ -1,0 +1,78 @@
+"""What the images of prompts take on the trainer's device, beside their tokens: the vision tower, its pass, vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from rlft.data.prompts import PromptSet
+from rlft.generation.memory import MemoryPart, When
+from rlft.model.images import KEPT_BYTES, read_image, tower_class, tower_config
+from rlft.plan.live_bytes import LiveBytes
+from rlft.tokens.images import processor_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerDemand:
+    """Memory demand of a vision tower and of images.
+
+    Attributes:
+        weights: bytes of the tower's weights.
+        reading: the most bytes that are alive beside them while an image goes through it.
+        vectors: bytes of the vectors of a prompt's images.
+        num_prompts: number of prompts whose images are read in a run.
+    """
+
+    weights: int
+    reading: int
+    vectors: int
+    num_prompts: int
+
+    def parts(self, device: str, *, prompts_per_step: int, prompts_at_once: int) -> list[MemoryPart]:
+        """The parts of the trainer's device; `prompts_at_once` are those of a micro-batch.
+
+        Vectors stay in main memory, those of a step once more, and those of a micro-batch go to a GPU twice, with its
+        rows and with its packed row.
+        """
+        copies = 2 if device != "cpu" else 1
+        found = [
+            MemoryPart(name="vision tower", bytes=self.weights, when=When.always, key="model.dtype"),
+            MemoryPart(name="an image in the tower", bytes=self.reading, when=When.reading),
+            MemoryPart(
+                name="vectors of images",
+                bytes=copies * prompts_at_once * self.vectors,
+                when=When.updating,
+                key="token_budget",
+            ),
+        ]
+        if device == "cpu":
+            kept = min(KEPT_BYTES, self.num_prompts * self.vectors) + prompts_per_step * self.vectors
+            found.append(MemoryPart(name="vectors that are kept", bytes=kept, when=When.always, key="prompts_per_step"))
+        return found
+
+
+def tower_demand(
+    config: Any, dtype: torch.dtype, prompts: PromptSet, num_prompts: int, tokenizer: PreTrainedTokenizerBase
+) -> TowerDemand | None:
+    """The demand of the images in the longest prompt, for a model with this config; None if it has none.
+
+    They go through a tower of this shape whose numbers are not computed.
+    """
+    longest = prompts.longest()
+    if not longest.images:
+        return None
+    with no_init_weights():
+        tower = tower_class(config)._from_config(tower_config(config), dtype=dtype).eval().base_model
+    reading, vectors = 0, 0
+    for image in longest.images:
+        given = processor_of(tokenizer).tensors(image)
+        with torch.no_grad(), LiveBytes(hollow=True) as alive:
+            encoded = read_image(tower, given)
+        reading = max(reading, alive.peak + sum(x.nbytes for x in given.values()))
+        vectors += encoded.num_bytes
+    weights = sum(x.nbytes for x in (*tower.parameters(), *tower.buffers()))
+    return TowerDemand(weights=weights, reading=reading, vectors=vectors, num_prompts=num_prompts)

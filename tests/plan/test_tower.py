@@ -1,0 +1,62 @@
+"""What a plan counts of a vision tower is what its pass makes, without computing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import vision_folders
+from model_folders import settings
+
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.data.shapes import drawing
+from rlft.generation.memory import When
+from rlft.model.backbone import read_backbone
+from rlft.model.images import KEPT_BYTES, read_image
+from rlft.plan.live_bytes import LiveBytes
+from rlft.plan.memory_parts import parts
+from rlft.plan.sizes import sizes_of
+from rlft.plan.tower import TowerDemand
+from rlft.tokens.images import EXACT, processor_of
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(kind: str, tmp_path: Path) -> None:
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    assert backbone.images is not None
+    tower, found = backbone.images._load(), {}
+    given = processor_of(backbone.tokenizer).tensors(drawing("9-b6bec288be"))
+    for hollow in (False, True):
+        with torch.no_grad(), LiveBytes(hollow=hollow) as alive:
+            found[hollow] = read_image(tower, given).vectors.shape
+        found[hollow] = (*found[hollow], alive.peak)
+    assert found[True] == found[False]
+
+
+def test_the_tower_and_the_images_are_parts_of_a_plan() -> None:
+    words = ["+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "model.dtype=float32"]
+    plan = resolve(compose([*words, "steps=5", "model.device=cpu", "eval.num_prompts=8"])).plan()
+    model = sizes_of(plan.config.model, plan.config.lora)
+    demand = plan.demand(model, False)
+    assert demand is not None
+    found = {part.name: (part.bytes, part.when) for part in parts(model, demand, 0)}
+    # 29,232 weights, 3 frequencies and these once more; 9 vectors of 48 numbers of an image.
+    assert found["vision tower"] == (4 * (29_232 + 6), When.always)
+    assert plan.tower is not None
+    assert plan.tower.vectors == 9 * 48 * 4
+    assert found["an image in the tower"] == (plan.tower.reading, When.reading)
+    assert found["vectors of images"] == (4 * 9 * 48 * 4, When.updating)
+    # Of 20 prompts in 5 steps and 8 held out, and of the 4 of a step once more.
+    assert found["vectors that are kept"] == ((20 + 8 + 4) * 9 * 48 * 4, When.always)
+
+
+def test_no_more_vectors_are_kept_than_there_is_room_for() -> None:
+    demand = TowerDemand(weights=1, reading=2, vectors=2**20, num_prompts=1000)
+    *_, kept = demand.parts("cpu", prompts_per_step=3, prompts_at_once=2)
+    assert kept.bytes == KEPT_BYTES + 3 * 2**20
+
+
+def test_texts_alone_take_no_tower() -> None:
+    assert resolve(compose(["+recipe=grpo_arithmetic", "data.size=40"])).plan().tower is None
