@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +98,24 @@ class HubSet(RowSource):
 
 def _undecoded(dataset: Any) -> Any:
     """The set with the bytes or paths of its images, which are decoded where prompts are tokenised."""
-    from datasets import Image, List
-
     for name, feature in dataset.features.items():
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
+        encoded = _encoded(feature)
+        if encoded != feature:
+            dataset = dataset.cast_column(name, encoded)
     return dataset
+
+
+def _encoded(feature: Any) -> Any:
+    """The type of a column, in which images are left as they are stored, also in lists and in parts of a chat."""
+    from datasets import Image, LargeList, List
+
+    if isinstance(feature, Image):
+        return replace(feature, decode=False)
+    if isinstance(feature, List | LargeList):
+        return replace(feature, feature=_encoded(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _encoded(inner) for name, inner in feature.items()}
+    return feature
 
 
 class HubTable(Table):

@@ -11,6 +11,7 @@ import pytest
 
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
+from rlft.data import hub
 from rlft.data.fields import RowError
 from rlft.data.images import image_of, with_images
 from rlft.data.shapes import drawing
@@ -119,6 +120,38 @@ def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts
     assert found[0] == found[1]
     expected = {name[0]: data for name, data in CONTENT.items()}
     assert {answer: images[0].data for answer, images in found[0].items()} == expected
+
+
+def test_images_of_a_hub_set_stay_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a column, in a list, and in the parts of a chat; `datasets` would decode each at every access."""
+    import datasets
+
+    stored = [{"bytes": data, "path": None} for data in CONTENT.values()]
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+    chat = datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})
+    features = {"answer": datasets.Value("string"), "one": datasets.Image(), "all": datasets.List(datasets.Image())}
+    rows = [
+        {
+            "answer": str(number),
+            "one": image,
+            "all": [image, image],
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}],
+        }
+        for number, image in enumerate(stored)
+    ]
+    made = datasets.Dataset.from_list(rows, features=datasets.Features({**features, "prompt": chat}))
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+    table = hub.HubTable(hub._undecoded(made), "some/set", "train")
+    assert [record.content["one"] for record in table.records()] == stored
+    assert [record.content["all"] for record in table.records()] == [[image, image] for image in stored]
+    words = ["data=hub", "data.path=some/set", "data.messages_field=prompt", "data.held_out_fraction=0.5"]
+    data = instantiate(compose(words)["data"], "data")
+    found = {prompt.answer: prompt for split in Split for prompt in data.load(split)}
+    assert {answer: prompt.images[0].data for answer, prompt in found.items()} == {
+        str(number): data for number, data in enumerate(CONTENT.values())
+    }
+    assert all(prompt.messages[0]["content"] == f"{IMAGE}?" for prompt in found.values())
 
 
 def test_a_bad_image_is_refused_by_row_and_key(tmp_path: Path) -> None:
