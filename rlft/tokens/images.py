@@ -54,7 +54,8 @@ def _read(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config:
         problem = f"the data have images, and those of a {kind} are not read exactly"
         raise UserError("model.path", problem, got=path, remedy=f"use a model of the type {', '.join(EXACT)}")
     try:
-        from transformers import AutoImageProcessor
+        # In `transformers` itself, release 5.17 has it only beside torchvision.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         of_images = _without_videos(_class_of(config))
         images = AutoImageProcessor.from_pretrained(**source, backend="pil")
@@ -75,7 +76,7 @@ def _read(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config:
 def _class_of(config: Any) -> Any:
     """The class of processors of a model with this config.
 
-    Before transformers 5.24, Gemma 4's takes functions from the module that resizes by torchvision. Where that is not
+    Before transformers 5.21, Gemma 4's takes functions from the module that resizes by torchvision. Where that is not
     installed, the module that resizes by Pillow stands in its place, which has the same functions.
     """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
