@@ -126,8 +126,7 @@ class ImageEncoder:
             return self._kept[image.digest]
         if self._tower is None:
             self._tower = self._load()
-        given = self._processor().tensors(image)
-        made = read_image(self._tower, {name: value.to(self._device) for name, value in given.items()})
+        made = read_image(self._tower, self._processor().tensors(image), self._device)
         self._kept[image.digest] = made
         while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
@@ -146,18 +145,17 @@ class ImageEncoder:
         return model.base_model
 
 
-def read_image(tower: Any, given: Mapping[str, Tensor]) -> Encoded:
-    """The image of which a processor gives these tensors, by the tower."""
+def read_image(tower: Any, given: Mapping[str, Tensor], device: torch.device) -> Encoded:
+    """The image of which a processor gives these tensors, by the tower on this device."""
     accepted = inspect.signature(tower.get_image_features).parameters
-    inputs = {name: value for name, value in given.items() if name in accepted}
+    inputs = {name: value.to(device) for name, value in given.items() if name in accepted}
     found = tower.get_image_features(**inputs, return_dict=True)
     parts = found.pooler_output
     vectors = torch.cat(tuple(parts)) if not isinstance(parts, Tensor) else parts.flatten(0, -2)
     deep = getattr(found, "deepstack_features", None)
     if deep is not None:
         deep = torch.stack([torch.cat(tuple(layer)) for layer in deep]).cpu()
-    grid = given.get("image_grid_thw")
-    return Encoded(vectors=vectors.cpu(), deep=deep, grid=None if grid is None else grid.cpu())
+    return Encoded(vectors=vectors.cpu(), deep=deep, grid=given.get("image_grid_thw"))
 
 
 def tower_class(config: Any) -> Any:

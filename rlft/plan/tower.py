@@ -71,8 +71,8 @@ def tower_demand(
     for image in longest.images:
         given = processor_of(tokenizer).tensors(image)
         with torch.no_grad(), LiveBytes(hollow=True) as alive:
-            encoded = read_image(tower, given)
-        reading = max(reading, alive.peak + sum(x.nbytes for x in given.values()))
+            encoded = read_image(tower, given, torch.device("cpu"))
+        reading = max(reading, alive.peak + sum(x.nbytes for x in given.values() if isinstance(x, torch.Tensor)))
         vectors += encoded.num_bytes
     weights = sum(x.nbytes for x in (*tower.parameters(), *tower.buffers()))
     return TowerDemand(weights=weights, reading=reading, vectors=vectors, num_prompts=num_prompts)
