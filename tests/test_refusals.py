@@ -705,8 +705,6 @@ TABLE = [
     (f"{ALL} algorithm=opd snapshot.teacher=policy", "snapshot.teacher", "lora=null changes that, got policy; use"),
     (f"{ALL} overlap.lag=1 algorithm.mismatch=token_truncate", "overlap.lag", "the update changes meanwhile, got 1"),
     (f"{ALL} cluster.engines=2", "cluster.engines", "are sent adapters only, and lora=null has none, got 2; set"),
-    (f"{ALL} cluster.ranks=2", "cluster.ranks", "are sent adapters only, and lora=null has none, got 2"),
-    (f"{ALL} cluster.lanes=2", "cluster.lanes", "would have a gradient of all weights, got 2; set it to 1"),
     (
         f"{ALL} generation=transformers generation.transformers.weights=merged_bfloat16",
         "generation.transformers.weights",

@@ -157,12 +157,16 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
 
 
 def make_trainer(
-    local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]
+    local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None], again: str | None
 ) -> Trainer:
-    """The trainer of these ranks, of which `local` is rank 0, or `local` alone with all lanes."""
+    """The trainer of these ranks, of which `local` is rank 0, or `local` alone with all lanes.
+
+    note: called with a line when a rank is replaced. again: the command that goes on from the newest checkpoint.
+    """
     if ranks is None:
         local.share = LaneShare(lanes=cluster.num_lanes)
         return local
+    assert again is not None, "only a run that trains has ranks"
     return RankedTrainer(
         local,
         ranks.launcher,
@@ -172,6 +176,7 @@ def make_trainer(
         timeout=cluster.timeout,
         host=ranks.launcher.address,
         note=note,
+        again=again,
     )
 
 

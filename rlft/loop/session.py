@@ -414,7 +414,7 @@ def open_session(
             if engine.on_trainers_base and config.cluster.num_lanes == 1:
                 pool.here = engine.open(engine_args(config, config.lora, roles))
         local = open_trainer(plan, roles, base)
-        trainer = make_trainer(local, config.cluster, members.ranks, run.logger.note)
+        trainer = make_trainer(local, config.cluster, members.ranks, run.logger.note, again)
         session = Session(run, roles, generator, scorer, trainer)
         stack.callback(session.ahead.close)
         stack.enter_context(session.running())

@@ -27,7 +27,8 @@ from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
 from rlft.system.device import resolve_device
 from rlft.system.memory import keep_blocks
-from rlft.trainer.local import LocalTrainer, TrainerState, open_optimizers
+from rlft.trainer.joining import Start
+from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous
 from rlft.trainer.update import UpdateRecord
 from rlft.types import Adapter, Batch, Prompt, Sampling
@@ -172,14 +173,15 @@ class RankWorker:
     def ready(self) -> None:
         """Returns once the base is loaded."""
 
-    def join(self, rendezvous: Rendezvous, state: TrainerState) -> None:
+    def join(self, rendezvous: Rendezvous, start: Start) -> None:
         """Connects to the other ranks, and takes over rank 0's state."""
         self._leave()
         self._exchange = Exchange(rendezvous, self._rank, self._trainer.roles.backbone.device)
         self._trainer.share = LaneShare(
             lanes=self._lanes, rank=self._rank, ranks=rendezvous.ranks, exchange=self._exchange
         )
-        self._trainer.restore(state)
+        with self._exchanging():
+            self._trainer.join(start)
 
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
         """{field: values `[N, T]`} for the rows of this rank's lanes, one lane after the other."""

@@ -122,7 +122,7 @@ class WholeModel(Networks):
     @property
     def moving(self) -> tuple[str, ...]:
         """As in `Networks`, without the old policy, which is the policy between two steps."""
-        return tuple(role for role in super().moving if role != OLD)
+        return tuple(role for role in self.changing if role != OLD)
 
     def kept(self, roles: Sequence[str]) -> Kept:
         return Kept(folders={_folder_of(role): partial(self.write, role=role) for role in roles})

@@ -149,14 +149,19 @@ class Networks(ABC):
         return None if self.snapshot.reference in ("none", "base") else REFERENCE
 
     @property
-    def moving(self) -> tuple[str, ...]:
-        """Roles whose networks change during a run, so that every checkpoint includes them."""
+    def changing(self) -> tuple[str, ...]:
+        """Roles whose networks change during a run."""
         roles = [POLICY]
         if self.snapshot.reference in ("copy", "ema"):
             roles.append(REFERENCE)
         if self.snapshot.old is Old.copy:
             roles.append(OLD)
         return (*roles, *sorted(self._learning - {POLICY}))
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """Those of them that every checkpoint includes."""
+        return self.changing
 
     @property
     def learning_roles(self) -> tuple[str, ...]:

@@ -115,13 +115,8 @@ def _check_roles(config: RunConfig) -> None:
 
 
 def _check_processes(config: RunConfig) -> None:
-    cluster = config.cluster
-    for name, number, alone in (("engines", cluster.engines, 0), ("ranks", cluster.ranks, 1)):
-        remedy = f"set it to {alone}, or train an adapter"
-        require(number == alone, f"cluster.{name}", f"other {ADAPTERS_ALONE}", got=number, remedy=remedy)
-    problem = "each lane would have a gradient of all weights"
-    remedy = "set it to 1, or train an adapter"
-    require(cluster.num_lanes == 1, "cluster.lanes", problem, got=cluster.lanes, remedy=remedy)
+    engines, remedy = config.cluster.engines, "set it to 0, or train an adapter"
+    require(not engines, "cluster.engines", f"other {ADAPTERS_ALONE}", got=engines, remedy=remedy)
 
 
 def _check_trainable(dtype: str) -> None:

@@ -24,6 +24,7 @@ from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_ba
 from rlft.plan.tower import TowerDemand
 from rlft.system.device import type_of
 from rlft.system.memory import LARGE_MICRO_BATCH
+from rlft.trainer.gradients import BUCKET
 from rlft.types import Batch
 
 TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY
@@ -133,6 +134,7 @@ class Demand:
         device_memory: bytes of a GPU's memory; 0 if unknown.
         engines_apart: number of engines in other processes on this device, each with a base of its own.
         ranks: number of ranks that share the forward and backward passes.
+        gradients: the most gradients that a rank holds at a time, those of its lanes.
         sharded: whether the ranks divide the base's layers among them; None where they cannot.
         tower: the demand of a vision tower; None if prompts have no images.
     """
@@ -167,6 +169,7 @@ class Demand:
     device_memory: int = 0
     engines_apart: int = 0
     ranks: int = 1
+    gradients: int = 1
     sharded: bool | None = None
     tower: TowerDemand | None = None
 
@@ -210,7 +213,8 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     adapters = demand.adapters + has_copy
     copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
     learned_by = "model.dtype" if demand.whole_model else "lora.rank"
-    learned = FLOAT32 * demand.trainable + averages_bytes(demand)  # with gradients
+    gradient = FLOAT32 * demand.trainable
+    learned = demand.gradients * gradient + averages_bytes(demand)
     roots_at_once = demand.device != "cpu" and demand.optimizer is not OptimizerKind.adamw8bit  # of second moments
     step = moved_by_adamw(demand) * FLOAT32 * roots_at_once
     counted = [
@@ -221,6 +225,9 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
         always("optimizer and gradients", learned, learned_by),
         MemoryPart(name="optimizer's step", bytes=step, when=When.stepping, key=learned_by),
     ]
+    if demand.ranks > 1:  # the sum of a bucket, and the next lane's
+        exchanged = 2 * min(BUCKET, gradient)
+        counted.append(MemoryPart(name="exchange of gradients", bytes=exchanged, when=When.stepping))
     if norm := model.adapter.bytes_of_a_norm(model.itemsize):
         counted.append(always("weight norms of DoRA", norm, "lora.use_dora"))
     if demand.copies:

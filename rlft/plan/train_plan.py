@@ -71,6 +71,7 @@ from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
+from rlft.trainer.gradients import most_gradients
 from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:
@@ -228,6 +229,7 @@ class TrainPlan(Plan):
             teacher=self._teacher_demand(),
             device=kind_name(resolve_device(run.model.device)),
             ranks=run.cluster.ranks,
+            gradients=most_gradients(run.cluster.num_lanes, run.cluster.ranks),
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             tower=self.tower,
             **self._sampling_demand(),

@@ -31,9 +31,11 @@ from rlft.system import digests
 from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
+from rlft.trainer.gradients import LaneGradients
+from rlft.trainer.joining import Start, sent, shapes_of, take_over
 from rlft.trainer.lanes import Division, divide
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
-from rlft.trainer.ranks import LaneGradients, LaneShare
+from rlft.trainer.ranks import LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import (
@@ -318,38 +320,74 @@ class LocalTrainer:
 
     def state(self, *, alone: bool = False) -> TrainerState:
         roles = self.roles
-        tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
         kept = roles.kept(roles.moving)
         return TrainerState(
             adapters=kept.adapters,
             folders=kept.folders,
-            optimizer=tensors | ({} if self.reward_training is None else self.reward_training.state()),
+            # Beside whole models, which are written as they are, nothing is copied.
+            optimizer=self.moments(copies=not roles.is_whole)
+            | ({} if self.reward_training is None else self.reward_training.state()),
             heads={role: head.weights() for role, head in roles.heads.items()},
-            critic=None if roles.critic is None else roles.critic.state(),
+            critic=self.critic_statistics(),
         )
 
-    def digest(self) -> str:
-        """The sha256 of what must be equal on every rank: all that changes but the learned reward, which rank 0 has."""
+    # -- what ranks have in common -------------------------------------------------------------------------------------
+    def weights(self) -> dict[str, Tensor]:
+        """{name: tensor} of all weights that change, which are equal on every rank; writing into them changes them.
+
+        A learned reward's are left out, which rank 0 alone has.
+        """
         roles, reward_role = self.roles, None if self.reward_training is None else self.reward_training.role
         tensors = {
-            f"{role}/{n}": t for role in roles.moving if role != reward_role for n, t in roles.tensors(role).items()
+            f"{role}/{n}": t for role in roles.changing if role != reward_role for n, t in roles.tensors(role).items()
         }
         if roles.critic is not None:
-            tensors |= {f"{CRITIC}.head/{name}": tensor for name, tensor in roles.critic.head.weights().items()}
-        for optimizer in self.optimizers.values():
-            tensors |= optimizer.state()
-        return digests.of_json([digests.of_tensors(tensors), None if roles.critic is None else roles.critic.state()])
+            head = roles.critic.head.named_parameters()
+            tensors |= {f"{CRITIC}.head/{name}": parameter.detach() for name, parameter in head}
+        return tensors
+
+    def moments(self, *, copies: bool = False) -> dict[str, Tensor]:
+        """{name: tensor} of the optimizers' moments; `copies`: not the tensors that the optimizers hold."""
+        return {n: t for optimizer in self.optimizers.values() for n, t in optimizer.state(copies=copies).items()}
+
+    def critic_statistics(self) -> Mapping[str, Any] | None:
+        return None if self.roles.critic is None else self.roles.critic.state()
+
+    def digest(self) -> str:
+        """The sha256 of what must be equal on every rank."""
+        return digests.of_json([digests.of_tensors(self.weights() | self.moments()), self.critic_statistics()])
+
+    def start(self) -> Start:
+        """What a rank has to know that joins this one."""
+        return Start(moments=shapes_of(self.moments()), critic=self.critic_statistics())
+
+    def join(self, start: Start) -> None:
+        """Gives the state of rank 0, which this is or joins, to every other rank.
+
+        Raises:
+            RanksError: another rank is gone or late.
+        """
+        exchange, rank = self.share.exchange, self.share.rank
+        assert exchange is not None, "the ranks have met"
+        take_over(exchange, rank, self.weights())
+        own = self.moments() if rank == 0 else {}
+        moments = dict(sent(exchange, rank, start.moments, own, self.roles.backbone.device))
+        if rank > 0:
+            self._restore_optimizers(moments, start.critic)
 
     def restore(self, state: TrainerState) -> None:
         self.roles.restore(state.adapters, state.heads, state.folder)
-        for optimizer in self.optimizers.values():
-            optimizer.reset()
-            optimizer.restore(state.optimizer)
-        if self.roles.critic is not None:
-            assert state.critic is not None, "a run with a critic saves its statistics"
-            self.roles.critic.restore_statistics(state.critic)
+        self._restore_optimizers(state.optimizer, state.critic)
         if self.reward_training is not None:
             self.reward_training.restore(state.optimizer)
+
+    def _restore_optimizers(self, moments: Mapping[str, Tensor], critic: Mapping[str, Any] | None) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.reset()
+            optimizer.restore(moments)
+        if self.roles.critic is not None:
+            assert critic is not None, "a run with a critic saves its statistics"
+            self.roles.critic.restore_statistics(critic)
 
 
 def open_optimizers(roles: Networks, config: TrainerConfig, critic_lr: float) -> dict[str, Optimizer]:

@@ -99,14 +99,18 @@ class Optimizer:
         for part in self.parts:
             part.state.clear()
 
-    def state(self) -> dict[str, Tensor]:
-        """{"<moment>/<parameter name>": tensor}; empty before the first update."""
+    def state(self, *, copies: bool = True) -> dict[str, Tensor]:
+        """{"<moment>/<parameter name>": tensor}; empty before the first update.
+
+        copies: False for the tensors that the optimizer holds and changes.
+        """
         moments = {p: state for part in self.parts for p, state in part.state.items()}
-        return {
-            f"{moment}/{name}": torch.as_tensor(value).detach().clone()
+        tensors = {
+            f"{moment}/{name}": torch.as_tensor(value).detach()
             for name, p in zip(self.names, self.parameters, strict=True)
             for moment, value in sorted(moments.get(p, {}).items())
         }
+        return {name: tensor.clone() for name, tensor in tensors.items()} if copies else tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         named: dict[str, dict[str, Tensor]] = {}

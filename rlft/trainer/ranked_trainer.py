@@ -1,7 +1,8 @@
 """The trainer of several ranks: the run's own process is rank 0, the others are members that hold the same roles.
 
 Every rank gets the whole batch and does its lanes' part of each pass. No step is lost to a rank that dies, raises or is
-late: it is replaced, all ranks get rank 0's state from the start of the step, and the work is done again.
+late: it is replaced, all ranks get rank 0's state from the start of the step, and the work is done again. Where all
+weights learn, of which no copy is kept, the run ends instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.trainer.local import LocalTrainer, TrainerState, to_cpu
+from rlft.trainer.local import LocalTrainer, TrainerState
 from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
 from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
@@ -54,6 +55,7 @@ class RankedTrainer:
         timeout: seconds that a rank may be behind the others.
         host: this machine's address, as the members can reach it.
         note: takes a sentence for the person watching.
+        again: the command that goes on from the newest checkpoint.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class RankedTrainer:
         timeout: float,
         host: str,
         note: Callable[[str], None],
+        again: str,
     ) -> None:
         self._local, self._launcher, self._specs = local, launcher, specs
-        self._timeout, self._host, self._note = timeout, host, note
+        self._timeout, self._host, self._note, self._again = timeout, host, note, again
         self._members: list[Member | None] = list(members)
         self._pending: dict[Member, Future[Any]] = {}
         self._exchange: Exchange | None = None
@@ -98,7 +101,8 @@ class RankedTrainer:
 
     def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
         local, texts = self._local, self._texts(algorithm, step)
-        shared_batch, start_state = self._launcher.share(batch), local.state()
+        shared_batch = self._launcher.share(batch)
+        start_state = None if local.roles.is_whole else local.state()
 
         def together() -> dict[str, float]:
             self._call("update", algorithm, shared_batch, zero_gradient_B, step, texts)
@@ -205,10 +209,12 @@ class RankedTrainer:
             ranks=self._share.ranks,
             timeout=self._timeout,
         )
-        self._call("join", rendezvous, self._launcher.share(on_cpu(self._local.state())))
+        start = self._local.start()
+        self._call("join", rendezvous, start)
         device = self._local.roles.backbone.device
         self._exchange = Exchange(rendezvous, 0, device, self._watch)
         self._local.share = replace(self._share, exchange=self._exchange)
+        self._local.join(start)
         self._answers("join")
 
     def _leave(self) -> None:
@@ -218,7 +224,11 @@ class RankedTrainer:
             exchange.close()
 
     def _recover(self, error: RanksError) -> None:
-        """Ends the members that have failed or do not answer. Raises RankError after too many failures in a row."""
+        """Ends the members that have failed or do not answer.
+
+        Raises:
+            RankError: there were too many failures in a row, or all weights learn.
+        """
         self._num_failures += 1
         self._leave()
         self._wait_for_causes(error)
@@ -232,6 +242,11 @@ class RankedTrainer:
             self._members[i] = None
         self._pending.clear()
         text = "; ".join(causes) or str(error)
+        if self._local.roles.is_whole:
+            raise RankError(
+                "the run ends, because with lora=null no copy of all weights is kept from which a step could be done "
+                f"again; go on from the newest checkpoint with: {self._again}; {text}"
+            ) from error
         if self._num_failures >= MOST_FAILURES:
             raise RankError(f"the ranks failed {MOST_FAILURES} times in a row; the last time {text}") from error
         self._note(f"a rank is replaced, and the work of the ranks done again: {text.splitlines()[0]}")
@@ -287,16 +302,6 @@ class RankedTrainer:
         if not algorithm.needs_text or text is None or not self.policy_learns(step):
             return []
         return [text.batch(config.seed, step, i) for i in range(config.updates_per_step)]
-
-
-def on_cpu(state: TrainerState) -> TrainerState:
-    """The state with all tensors in main memory, for sending."""
-    return replace(
-        state,
-        adapters={role: to_cpu(tensors) for role, tensors in state.adapters.items()},
-        heads={role: to_cpu(tensors) for role, tensors in state.heads.items()},
-        optimizer=to_cpu(state.optimizer),
-    )
 
 
 def _has_only_lost_another(future: Future[Any]) -> bool:

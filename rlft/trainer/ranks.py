@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.nn import Parameter
 
 from rlft.system.device import kind_of
 from rlft.system.process.running_time import RunningTime, in_background
@@ -98,9 +97,15 @@ class Exchange:
 
     def begin_broadcast(self, tensor: Tensor, root: int, what: str) -> Callable[[], None]:
         """Begins a `broadcast`; returns what waits for its end."""
-        options = dist.BroadcastOptions()
+        options, dense = dist.BroadcastOptions(), tensor.contiguous()
         options.rootRank, options.rootTensor = root, 0
-        return self._begin(lambda: self._group.broadcast([tensor], options), f"{what} with rank {root}")
+        complete = self._begin(lambda: self._group.broadcast([dense], options), f"{what} with rank {root}")
+
+        def arrived() -> None:
+            complete()
+            tensor.copy_(dense)
+
+        return complete if dense is tensor or root == self._rank else arrived
 
     def numbers(self, own: int) -> list[int]:
         """The numbers of all ranks in their order, this rank's being `own`; exchanged in main memory on any device.
@@ -183,45 +188,6 @@ class LaneShare:
         if self.exchange is not None:
             self.exchange.broadcast(buffer, self.owner(lane))
         return buffer
-
-
-class LaneGradients:
-    """The gradients of an update: each of several lanes has one of its own; a single lane's simply stays in place.
-
-    Args:
-        parameters: everything that learns.
-        share: the lanes of this rank.
-    """
-
-    def __init__(self, parameters: Sequence[Parameter], share: LaneShare) -> None:
-        self._parameters, self._share = parameters, share
-        self._of_lanes: dict[int, Tensor] = {}
-
-    def clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def set_aside(self, lane: int) -> None:
-        """Keeps the gradients so far as those of this lane, and clears them for the next one."""
-        if self._share.lanes > 1:
-            self._of_lanes[lane] = self._flat()
-            self.clear()
-
-    def add_up(self, lanes: Sequence[int]) -> None:
-        """Sets the gradients to the sum over these lanes of all ranks, in this order; to nothing if there are none."""
-        if self._share.lanes == 1 or not lanes:
-            return
-        in_order = (
-            self._share.sent(lane, self._of_lanes.pop(lane) if lane in self._of_lanes else self._flat())
-            for lane in lanes
-        )
-        sizes = [parameter.numel() for parameter in self._parameters]
-        for parameter, part in zip(self._parameters, reduce(Tensor.add_, in_order).split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
-
-    def _flat(self) -> Tensor:
-        """A copy of the gradients in one row, with zeros where there are none."""
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters])
 
 
 def open_store(host: str) -> Any:

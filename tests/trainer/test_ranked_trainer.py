@@ -33,6 +33,7 @@ from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
 
 LANES, STEPS = 4, 3
+LANES_OF_ALL_WEIGHTS = 6
 COMMON = (
     "model.device=cpu", "prompts_per_step=4", "group_size=3", "generation.max_tokens=9", "trainer.lr=0.01",
     "lora.rank=2", "lora.dropout=0.1", "steps=3", "token_budget=512",
@@ -60,6 +61,19 @@ CASES = {
                 "algorithm.teacher_in=loss", "algorithm.top_k=4", "minibatches=2"),
     ),
 }  # fmt: skip
+AGAIN = "rlft resume some/run"
+OF_ALL_WEIGHTS = {
+    "all weights, grpo, a reference by ema, old copied": (
+        "grpo", ("algorithm.kl_coef=0.1", "snapshot.reference=ema", "snapshot.ema_decay=0.5", "snapshot.old=copy",
+                 "minibatches=2"),
+    ),
+    "all weights, ppo, a critic that begins": (
+        "ppo", ("algorithm=ppo", "critic.kind=shared", "critic.warmup_steps=1", "minibatches=2"),
+    ),
+    "all weights, muon": ("grpo", ("trainer.optimizer=muon", "epochs=2")),
+}  # fmt: skip
+"""Cases of lora=null."""
+GRPO_OF_ALL, PPO_OF_ALL, MUON_OF_ALL = OF_ALL_WEIGHTS
 IN_LOSS = {"teacher_in": "loss", "top_k": 4}
 GRPO = next(iter(CASES))
 SHARDED = ("cluster.ranks=2", "cluster.shard_base=true", "cluster.engines=1")
@@ -121,8 +135,18 @@ def top_k_of(config: RunConfig) -> int:
     return keys["top_k"] if keys.get("teacher_in") == "loss" else 0
 
 
+def lanes_of(config: RunConfig) -> int:
+    return LANES_OF_ALL_WEIGHTS if config.lora is None else LANES
+
+
+def keys_of(case: str) -> tuple[str, ...]:
+    if case in CASES:
+        return (*COMMON, *CASES[case][1])
+    return (*(key for key in COMMON if not key.startswith("lora.")), "lora=null", *OF_ALL_WEIGHTS[case][1])
+
+
 def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
-    arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": LANES}
+    arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": lanes_of(config)}
     factory = "rlft.loop.workers:RankWorker"
     return [
         MemberSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
@@ -130,11 +154,11 @@ def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
     ]
 
 
-def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
-    """The steps as the loop makes them, without sampling and scoring."""
-    metrics = []
-    for step, batch in enumerate(batches):
-        algorithm = rlft.load_algorithm(CASES[case][0], **(IN_LOSS if "in the loss" in case else {}))
+def train(trainer: Trainer, local: LocalTrainer, case: str, batches: list[Batch], first: int = 0) -> Trained:
+    """The steps from `first` on as the loop makes them, without sampling and scoring."""
+    metrics, tensors = [], {}
+    for step, batch in list(enumerate(batches))[first:]:
+        algorithm = rlft.load_algorithm((CASES | OF_ALL_WEIGHTS)[case][0], **(IN_LOSS if "in the loss" in case else {}))
         if "with a hint" in case:
             batch = replace(batch, teacher_prompts=hinted(batch))
         zero_gradient_B = algorithm.zero_gradient_rows(batch)
@@ -142,8 +166,8 @@ def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
         metrics.append(trainer.update(algorithm, credited, zero_gradient_B, step))
         trainer.publish(step + 1)
         trainer.refresh(step + 1, Rollouts(groups=[], scores=Scores(total=torch.zeros(0), by_reward={}), num_sampled=0))
-        state = trainer.state()
-    return Trained(metrics=metrics, tensors=flat(state))
+        tensors = flat(local, trainer.state())
+    return Trained(metrics=metrics, tensors=tensors)
 
 
 def hinted(batch: Batch) -> Tensor:
@@ -155,14 +179,15 @@ def hinted(batch: Batch) -> Tensor:
     return prompts_BP
 
 
-def flat(state: TrainerState) -> dict[str, Tensor]:
-    kinds = {"adapter": state.adapters, "head": state.heads, "optimizer": {"all": state.optimizer}}
-    return {f"{k}/{r}/{n}": t for k, roles in kinds.items() for r, named in roles.items() for n, t in named.items()}
+def flat(local: LocalTrainer, state: TrainerState) -> dict[str, Tensor]:
+    """Copies of the weights of rank 0, and of the moments that a checkpoint would have."""
+    return {name: tensor.clone() for name, tensor in (local.weights() | dict(state.optimizer)).items()}
 
 
 def assert_same(found: Trained, expected: Trained) -> None:
     assert found.metrics == expected.metrics
     assert found.tensors.keys() == expected.tensors.keys()
+    assert any(name.partition("/")[0] in ("exp_avg", "momentum_buffer") for name in found.tensors)
     unlike = [name for name, tensor in expected.tensors.items() if not torch.equal(found.tensors[name], tensor)]
     assert not unlike
 
@@ -180,17 +205,17 @@ class Bench:
         self, case: str, *keys: str, ranks: int = 1, timeout: float = 60.0, launcher: Any = None
     ) -> Iterator[tuple[Trainer, LocalTrainer]]:
         """A trainer of so many ranks, and rank 0's own. launcher: starts the ranks, instead of processes."""
-        config, started_by = self.run_config(*COMMON, *CASES[case][1], *keys), launcher or self.launcher
+        config, started_by = self.run_config(*keys_of(case), *keys), launcher or self.launcher
         alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
         with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
             local.text = self.texts
             if ranks == 1:
-                local.share = LaneShare(lanes=LANES)
+                local.share = LaneShare(lanes=lanes_of(config))
                 yield local, local
                 return
             specs = specs_of(config, ranks)
             members = [started_by.start(spec) for spec in specs]
-            limits = {"lanes": LANES, "timeout": timeout, "host": "127.0.0.1", "note": print}
+            limits = {"lanes": lanes_of(config), "timeout": timeout, "host": "127.0.0.1", "note": print, "again": AGAIN}
             try:
                 yield RankedTrainer(local, started_by, specs, members, **limits), local
             finally:
@@ -199,9 +224,9 @@ class Bench:
     def alone(self, case: str) -> Trained:
         """What one process leaves that does all lanes; it has learned something."""
         with self.opened(case) as (trainer, local):
-            before = flat(local.state())
-            trained = train(trainer, case, self.batches)
-        assert not all(torch.equal(t, trained.tensors[n]) for n, t in before.items() if n.startswith("adapter/policy"))
+            before = flat(local, local.state())
+            trained = train(trainer, local, case, self.batches)
+        assert not all(torch.equal(t, trained.tensors[n]) for n, t in before.items() if n.startswith("policy/"))
         assert all(step["kl/teacher"] > 1e-4 for step in trained.metrics if case.startswith("opd"))
         return trained
 
@@ -213,7 +238,7 @@ class Bench:
                 held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
                 assert len(set(held)) < len(held), "layers lie in buffers"
             before()
-            assert_same(train(trainer, case, self.batches), expected)
+            assert_same(train(trainer, local, case, self.batches), expected)
 
 
 @pytest.fixture
@@ -240,6 +265,53 @@ def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
     bench.check(case, *keys, ranks=ranks, before=nothing)
 
 
+# -- all weights -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [(GRPO_OF_ALL, 3), slow(GRPO_OF_ALL, 2), slow(PPO_OF_ALL, 2), (PPO_OF_ALL, 3), slow(MUON_OF_ALL, 2),
+     slow(MUON_OF_ALL, 3)],
+)  # fmt: skip
+def test_ranks_that_train_all_weights_give_the_bits_of_one(case: str, ranks: int, bench: Bench) -> None:
+    bench.check(case, ranks=ranks, before=nothing)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [(GRPO_OF_ALL, (2, 3)), slow(PPO_OF_ALL, (3, 1)), slow(GRPO_OF_ALL, (1, 2))]
+)
+def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(
+    case: str, ranks: tuple[int, int], bench: Bench, tmp_path: Path
+) -> None:
+    expected = bench.alone(case)
+    with bench.opened(case, ranks=ranks[0]) as (trainer, local):
+        begun = train(trainer, local, case, bench.batches[:2])
+        saved = trainer.state()
+        for name, write in saved.folders.items():
+            write(tmp_path / name)
+        saved = replace(
+            saved, optimizer={n: t.clone() for n, t in saved.optimizer.items()}, folders={}, folder=tmp_path
+        )
+    with bench.opened(case, ranks=ranks[1]) as (trainer, local):
+        trainer.restore(saved)
+        del saved
+        done = train(trainer, local, case, bench.batches, first=2)
+    assert_same(replace(done, metrics=begun.metrics + done.metrics), expected)
+
+
+@pytest.mark.parametrize("point", [point if point == "reduce" else slow(point) for point in
+                                   ("annotate", "update", "reduce", "checkpoint")])  # fmt: skip
+def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(
+    point: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = (
+        r"^the run ends, because with lora=null no copy of all weights is kept from which a step could be done again; "
+        r"go on from the newest checkpoint with: rlft resume some/run; .*was killed by SIGKILL.*; its log is "
+    )
+    with bench.opened(GRPO_OF_ALL, ranks=2) as (trainer, local):
+        at_call(monkeypatch, POINTS[point], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))
+        with pytest.raises(RankError, match=text):
+            train(trainer, local, GRPO_OF_ALL, bench.batches)
+
+
 @pytest.mark.slow
 def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
     """One live row in all: three lanes, and so one rank of two, have nothing to do."""
@@ -247,17 +319,16 @@ def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
     zero_gradient_B = torch.ones(12, dtype=torch.bool)
     zero_gradient_B[0] = False
 
-    def one_update(trainer: Trainer) -> tuple[dict[str, float], TrainerState]:
+    def one_update(trainer: Trainer, local: LocalTrainer) -> Trained:
         credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
-        return trainer.update(algorithm, credited, zero_gradient_B, 0), trainer.state()
+        metrics = trainer.update(algorithm, credited, zero_gradient_B, 0)
+        return Trained(metrics=[metrics], tensors=flat(local, trainer.state()))
 
-    with bench.opened(GRPO) as (trainer, _):
-        expected, state = one_update(trainer)
-    with bench.opened(GRPO, ranks=2) as (trainer, _):
-        metrics, found = one_update(trainer)
-    assert metrics == expected
-    assert metrics["lanes/balance"] == pytest.approx(1 / LANES)
-    assert all(torch.equal(t, flat(found)[name]) for name, t in flat(state).items())
+    with bench.opened(GRPO) as opened:
+        expected = one_update(*opened)
+    with bench.opened(GRPO, ranks=2) as opened:
+        assert_same(one_update(*opened), expected)
+    assert expected.metrics[0]["lanes/balance"] == pytest.approx(1 / LANES)
 
 
 # -- a rank that dies --------------------------------------------------------------------------------------------------

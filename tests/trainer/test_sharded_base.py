@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from in_one_test import each
 from slow_cases import slow
+from threaded_ranks import together
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -27,7 +26,7 @@ from rlft.model.backbone import Backbone, decoder_layers
 from rlft.model.kernels import selection
 from rlft.system.process.running_time import in_background
 from rlft.trainer.local import LocalTrainer
-from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, open_store
+from rlft.trainer.ranks import Exchange, LaneShare, RanksError
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.types import Batch
 
@@ -38,30 +37,6 @@ KEYS = (
     "snapshot.refresh_every=1", "prompts_per_step=4", "group_size=3", "minibatches=2", "generation.max_tokens=9",
     "trainer.lr=0.01", "lora.rank=2", "steps=3", "token_budget=20", f"cluster.lanes={LANES}",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def store() -> Any:
-    return open_store(LOOPBACK)
-
-
-@pytest.fixture
-def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Exchange]]]:
-    """Connects so many ranks, all in this process."""
-    opened: list[Exchange] = []
-    count = itertools.count()
-
-    def meet(ranks: int, timeout: float = 60.0) -> list[Exchange]:
-        name = f"{request.node.name} {next(count)}"
-        where = Rendezvous(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
-        futures = [in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(ranks)]
-        met = [future.result(60) for future in futures]
-        opened.extend(met)
-        return met
-
-    yield meet
-    for exchange in opened:
-        exchange.close()
 
 
 def random_model() -> PreTrainedModel:
@@ -75,12 +50,6 @@ def random_model() -> PreTrainedModel:
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float64)
     return model.eval().requires_grad_(False)
-
-
-def together(works: Sequence[Callable[[], Any]], limit: float = 60.0) -> list[Any]:
-    """What functions return that run at the same time."""
-    futures: list[Future[Any]] = [in_background(work) for work in works]
-    return [future.result(limit) for future in futures]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from rlft.model.forward import Forward, padded_forward, padded_values
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.train import train
+from rlft.trainer.gradients import LaneGradients
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
-from rlft.trainer.ranks import LaneGradients, LaneShare
+from rlft.trainer.ranks import LaneShare
 from rlft.trainer.update import backward, loss_scale, minibatches
 from rlft.types import LossScale
 

@@ -76,6 +76,7 @@ TRAINS = {
     "plain kernels": "grpo_arithmetic model.kernels=plain snapshot.reference=base algorithm.kl_coef=0.1",
     "recomputed layers": "grpo_arithmetic model.gradient_checkpointing=true",
     "Muon": "grpo_arithmetic trainer.optimizer=muon",
+    "two ranks": "grpo_arithmetic cluster.ranks=2",
     "Kimi": "kimi_arithmetic minibatches=2",
 }
 QUICK = ("GRPO", "PPO with a head", "the base with a hint as the teacher")

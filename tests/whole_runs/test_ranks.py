@@ -48,6 +48,22 @@ def test_ranks_that_are_killed_and_resumed_as_others_are_the_same_run(
 
 
 @pytest.mark.slow
+def test_ranks_that_train_all_weights_are_killed_and_resumed_as_the_same_run(
+    rough: Nursery, quiet: Nursery, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Two ranks until SIGKILL in the second step; then four to the end."""
+    of_all = (*(key for key in keys if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4")
+    quiet.run("train", *of_all, "hydra.run.dir=one_process", cwd=tmp_path, ends=0)
+    kill = {"at": UPDATE, "call": 5, "do": "kill"}
+    started = rough.start("train", *of_all, "cluster.ranks=2", "hydra.run.dir=run", cwd=tmp_path, events=[kill])
+    assert started.wait().code == -9
+    assert happens(lambda: not marked(started.mark), within_s=60)
+    check_so_far(tmp_path / "run", tmp_path / "one_process")
+    rough.run("resume", "run", "cluster.ranks=4", cwd=tmp_path, ends=0)
+    check_same(tmp_path / "run", tmp_path / "one_process")
+
+
+@pytest.mark.slow
 def test_ranks_that_divide_the_base_are_killed_and_resumed_as_the_same_run(
     rough: Nursery, keys: tuple[str, ...], one_process: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,115 @@
+"""The gradients of an update's lanes, and their sum over all ranks, which exchange them in buckets of a fixed size.
+
+The sum is taken in the order of lanes, so that no bit of it depends on the number of ranks or on the size of a bucket.
+With one lane per rank the sum takes no memory beside that lane's gradient but two buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlft.trainer.ranks import LaneShare
+
+BUCKET = 64 * 2**20
+"""Bytes of gradients that are sent at a time."""
+
+Bucket = list[tuple[int, int, int]]
+"""Parts of tensors: (number of the tensor, its first element, the one after its last)."""
+
+
+class LaneGradients:
+    """The gradients of an update: each of several lanes has one of its own; a single lane's simply stays in place.
+
+    Args:
+        parameters: everything that learns.
+        share: the lanes of this rank.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], share: LaneShare) -> None:
+        self._parameters, self._share = parameters, share
+        self._of_lanes: dict[int, list[Tensor]] = {}
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def set_aside(self, lane: int) -> None:
+        """Keeps the gradients so far as those of this lane, with zeros where there are none, and clears them.
+
+        Rank 0 has the first lanes, so that it adds each to the sum of those before at once.
+        """
+        if self._share.lanes == 1:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        self.clear()
+        if self._share.rank == 0 and self._of_lanes:
+            [so_far] = self._of_lanes.values()
+            for total, gradient in zip(so_far, gradients, strict=True):
+                total.add_(gradient)
+        else:
+            self._of_lanes[lane] = [gradient.contiguous() for gradient in gradients]
+
+    def add_up(self, lanes: Sequence[int]) -> None:
+        """Sets the gradients to the sum over these lanes of all ranks, in this order; to nothing if there are none.
+
+        Args:
+            lanes: the lanes that have a gradient, in ascending order.
+
+        Raises:
+            RanksError: another rank is gone or late.
+        """
+        if self._share.lanes == 1 or not lanes:
+            return
+        first = [lane for lane in lanes if self._share.owner(lane) == 0]
+        terms = [*first[:1], *lanes[len(first) :]]
+        own, self._of_lanes = self._of_lanes, {}
+        result = next(iter(own.values()), None) or [
+            torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters
+        ]
+        for bucket in buckets(result) if self._share.exchange is not None else ():
+            total = reduce(
+                Tensor.add_, (self._share.sent(term, _flat(bucket, own.get(term), result)) for term in terms)
+            )
+            places = _parts(bucket, result)
+            for place, part in zip(places, total.split([len(place) for place in places]), strict=True):
+                place.copy_(part)
+        for parameter, gradient in zip(self._parameters, result, strict=True):
+            parameter.grad = gradient
+
+
+def most_gradients(lanes: int, ranks: int) -> int:
+    """The most gradients that a rank holds at a time: those of its lanes; rank 0 the sum so far and the next lane's."""
+    of_each = lanes // ranks
+    return of_each if ranks > 1 else min(2, of_each)
+
+
+def buckets(tensors: Sequence[Tensor]) -> list[Bucket]:
+    """All elements of contiguous tensors in their order, in buckets of one dtype and at most `BUCKET` bytes each."""
+    result: list[Bucket] = []
+    room, dtype = 0, None
+    for number, tensor in enumerate(tensors):
+        start = 0
+        while start < tensor.numel():
+            if not room or tensor.dtype != dtype:
+                result.append([])
+                room, dtype = BUCKET // tensor.itemsize, tensor.dtype
+            stop = min(tensor.numel(), start + room)
+            result[-1].append((number, start, stop))
+            start, room = stop, room - (stop - start)
+    return result
+
+
+def _parts(bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views `[n]` of the bucket's parts."""
+    return [tensors[number].view(-1)[start:stop] for number, start, stop in bucket]
+
+
+def _flat(bucket: Bucket, own: Sequence[Tensor] | None, like: Sequence[Tensor]) -> Tensor:
+    """A copy of this rank's own tensors in a row; for another rank's, memory like that of such tensors."""
+    parts = _parts(bucket, like if own is None else own)
+    return parts[0].new_empty(sum(map(len, parts))) if own is None else torch.cat(parts)
