@@ -75,6 +75,7 @@ class ModelSizes:
         layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
         layer_kinds: which layers have an adapter, which have none, and the number of weights of the former.
         matrices: number of trained weights in matrices that map vectors to vectors (rlft.trainer.optimizer.is_matrix).
+        trained: number of elements of each weight, where all are trained; else empty.
         widest_mlp: elements of the gate of its widest MLP; 0 if it is the config's intermediate_size.
     """
 
@@ -93,6 +94,7 @@ class ModelSizes:
     layer_kinds: tuple[str, str, int] = ("", "", 0)
     widest_mlp: int = 0
     matrices: int = 0
+    trained: tuple[int, ...] = ()
 
     def divided_bytes(self, ranks: int) -> int:
         """Bytes of the base on rank 0's device where `ranks` ranks divide its layers (rlft.trainer.sharded_base).

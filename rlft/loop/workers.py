@@ -27,7 +27,7 @@ from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
 from rlft.system.device import resolve_device
 from rlft.system.memory import keep_blocks
-from rlft.trainer.joining import Start
+from rlft.trainer.joining import Shapes, Start, shapes_of
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous
 from rlft.trainer.update import UpdateRecord
@@ -211,6 +211,15 @@ class RankWorker:
 
     def digest(self) -> str:
         return self._trainer.digest()
+
+    def shapes_of_moments(self) -> Shapes:
+        """The shapes of the moments that this rank holds."""
+        return shapes_of(self._trainer.moments())
+
+    def gather(self, shapes: Sequence[Shapes]) -> None:
+        """Sends this rank's moments to rank 0."""
+        with self._exchanging():
+            self._trainer.gather(shapes)
 
     def close(self) -> None:
         self._leave()

@@ -135,6 +135,7 @@ class Demand:
         engines_apart: number of engines in other processes on this device, each with a base of its own.
         ranks: number of ranks that share the forward and backward passes.
         gradients: the most gradients that a rank holds at a time, those of its lanes.
+        held: the largest share of the optimizer's averages that a rank holds.
         sharded: whether the ranks divide the base's layers among them; None where they cannot.
         tower: the demand of a vision tower; None if prompts have no images.
     """
@@ -170,6 +171,7 @@ class Demand:
     engines_apart: int = 0
     ranks: int = 1
     gradients: int = 1
+    held: float = 1.0
     sharded: bool | None = None
     tower: TowerDemand | None = None
 
@@ -214,9 +216,9 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
     learned_by = "model.dtype" if demand.whole_model else "lora.rank"
     gradient = FLOAT32 * demand.trainable
-    learned = demand.gradients * gradient + averages_bytes(demand)
+    learned = demand.gradients * gradient + int(demand.held * averages_bytes(demand))
     roots_at_once = demand.device != "cpu" and demand.optimizer is not OptimizerKind.adamw8bit  # of second moments
-    step = moved_by_adamw(demand) * FLOAT32 * roots_at_once
+    step = int(demand.held * moved_by_adamw(demand)) * FLOAT32 * roots_at_once
     counted = [
         always(OF_THE_PROCESS, process + FIRST_USE * (demand.device == "cpu")),
         always(OF_THE_MARGIN, int(MARGIN * demand.device_memory) if demand.device != "cpu" else 0),

@@ -78,6 +78,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         layer_kinds=layer_kinds,
         widest_mlp=max(layer.mlp for layer in of_layers),
         matrices=sum(math.prod(shape) for name, shape in trained.items() if is_matrix(name, shape)),
+        trained=() if lora is not None else tuple(map(math.prod, trained.values())),
     )
 
 

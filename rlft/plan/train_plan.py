@@ -72,6 +72,7 @@ from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
 from rlft.trainer.gradients import most_gradients
+from rlft.trainer.optimizer import largest_share
 from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:
@@ -181,7 +182,9 @@ class TrainPlan(Plan):
         if cluster.num_lanes == 1:
             return []
         lanes = f"share {counted(cluster.num_lanes, 'lane')}; a resume may have any number of ranks that divides them"
-        return [("ranks", str(cluster.ranks), lanes + "; each holds a part of the base's layers" * cluster.shard_base)]
+        lanes += "; each holds a part of the base's layers" * cluster.shard_base
+        lanes += "; each holds all weights, and a part of the optimizer's averages" * (self.config.lora is None)
+        return [("ranks", str(cluster.ranks), lanes)]
 
     def _cluster_rows(self) -> list[TableRow]:
         """A row about engines and ranks, and one about reward workers; none where the run has a single process."""
@@ -241,7 +244,8 @@ class TrainPlan(Plan):
         heads = (critic is not CriticKind.none) * model.hidden
         if run.lora is None:
             fields = of_all_weights(model, heads=heads, copies=len(copied_roles(snapshot)))
-            return fields | {"matrices": model.matrices}
+            held = largest_share(model.trained, run.cluster.ranks)
+            return fields | {"matrices": model.matrices, "held": held}
         adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
         adapters += critic is CriticKind.adapter
         rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]

@@ -11,7 +11,7 @@ takes the same optimizer step as the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.gradients import LaneGradients
-from rlft.trainer.joining import Start, sent, shapes_of, take_over
+from rlft.trainer.joining import Shapes, Start, sent, shapes_of, take_over
 from rlft.trainer.lanes import Division, divide
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.ranks import LaneShare
@@ -166,12 +166,24 @@ class LocalTrainer:
         share: LaneShare | None = None,
         base: ShardedLayers | None = None,
     ) -> None:
-        self.roles, self.optimizers, self.config = roles, optimizers, config
+        self.roles, self.optimizers, self.config, self.base = roles, optimizers, config, base
         self.needs_old, self.teacher_top_k = needs_old, teacher_top_k
         self.text, self.reward_training = text, reward_training
-        self.share, self.base = share or LaneShare(), base
+        self.share = share or LaneShare()
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
+    @property
+    def share(self) -> LaneShare:
+        """The lanes of this process. Ranks that train all weights divide the moments as well."""
+        return self._share
+
+    @share.setter
+    def share(self, share: LaneShare) -> None:
+        self._share = share
+        if self.roles.is_whole:
+            for optimizer in self.optimizers.values():
+                optimizer.share = share
+
     def passes(self) -> AbstractContextManager[None]:
         """Inside, this process does its part of passes in which all ranks take part."""
         return sharded_base.passes(self.base, self.share.exchange)
@@ -347,7 +359,7 @@ class LocalTrainer:
         return tensors
 
     def moments(self, *, copies: bool = False) -> dict[str, Tensor]:
-        """{name: tensor} of the optimizers' moments; `copies`: not the tensors that the optimizers hold."""
+        """{name: tensor} of the moments that this rank holds; `copies`: not the tensors that its optimizers have."""
         return {n: t for optimizer in self.optimizers.values() for n, t in optimizer.state(copies=copies).items()}
 
     def critic_statistics(self) -> Mapping[str, Any] | None:
@@ -355,14 +367,19 @@ class LocalTrainer:
 
     def digest(self) -> str:
         """The sha256 of what must be equal on every rank."""
-        return digests.of_json([digests.of_tensors(self.weights() | self.moments()), self.critic_statistics()])
+        moments = {} if self.roles.is_whole else self.moments()
+        return digests.of_json([digests.of_tensors(self.weights() | moments), self.critic_statistics()])
 
-    def start(self) -> Start:
-        """What a rank has to know that joins this one."""
-        return Start(moments=shapes_of(self.moments()), critic=self.critic_statistics())
+    def start(self, moments: Mapping[str, Tensor]) -> Start:
+        """What a rank has to know that joins this one, where the optimizers have these moments in all."""
+        return Start(moments=shapes_of(moments), critic=self.critic_statistics())
 
-    def join(self, start: Start) -> None:
+    def join(self, start: Start, moments: Mapping[str, Tensor] | None = None) -> None:
         """Gives the state of rank 0, which this is or joins, to every other rank.
+
+        Args:
+            start: describes the state.
+            moments: on rank 0, all moments, also those that other ranks will hold.
 
         Raises:
             RanksError: another rank is gone or late.
@@ -370,10 +387,27 @@ class LocalTrainer:
         exchange, rank = self.share.exchange, self.share.rank
         assert exchange is not None, "the ranks have met"
         take_over(exchange, rank, self.weights())
-        own = self.moments() if rank == 0 else {}
-        moments = dict(sent(exchange, rank, start.moments, own, self.roles.backbone.device))
+        kept = {}
+        for name, tensor in sent(exchange, rank, start.moments, moments or {}, self.roles.backbone.device):
+            if rank > 0 and any(optimizer.holds(name) for optimizer in self.optimizers.values()):
+                kept[name] = tensor
         if rank > 0:
-            self._restore_optimizers(moments, start.critic)
+            self._restore_optimizers(kept, start.critic)
+
+    def gather(self, shapes: Sequence[Shapes]) -> dict[str, Tensor]:
+        """On rank 0 {name: tensor in main memory} of the moments of all ranks, which have these shapes; else nothing.
+
+        Raises:
+            RanksError: another rank is gone or late.
+        """
+        exchange, rank, own = self.share.exchange, self.share.rank, self.moments()
+        assert exchange is not None, "the ranks have met"
+        gathered = {}
+        for root, of_root in enumerate(shapes):
+            for name, tensor in sent(exchange, rank, of_root, own, self.roles.backbone.device, root):
+                if rank == 0:
+                    gathered[name] = tensor.cpu()
+        return gathered
 
     def restore(self, state: TrainerState) -> None:
         self.roles.restore(state.adapters, state.heads, state.folder)

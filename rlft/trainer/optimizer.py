@@ -1,12 +1,16 @@
 """One role's optimizer by the name of `trainer.optimizer`, whose state is saved under the parameters' names.
 
 The learning rate is a function of the update, so that nothing about it needs saving.
+
+Where ranks divide the moments (ZeRO-1, arXiv 1910.02054), each parameter has one rank that holds its moments, moves it
+and sends it to the others. All have the same gradients, so that no bit depends on who does.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch.nn import Parameter
 
 from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig
 from rlft.system.seeds import derive
+from rlft.trainer.ranks import LaneShare
 
 OF_TOKENS = re.compile(r"(^|\.)(\w*embed\w*|lm_head|head|output|shared|wte|wpe|w)\.weight$")
 """Embeddings and output heads, whose rows are vectors of single tokens: no matrix to orthogonalise."""
@@ -42,6 +47,7 @@ class Optimizer:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.max_grad_norm = config.max_grad_norm
+        self.share = LaneShare()
         matrices = [p for name, p in parameters if config.optimizer is OptimizerKind.muon and is_matrix(name, p.shape)]
         known = set(matrices)
         others = [p for p in self.parameters if p not in known]
@@ -69,6 +75,7 @@ class Optimizer:
 
         Raises:
             NonFiniteGradientError: the norm is NaN or infinite; no parameter has been changed.
+            RanksError: another rank is gone or late; some parameters may have been changed.
         """
         for p in self.parameters:
             if p.grad is None:
@@ -80,10 +87,14 @@ class Optimizer:
                 f"{self.role}/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is "
                 f"good. Lower {section}.lr or use model.dtype=float32"
             )
+        for p, rank in zip(self.parameters, self._ranks, strict=True):
+            if rank != self.share.rank:
+                p.grad = None  # a parameter without one is left alone
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
             part.step()
+        self._exchange_weights()
         # Kernels that torch does not see into count no change, and copies of weights in 16 bits are kept by that count.
         torch.autograd.graph.increment_version(self.parameters)
         self.discard()
@@ -94,13 +105,37 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def holds(self, moment: str) -> bool:
+        """Whether this rank holds the moment of this name in `state`."""
+        return moment.partition("/")[2] in self._held
+
+    @property
+    def share(self) -> LaneShare:
+        """The ranks that divide the moments; a single one by default."""
+        return self._share
+
+    @share.setter
+    def share(self, share: LaneShare) -> None:
+        self._share = share
+        self._ranks = holders([p.numel() for p in self.parameters], share.ranks)
+        self._held = {name for name, rank in zip(self.names, self._ranks, strict=True) if rank == share.rank}
+
+    def _exchange_weights(self) -> None:
+        """Sends the parameters that this rank has moved to all others, and gets theirs."""
+        exchange = self.share.exchange
+        if exchange is not None:
+            ranks = zip(self.parameters, self._ranks, strict=True)
+            arrivals = [exchange.begin_broadcast(p.detach(), rank, "exchange weights") for p, rank in ranks]
+            for wait in arrivals:
+                wait()
+
     def reset(self) -> None:
         """Drops all moments: the next update is like the first one of a new optimizer."""
         for part in self.parts:
             part.state.clear()
 
     def state(self, *, copies: bool = True) -> dict[str, Tensor]:
-        """{"<moment>/<parameter name>": tensor}; empty before the first update.
+        """{"<moment>/<parameter name>": tensor} of what this rank holds; empty before the first update.
 
         copies: False for the tensors that the optimizer holds and changes.
         """
@@ -113,10 +148,12 @@ class Optimizer:
         return {name: tensor.clone() for name, tensor in tensors.items()} if copies else tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continues with these moments, of which those are left out that other ranks hold."""
         named: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             moment, _, name = key.partition("/")
-            named.setdefault(name, {})[moment] = value
+            if self.holds(key):
+                named.setdefault(name, {})[moment] = value
         places = dict(zip(self.parameters, self.names, strict=True))
         for part in self.parts:
             for p in (p for group in part.param_groups for p in group["params"] if places[p] in named):
@@ -127,6 +164,32 @@ class Optimizer:
         if moment == "step":
             return int(value) if self.config.optimizer is OptimizerKind.adamw8bit else value.clone()
         return value.clone().to(parameter.device)
+
+
+def holders(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that holds each of some parameters: the largest first, each goes to the rank that has least.
+
+    >>> holders([5, 1, 4, 4, 3], 2)
+    [0, 0, 1, 1, 0]
+    """
+    loads, result = [0] * ranks, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        result[number] = rank
+        loads[rank] += sizes[number]
+    return result
+
+
+def largest_share(sizes: Sequence[int], ranks: int) -> float:
+    """The share of the rank that holds most.
+
+    >>> largest_share([6, 1, 1], 2)
+    0.75
+    """
+    loads = Counter[int]()
+    for rank, size in zip(holders(sizes, ranks), sizes, strict=True):
+        loads[rank] += size
+    return max(loads.values()) / sum(sizes)
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ weights learn, of which no copy is kept, the run ends instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
@@ -20,6 +20,7 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.trainer.joining import shapes_of
 from rlft.trainer.local import LocalTrainer, TrainerState
 from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
 from rlft.trainer.update import step_metrics
@@ -81,6 +82,7 @@ class RankedTrainer:
         self._first_error_at: float | None = None
         self._limit = timeout  # seconds, for what is waited for now
         self._share = local.share = LaneShare(lanes=lanes, rank=0, ranks=1 + len(specs))
+        self._restored: Mapping[str, Tensor] | None = None  # moments that other ranks are to hold
 
     # -- what ranks do together ----------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
@@ -130,11 +132,12 @@ class RankedTrainer:
         self._without_losing_a_step(together)
 
     def state(self, *, alone: bool = False) -> TrainerState:
-        """The state of rank 0. Raises RankError, unless `alone`, if the adapters or optimizers of the ranks differ."""
+        """The state of all ranks. Raises RankError, unless `alone`, if their weights or optimizers differ."""
         if alone:
+            assert not self._local.roles.is_whole, "rank 0 has only its own moments"
             return self._local.state()
 
-        def together() -> None:
+        def together() -> TrainerState:
             self._call("digest")
             own_digest = self._local.digest()
             for member, digest in zip(self._members, self._answers("digest"), strict=True):
@@ -145,11 +148,23 @@ class RankedTrainer:
                         "saved: resume from the newest checkpoint; if it happens again, give them machines of one kind"
                     )
 
-        self._without_losing_a_step(together)
-        return self._local.state()
+            state = self._local.state()
+            return replace(state, optimizer=self._gathered_moments()) if self._local.roles.is_whole else state
+
+        return self._without_losing_a_step(together)
+
+    def _gathered_moments(self) -> dict[str, Tensor]:
+        """The moments that the ranks hold, in main memory."""
+        self._call("shapes_of_moments")
+        shapes = [shapes_of(self._local.moments()), *self._answers("shapes_of_moments")]
+        self._call("gather", shapes)
+        moments = self._local.gather(shapes)
+        self._answers("gather")
+        return moments
 
     def restore(self, state: TrainerState) -> None:
         self._local.restore(state)
+        self._restored = state.optimizer if self._local.roles.is_whole else None
         self._leave()  # when the ranks meet again, all get this state
 
     # -- what rank 0 does alone ----------------------------------------------------------------------------------------
@@ -209,13 +224,15 @@ class RankedTrainer:
             ranks=self._share.ranks,
             timeout=self._timeout,
         )
-        start = self._local.start()
+        moments = self._local.moments() if self._restored is None else self._restored
+        start = self._local.start(moments)
         self._call("join", rendezvous, start)
         device = self._local.roles.backbone.device
         self._exchange = Exchange(rendezvous, 0, device, self._watch)
         self._local.share = replace(self._share, exchange=self._exchange)
-        self._local.join(start)
+        self._local.join(start, moments)
         self._answers("join")
+        self._restored = None
 
     def _leave(self) -> None:
         exchange, self._exchange = self._exchange, None

@@ -111,6 +111,27 @@ def test_engines_on_a_cpu_count_as_often_as_they_are_there() -> None:
     ]
 
 
+def test_ranks_that_train_all_weights_hold_their_lanes_gradients_and_a_part_of_the_averages() -> None:
+    """In 32 bits. The embedded model's tensors are small beside a sixth of its weights, so that ranks hold nearly equal
+    parts; rank 0 with several lanes holds two gradients, and other ranks one for each of their lanes."""
+    whole = ("lora=null", "trainer.lr=1e-4", "model.device=cuda", "model.dtype=float32", "generation=transformers")
+    weights = planned(*whole).model.parameters
+
+    def learned(*words: str) -> int:
+        return bytes_of(planned(*whole, *words))["optimizer and gradients"]
+
+    assert learned() == 12 * weights
+    assert learned("cluster.lanes=4") == 16 * weights, "the sum so far, and the next lane's"
+    for ranks, gradients in ((2, 3), (3, 2), (6, 1)):
+        averages = learned(f"cluster.ranks={ranks}", "cluster.lanes=6") - 4 * gradients * weights
+        assert 8 * weights / ranks <= averages < 8.5 * weights / ranks
+    two = planned(*whole, "cluster.ranks=2")
+    assert row(two, "ranks")[1].endswith("; each holds all weights, and a part of the optimizer's averages")
+    assert bytes_of(two)["exchange of gradients"] == 2 * 4 * weights, "less than two buckets"
+    step = [bytes_of(plan)["optimizer's step"] for plan in (planned(*whole), two)]
+    assert step[1] == pytest.approx(step[0] / 2, rel=0.05)
+
+
 # -- a base that ranks divide ------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,12 @@ import pytest
 import torch
 from in_one_test import each
 from safetensors.torch import load_file, save_file
+from threaded_ranks import together
 from torch.nn import Parameter
 
 from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer, learning_rate
+from rlft.trainer.ranks import LaneShare
 from rlft.trainer.update import PassRecord, UpdateRecord, step_metrics
 
 
@@ -121,6 +124,8 @@ class EightBits(torch.optim.Optimizer):
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
             state = self.state[p]
             codes = state.get("state1", torch.zeros_like(p, dtype=torch.uint8)).double() * state.get("absmax1", 0) / 255
             mean = 0.9 * codes + 0.1 * p.grad.abs()
@@ -156,12 +161,17 @@ def moved(named: Sequence[tuple[str, Parameter]], optimizer: Optimizer, seed: in
     return {name: before[name] - p.detach() for name, p in named}
 
 
-@each("kind", list(OptimizerKind))
-def test_the_state_of_every_kind_goes_through_a_checkpoint(kind, monkeypatch, tmp_path):
+@pytest.fixture
+def eight_bits(monkeypatch):
+    """`EightBits` in the place of bitsandbytes' AdamW."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     optim: Any = ModuleType("bitsandbytes.optim")
     optim.AdamW8bit = EightBits
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)
+
+
+@each("kind", list(OptimizerKind))
+def test_the_state_of_every_kind_goes_through_a_checkpoint(kind, eight_bits, tmp_path):
     whole, first, second = matrices(), matrices(), matrices()
     one, before, after = (Optimizer(named, config(optimizer=kind)) for named in (whole, first, second))
     for seed in (1, 2):
@@ -178,6 +188,34 @@ def test_the_state_of_every_kind_goes_through_a_checkpoint(kind, monkeypatch, tm
     for (name, found), (_, expected) in zip(second, whole, strict=True):
         assert torch.equal(found, expected), name
     assert after.state().keys() == one.state().keys()
+
+
+@each("kind", list(OptimizerKind))
+def test_ranks_that_divide_the_moments_move_all_parameters_as_one_process_does(kind, eight_bits, met):
+    """Three ranks, then two that go on with what the three held together."""
+    keys = config(optimizer=kind, max_grad_norm=1.0, weight_decay=0.1)
+    whole = matrices()
+    one, held, seeds = Optimizer(whole, keys), {}, iter(range(9))
+    for ranks in (3, 2):
+        of_ranks, exchanges = [matrices() for _ in range(ranks)], met(ranks)
+        optimizers = [Optimizer(named, keys) for named in of_ranks]
+        for rank, (named, optimizer) in enumerate(zip(of_ranks, optimizers, strict=True)):
+            optimizer.share = LaneShare(lanes=ranks, rank=rank, ranks=ranks, exchange=exchanges[rank])
+            optimizer.restore(held)
+            for (_, own), (_, trained) in zip(named, whole, strict=True):
+                own.data.copy_(trained.data)
+        for seed in itertools.islice(seeds, 3):
+            moved(whole, one, seed)
+            together([lambda n=n, o=o, s=seed: moved(n, o, s) for n, o in zip(of_ranks, optimizers, strict=True)])
+        for named in of_ranks:
+            assert all(torch.equal(p, expected) for (_, p), (_, expected) in zip(named, whole, strict=True))
+        states = [optimizer.state() for optimizer in optimizers]
+        held = {name: tensor for state in states for name, tensor in state.items()}
+        assert len(held) == sum(map(len, states)), "no two ranks hold the same moment"
+        assert held.keys() == one.state().keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in one.state().items())
+        sizes = [sum(p.numel() for name, p in whole if f"step/{name}" in state) for state in states]
+        assert kind is OptimizerKind.muon or max(sizes) < 1.1 * sum(sizes) / ranks  # its matrices count no updates
 
 
 def test_muon_moves_matrices_along_an_orthogonal_one_as_far_as_adamw_and_adamw_the_rest():

@@ -726,7 +726,7 @@ def test_nothing_is_left_of_an_update_that_is_broken_off(session, make_roles, ba
     def fail(*_):
         raise ConnectionError
 
-    monkeypatch.setattr(LaneShare, "sent", fail)
+    monkeypatch.setattr(LaneGradients, "add_up", fail)
     run = session(roles, algorithm, Optimizer, share=LaneShare(lanes=2))
     with pytest.raises(ConnectionError):
         run.learn(batch, NOBODY, 0)
