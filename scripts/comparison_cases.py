@@ -145,6 +145,11 @@ CASES: tuple[Case, ...] = (
         "trainer.lr=1e-4 snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.old=copy algorithm.kl_coef=0.05 "
         f"minibatches=2 {RUN}",
     ),
+    case(
+        "ranks_of_all_weights",
+        f"train +recipe=ppo_arithmetic {MODEL} {SAVING} {SAMPLING} {EVALUATION} {STEPS} {PROMPTS} lora=null "
+        f"trainer.lr=1e-4 trainer.optimizer=muon critic.kind=shared cluster.ranks=2 cluster.lanes=4 {RUN}",
+    ),
     # -- data and rewards
     case("images", f"train +recipe=grpo_shapes {TRAIN} {PROMPTS} {RUN}"),
     case(
