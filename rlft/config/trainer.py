@@ -71,11 +71,17 @@ class ClusterConfig:
     scoring: bool = False
     jobs: Annotated[PositiveInt, Key(free_in_sweep=True)] = 1
     shard_base: bool = False
+    sequence_ranks: Annotated[PositiveInt, Key(free=False)] = 1
 
     @property
     def num_lanes(self) -> int:
         """The lanes of a run that begins so; a resumed run has a number there (`kept_lanes`)."""
-        return self.ranks if self.lanes == "auto" else self.lanes
+        return max(1, self.ranks // self.sequence_ranks) if self.lanes == "auto" else self.lanes
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts of a step's passes have gradients of their own: each lane's on each rank that shares it."""
+        return self.num_lanes * self.sequence_ranks
 
     @property
     def is_joined(self) -> bool:
@@ -91,9 +97,8 @@ def kept_lanes(cluster: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
     """
     if cluster.get("lanes", "auto") != "auto":
         return dict(cluster)
-    ranks = cluster.get("ranks", 1)
-    kept = ranks
-    if before is not None:
-        kept = before.get("lanes", "auto")
-        kept = before.get("ranks", 1) if kept == "auto" else kept
-    return dict(cluster) if kept == ranks == 1 else {**cluster, "lanes": kept}
+    begun = cluster if before is None else before
+    kept = begun.get("lanes", "auto")
+    if kept == "auto":
+        kept = max(1, begun.get("ranks", 1) // begun.get("sequence_ranks", 1))
+    return dict(cluster) if kept == cluster.get("ranks", 1) == 1 else {**cluster, "lanes": kept}

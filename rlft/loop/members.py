@@ -173,6 +173,7 @@ def make_trainer(
         ranks.specs,
         ranks.members,
         lanes=cluster.num_lanes,
+        sequence=cluster.sequence_ranks,
         timeout=cluster.timeout,
         host=ranks.launcher.address,
         note=note,

@@ -178,7 +178,11 @@ class RankWorker:
         self._leave()
         self._exchange = Exchange(rendezvous, self._rank, self._trainer.roles.backbone.device)
         self._trainer.share = LaneShare(
-            lanes=self._lanes, rank=self._rank, ranks=rendezvous.ranks, exchange=self._exchange
+            lanes=self._lanes,
+            rank=self._rank,
+            ranks=rendezvous.ranks,
+            sequence=rendezvous.sequence,
+            exchange=self._exchange,
         )
         with self._exchanging():
             self._trainer.join(start)

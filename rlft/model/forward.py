@@ -31,6 +31,7 @@ from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer, recurrent
 from rlft.model.kernels.attention import (
     NAME,
+    LayerAttention,
     NotPackableError,
     attention_of_layers,
     hidden_states,
@@ -53,6 +54,7 @@ from rlft.model.packing import (
     paths_of,
 )
 from rlft.model.positions import SHORT, independent_limit, limit_of, probed_beginnings, windows_of
+from rlft.model.sequence import current_share
 from rlft.types import Batch, Outputs, UserError
 
 SCALE = 2.0**10
@@ -110,8 +112,12 @@ class Forward:
     def layout(self, batch: Batch) -> Layout:
         """The layout of a batch in main memory, which every pass over the same batch can use."""
         if not self.packed:
+            if (share := current_share()) is not None:  # a plan knows only what the model's config tells
+                problem = f"divides packed rows, and this model has {self.reason}"
+                remedy = "set it to 1, or use another model"
+                raise UserError("cluster.sequence_ranks", problem, got=share.ranks, remedy=remedy)
             return padded_layout(batch)
-        packed = pack(batch, prompts_first=self.model.device.type == "cuda")
+        packed = pack(batch, prompts_first=self.model.device.type == "cuda").divided(current_share())
         prepare(packed, self.model)
         if batch.experts is not None:
             packed.sources(batch.token_ids.shape[1])
@@ -287,7 +293,7 @@ def packed_most_likely(
 
 
 def _packed(batch: Batch, layout: Layout | None) -> PackedRows:
-    return layout if isinstance(layout, PackedRows) else pack(batch)
+    return layout if isinstance(layout, PackedRows) else pack(batch).divided(current_share())
 
 
 def _teachers_ids(batch: Batch) -> Tensor:
@@ -296,9 +302,10 @@ def _teachers_ids(batch: Batch) -> Tensor:
 
 
 def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
-    """`[B, T]` of values `[M]`, or `[B, T, K]` of `[M, K]`."""
+    """`[B, T]` of values `[M]`, or `[B, T, K]` of `[M, K]`; of all ranks, where they share the row."""
     shape = (*batch.token_ids.shape, *values_M.shape[1:])
-    return values_M.new_zeros(shape).index_put((packed.rows, packed.columns), values_M)
+    placed = values_M.new_zeros(shape).index_put((packed.rows, packed.columns), values_M)
+    return placed if packed.share is None else packed.share.added_up(placed)
 
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
@@ -493,15 +500,21 @@ def known_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _refusal_of_empty(model: PreTrainedModel) -> str | None:
+    try:
+        attention = attention_of_empty(model)
+    except NotPackableError as error:
+        return None if error.__cause__ is not None else str(error)  # such as numbers that it does not have
+    return None if attention else f"{type(model).__name__} has an attention of its own"
+
+
+def attention_of_empty(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
+    """`attention_of_layers` of a model without weights, which has an attention of transformers."""
     own = cast(str, model.config.get_text_config()._attn_implementation)
     model.set_attn_implementation(NAME)
     try:
-        attention = attention_of_layers(model)
-    except NotPackableError as error:
-        return None if error.__cause__ is not None else str(error)  # such as numbers that it does not have
+        return attention_of_layers(model)
     finally:
         model.set_attn_implementation(own)
-    return None if attention else f"{type(model).__name__} has an attention of its own"
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:

@@ -25,6 +25,7 @@ from rlft.model.image_masks import both_ways
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.model.kernels.recurrent import StateRows, state_rows
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks
+from rlft.model.sequence import TokenShare
 from rlft.system.repeatable import repeatable
 from rlft.types import Batch, ImageRows
 
@@ -147,6 +148,7 @@ class PackedRows:
         branches: the span of each branch, and the spans that it reads.
         runs: of each row of the Batch its runs of columns, each with the packed position where it begins.
         images: those of the packed row; None if the Batch has none.
+        share: which tokens of the row these are; None: all of them. Spans are those of the whole row.
     """
 
     token_ids: Tensor
@@ -161,10 +163,26 @@ class PackedRows:
     branches: tuple[BranchSpans, ...] = ()
     runs: tuple[tuple[tuple[Span, int], ...], ...] = ()
     images: ImageRows | None = None
+    share: TokenShare | None = None
 
     @property
     def num_tokens(self) -> int:
-        return self.token_ids.shape[1]
+        """N, of the whole row."""
+        return sum(length for _, length in (*self.prompts, *self.completions, *(own for own, _ in self.branches)))
+
+    def divided(self, share: TokenShare | None) -> PackedRows:
+        """The tokens of this row that a rank has."""
+        if share is None:
+            return self
+        mine_M = self.predictor % share.ranks == share.rank
+        return replace(
+            self,
+            token_ids=share.own(self.token_ids),
+            position_ids=share.own(self.position_ids),
+            predictor=self.predictor[mine_M] // share.ranks,
+            **{name: getattr(self, name)[mine_M] for name in ("target", "rows", "columns")},
+            share=share,
+        )
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """`[.., M, H]` of `[.., N, H]`: the hidden states from which a sampled token is predicted."""

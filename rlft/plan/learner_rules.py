@@ -9,7 +9,7 @@ from rlft.config.model import CriticKind, LoraSettings
 from rlft.config.schema import AUTO, RunConfig, SftConfig, section_of
 from rlft.generation.engine import Engine
 from rlft.plan.adapters import Use, check_adapters
-from rlft.plan.model_rules import check_adapted, check_served, check_targets, check_whole
+from rlft.plan.model_rules import check_adapted, check_served, check_shared_tokens, check_targets, check_whole
 from rlft.reward.workers.reward_spec import specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.types import UserError, require
@@ -45,6 +45,8 @@ def check_learner_on(
     from rlft.system.device import resolve_device, resolve_dtype
 
     lora, settings = config.lora, config.model
+    if isinstance(config, RunConfig):
+        check_shared_tokens(config, model)
     if lora is None:
         dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
         _check_trainable(str(dtype).removeprefix("torch."))

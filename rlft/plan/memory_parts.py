@@ -6,6 +6,7 @@ peak is what it always holds plus the larger of what sampling and an update add.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm import memory as vllm_memory
-from rlft.model.activations import activation_bytes, checkpointed_bytes, logit_rows
+from rlft.model.activations import activation_bytes, checkpointed_bytes, layer_sizes, logit_rows
 from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.plan.tower import TowerDemand
@@ -91,6 +92,9 @@ TOP_K_LOGITS = 4
 logits, and the gradients of their sum, of the tokens' own and of both."""
 TOP_K_FIELDS = 4
 """Float tensors `[B, T, K]` of a micro-batch that are alive beside them (measured)."""
+EXCHANGED = 3
+"""Copies of queries, keys, values, attention and its gradient that are alive where ranks exchange them: what is sent,
+what arrives, and the heads of all tokens."""
 PADDED_LOGITS = 5
 """Float32 copies of logits that are alive in autograd's backward, of all logits in padded rows, else of a chunk: the
 logits, the gradients through the normaliser (two), through the tokens' own logits, and of both; of given tokens there
@@ -136,6 +140,7 @@ class Demand:
         ranks: number of ranks that share the forward and backward passes.
         gradients: the most gradients that a rank holds at a time, those of its lanes.
         held: the largest share of the optimizer's averages that a rank holds.
+        sharing: how many of them share the tokens of each pass.
         sharded: whether the ranks divide the base's layers among them; None where they cannot.
         tower: the demand of a vision tower; None if prompts have no images.
     """
@@ -172,6 +177,7 @@ class Demand:
     ranks: int = 1
     gradients: int = 1
     held: float = 1.0
+    sharing: int = 1
     sharded: bool | None = None
     tower: TowerDemand | None = None
 
@@ -314,7 +320,8 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
 
     A GPU's allocator gives what the LM head has freed to the layers' backward: only the larger of both counts there.
     """
-    tokens, predicted = largest_micro_batch(demand, packed=model.packed)
+    of_rows = largest_micro_batch(demand, packed=model.packed)
+    tokens, predicted = (math.ceil(number / demand.sharing) for number in of_rows)
     how = layers_kept(model, demand, predicted)
     gradients, head = layer_gradients(model, demand, tokens), head_bytes(model, demand, tokens, predicted)
     if model.quantized:  # a branch's weights in the dtype that it computes with: those of its gated MLP
@@ -350,8 +357,12 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
 def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
     """Bytes that a layer's backward makes beside what is kept, in its gated MLP or, if that has tiles, elsewhere."""
     if (tile := tile_of(model, demand)) is None or tile >= tokens:
-        return tokens * model.layer_width * model.itemsize
-    return (tile * 3 * model.mlp_width + tokens * 3 * model.hidden) * model.itemsize
+        of_mlp = tokens * model.layer_width
+    else:
+        of_mlp = tile * 3 * model.mlp_width + tokens * 3 * model.hidden
+    sizes = layer_sizes(model.config) if demand.sharing > 1 else []
+    exchanged = max((EXCHANGED * (3 * size.queries + 2 * size.keys) for size in sizes), default=0)
+    return max(of_mlp, tokens * exchanged) * model.itemsize
 
 
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
@@ -394,7 +405,7 @@ def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -
     head = logit_rows(model.vocabulary, demand.device, predicted) * model.vocabulary * of_a_logit
     if demand.top_k:
         width = demand.prompt_tokens + demand.completion_tokens
-        head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
+        head += predicted * demand.sharing // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
     return head
 
 

@@ -292,6 +292,40 @@ def check_mixture(lora: LoraSettings, empty: PreTrainedModel) -> None:
         require(not mistaken, "lora.use_dora", f"{problem} and could not read them", got="true", remedy=remedy)
 
 
+def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Checks that ranks can share the tokens of a pass (`cluster.sequence_ranks`); loads no weights."""
+    from rlft.model.experts import mixture_of
+    from rlft.model.forward import attention_of_empty, known_refusal
+    from rlft.model.kernels import recurrent
+    from rlft.model.kernels.attention import NotPackableError
+
+    ranks = config.cluster.sequence_ranks
+    if ranks == 1:
+        return
+    empty, kind, of_model = empty_model(config.model, model), model.model_type, "set it to 1, or use another model"
+
+    def refuse_if(condition: bool, problem: str, remedy: str = of_model) -> None:
+        require(not condition, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)
+
+    mixture = mixture_of(empty)
+    refuse_if(config.model.kernels == "plain", "divides packed rows, and model.kernels=plain has none", "set it to 1")
+    refuse_if(config.lora is None, "is for adapters, and lora=null trains all weights", "set it to 1")
+    refuse_if(recurrent.keeps_states(empty), f"a {kind} has layers whose tokens need the one before them")
+    refuse_if(bool(mixture.stacked or mixture.linear), f"a {kind} has experts, whose load is counted in whole rows")
+    reason = known_refusal(empty)
+    refuse_if(reason is not None, f"divides packed rows, and {reason}")
+    try:
+        layers = attention_of_empty(empty)
+    except NotPackableError as error:
+        refuse_if(True, f"divides packed rows, and {error}")
+        return
+    for layer in layers:
+        heads, keys = layer.heads, layer.key_heads
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+        problem = f"does not divide the attention of a {kind} ({heads} heads, {keys} of keys)"
+        refuse_if(ranks not in possible, problem, f"use one of {', '.join(map(str, possible))}")
+
+
 def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
     """As in PEFT, a text is a regular expression over whole names, and a list holds ends of names."""
     return bool(re.fullmatch(target, name)) if isinstance(targets, str) else f".{name}".endswith(f".{target}")

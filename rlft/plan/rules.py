@@ -282,15 +282,20 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
 
 def check_ranks(cluster: ClusterConfig) -> None:
     """Refuses a number of ranks among which the lanes cannot be divided evenly."""
-    lanes = cluster.num_lanes
-    if lanes % cluster.ranks:
-        problem = f"does not divide cluster.lanes={lanes}, which a run keeps from its first step"
-        remedy = f"use one of {divisors_of(lanes)}, or begin a run with other lanes"
+    lanes, sharing = cluster.num_lanes, cluster.sequence_ranks
+    if cluster.ranks % sharing:
+        problem, remedy = f"does not divide cluster.ranks={cluster.ranks}", f"use one of {divisors_of(cluster.ranks)}"
+        raise UserError("cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
+    if lanes % (cluster.ranks // sharing):
+        of_ranks = f" times cluster.sequence_ranks={sharing}" * (sharing > 1)
+        problem = f"does not divide cluster.lanes={lanes}{of_ranks}, which a run keeps from its first step"
+        remedy = f"use one of {divisors_of(lanes, sharing)}, or begin a run with other lanes"
         raise UserError("cluster.ranks", problem, got=cluster.ranks, remedy=remedy)
 
 
-def divisors_of(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+def divisors_of(number: int, factor: int = 1) -> str:
+    """The divisors of a number, each times the factor, in words."""
+    return ", ".join(str(divisor * factor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def idle_engines(config: RunConfig, name: str) -> str | None:
@@ -324,7 +329,7 @@ def why_whole(config: RunConfig) -> tuple[str, str] | None:
     """Why ranks cannot divide the layers of this run's base, and what to change; None where they can."""
     if not config.cluster.engines:
         return "an engine in the run's own process needs the whole base", "set cluster.engines=1 or more"
-    if config.cluster.num_lanes == 1:  # the policy then learns on sums of base and adapter, which need all weights
+    if config.cluster.num_parts == 1:  # the policy then learns on sums of base and adapter, which need all weights
         return "is for ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
     if config.model.quantization is not None:
         return "layers in 4 bits are not divided", "set model.quantization=null"

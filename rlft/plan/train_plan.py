@@ -179,12 +179,14 @@ class TrainPlan(Plan):
     def _ranks_rows(self) -> list[TableRow]:
         """The row about ranks; none where the run's own process trains alone, in one lane."""
         cluster = self.config.cluster
-        if cluster.num_lanes == 1:
+        if cluster.num_parts == 1:
             return []
-        lanes = f"share {counted(cluster.num_lanes, 'lane')}; a resume may have any number of ranks that divides them"
-        lanes += "; each holds a part of the base's layers" * cluster.shard_base
-        lanes += "; each holds all weights, and a part of the optimizer's averages" * (self.config.lora is None)
-        return [("ranks", str(cluster.ranks), lanes)]
+        words = [f"share {counted(cluster.num_lanes, 'lane')}"]
+        words += ["a resume may have any number of ranks that divides them"] * (cluster.num_lanes > 1)
+        words += [f"{cluster.sequence_ranks} share the tokens of each pass"] * (cluster.sequence_ranks > 1)
+        words += ["each holds a part of the base's layers"] * cluster.shard_base
+        words += ["each holds all weights, and a part of the optimizer's averages"] * (self.config.lora is None)
+        return [("ranks", str(cluster.ranks), "; ".join(words))]
 
     def _cluster_rows(self) -> list[TableRow]:
         """A row about engines and ranks, and one about reward workers; none where the run has a single process."""
@@ -232,7 +234,8 @@ class TrainPlan(Plan):
             teacher=self._teacher_demand(),
             device=kind_name(resolve_device(run.model.device)),
             ranks=run.cluster.ranks,
-            gradients=most_gradients(run.cluster.num_lanes, run.cluster.ranks),
+            gradients=most_gradients(run.cluster.num_parts, run.cluster.ranks),
+            sharing=run.cluster.sequence_ranks,
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             tower=self.tower,
             **self._sampling_demand(),

@@ -1,6 +1,6 @@
 """The gradients of an update's lanes, and their sum over all ranks, which exchange them in buckets of a fixed size.
 
-The sum is taken in the order of lanes, so that no bit of it depends on the number of ranks or on the size of a bucket.
+Ranks that share a lane's tokens have a part of its gradient each. The sum is taken in the order of parts, so that no bit of it depends on the number of ranks or on the size of a bucket.
 With one lane per rank the sum takes no memory beside that lane's gradient but two buckets.
 """
 
@@ -23,7 +23,7 @@ Bucket = list[tuple[int, int, int]]
 
 
 class LaneGradients:
-    """The gradients of an update: each of several lanes has one of its own; a single lane's simply stays in place.
+    """The gradients of an update: each of several parts has one of its own; a single one simply stays in place.
 
     Args:
         parameters: everything that learns.
@@ -32,7 +32,7 @@ class LaneGradients:
 
     def __init__(self, parameters: Sequence[Parameter], share: LaneShare) -> None:
         self._parameters, self._share = parameters, share
-        self._of_lanes: dict[int, list[Tensor]] = {}
+        self._of_parts: dict[int, list[Tensor]] = {}
 
     def clear(self) -> None:
         for parameter in self._parameters:
@@ -41,18 +41,18 @@ class LaneGradients:
     def set_aside(self, lane: int) -> None:
         """Keeps the gradients so far as those of this lane, with zeros where there are none, and clears them.
 
-        Rank 0 has the first lanes, so that it adds each to the sum of those before at once.
+        Rank 0 has the first parts, so that it adds each to the sum of those before at once.
         """
-        if self._share.lanes == 1:
+        if self._share.parts == 1:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self.clear()
-        if self._share.rank == 0 and self._of_lanes:
-            [so_far] = self._of_lanes.values()
+        if self._share.rank == 0 and self._of_parts:
+            [so_far] = self._of_parts.values()
             for total, gradient in zip(so_far, gradients, strict=True):
                 total.add_(gradient)
         else:
-            self._of_lanes[lane] = [gradient.contiguous() for gradient in gradients]
+            self._of_parts[self._share.part_of(lane)] = [gradient.contiguous() for gradient in gradients]
 
     def add_up(self, lanes: Sequence[int]) -> None:
         """Sets the gradients to the sum over these lanes of all ranks, in this order; to nothing if there are none.
@@ -63,17 +63,19 @@ class LaneGradients:
         Raises:
             RanksError: another rank is gone or late.
         """
-        if self._share.lanes == 1 or not lanes:
+        share = self._share
+        if share.parts == 1 or not lanes:
             return
-        first = [lane for lane in lanes if self._share.owner(lane) == 0]
-        terms = [*first[:1], *lanes[len(first) :]]
-        own, self._of_lanes = self._of_lanes, {}
+        parts = [number * share.lanes + lane for number in range(share.sequence) for lane in lanes]
+        first = [part for part in parts if share.owner(part) == 0]
+        terms = [*first[:1], *parts[len(first) :]]
+        own, self._of_parts = self._of_parts, {}
         result = next(iter(own.values()), None) or [
             torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters
         ]
-        for bucket in buckets(result) if self._share.exchange is not None else ():
+        for bucket in buckets(result) if share.exchange is not None else ():
             total = reduce(
-                Tensor.add_, (self._share.sent(term, _flat(bucket, own.get(term), result)) for term in terms)
+                Tensor.add_, (share.sent(term, _flat(bucket, own.get(term), result)) for term in terms)
             )
             places = _parts(bucket, result)
             for place, part in zip(places, total.split([len(place) for place in places]), strict=True):
@@ -82,9 +84,9 @@ class LaneGradients:
             parameter.grad = gradient
 
 
-def most_gradients(lanes: int, ranks: int) -> int:
-    """The most gradients that a rank holds at a time: those of its lanes; rank 0 the sum so far and the next lane's."""
-    of_each = lanes // ranks
+def most_gradients(parts: int, ranks: int) -> int:
+    """The most gradients that a rank holds at a time: those of its parts; rank 0 the sum so far and the next one's."""
+    of_each = parts // ranks
     return of_each if ranks > 1 else min(2, of_each)
 
 

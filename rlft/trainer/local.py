@@ -6,13 +6,14 @@ several processes that share the work (`ranked_trainer.py`). The loop's other in
 The trainer here has adapters in roles on the one base, and their optimizers. The passes of a step are divided into
 lanes, one or several, which several ranks can share. Each of several lanes has a gradient of its own, and each of its
 passes dropout of its own, so that no bit depends on who computes it: every rank adds up all lanes in their order, and
-takes the same optimizer step as the others.
+takes the same optimizer step as the others. Where ranks share the tokens of each pass (`rlft.model.sequence`), a lane
+has a gradient on each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from rlft.config.trainer import TrainerConfig
 from rlft.model.adapter_folder import POLICY
 from rlft.model.critic import CRITIC
 from rlft.model.networks import Networks
+from rlft.model.sequence import sharing_tokens
 from rlft.system import digests
 from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
@@ -184,9 +186,11 @@ class LocalTrainer:
             for optimizer in self.optimizers.values():
                 optimizer.share = share
 
-    def passes(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def passes(self) -> Iterator[None]:
         """Inside, this process does its part of passes in which all ranks take part."""
-        return sharded_base.passes(self.base, self.share.exchange)
+        with sharded_base.passes(self.base, self.share.exchange), sharing_tokens(self.share.tokens):
+            yield
 
     def rows_of_lanes(self, batch: Batch, zero_gradient_B: Tensor) -> tuple[Tensor, ...]:
         """Indices of the rows that each lane annotates."""
@@ -196,9 +200,11 @@ class LocalTrainer:
         return divide(batch, rows, self.share.lanes, shared_prompts=self.roles.forward.packed)
 
     def _seed_pass(self, step: int, purpose: str) -> None:
-        """Seeds dropout again where a step has several lanes; with one lane it is seeded once, as the step begins."""
-        if self.share.lanes > 1:
-            torch.manual_seed(derive(self.config.seed, step, purpose))
+        """Seeds dropout again where a step has several parts; with one it is seeded once, as the step begins."""
+        share = self.share
+        if share.parts > 1:
+            place = f" {share.rank % share.sequence}" * (share.sequence > 1)
+            torch.manual_seed(derive(self.config.seed, step, purpose + place))
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
@@ -302,7 +308,7 @@ class LocalTrainer:
         return self.roles.score(sequences)
 
     def after_freshness_check(self) -> None:
-        if self.share.lanes == 1:  # other ranks have no sampler's weights to use, and must get the same bits
+        if self.share.parts == 1:  # other ranks have no sampler's weights to use, and must get the same bits
             self.roles.share_merged_weights()
 
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
@@ -323,8 +329,8 @@ class LocalTrainer:
             with self.passes():
                 micro = roles.annotate(micro, no_row, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.config.generation.max_tokens, roles)
-        [placed] = roles.forward.placed([micro])
         with fork_rng(roles.backbone.device), roles.training(), self.passes():
+            [placed] = roles.forward.placed([micro])
             backward(roles, algorithm, placed, scale, policy_learns=True)
         for role in roles.learning_roles:
             for _, parameter in roles.named_parameters(role):

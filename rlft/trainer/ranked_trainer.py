@@ -53,6 +53,7 @@ class RankedTrainer:
         specs: what ranks 1, 2, .. are.
         members: ranks 1, 2, .. as far as they have been started.
         lanes: number of lanes that the ranks share.
+        sequence: how many neighbouring ranks share the tokens of their passes.
         timeout: seconds that a rank may be behind the others.
         host: this machine's address, as the members can reach it.
         note: takes a sentence for the person watching.
@@ -67,6 +68,7 @@ class RankedTrainer:
         members: Sequence[Member],
         *,
         lanes: int,
+        sequence: int = 1,
         timeout: float,
         host: str,
         note: Callable[[str], None],
@@ -81,7 +83,7 @@ class RankedTrainer:
         self._num_rendezvous = self._num_failures = 0
         self._first_error_at: float | None = None
         self._limit = timeout  # seconds, for what is waited for now
-        self._share = local.share = LaneShare(lanes=lanes, rank=0, ranks=1 + len(specs))
+        self._share = local.share = LaneShare(lanes=lanes, ranks=1 + len(specs), sequence=sequence)
         self._restored: Mapping[str, Tensor] | None = None  # moments that other ranks are to hold
 
     # -- what ranks do together ----------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ class RankedTrainer:
             fields = local.annotations(batch, zero_gradient_B)
             rows_of = local.rows_of_lanes(batch, zero_gradient_B)
             for rank, values in enumerate(self._answers("annotate"), start=1):
-                rows = torch.cat([rows_of[lane] for lane in range(share.lanes) if share.owner(lane) == rank])
+                rows = torch.cat([rows_of[lane] for lane in share.lanes_of(rank)])
                 for name, values_NT in values.items():
                     fields[name] = fields[name].index_copy(0, rows, values_NT)
             return replace(batch, **fields)
@@ -222,6 +224,7 @@ class RankedTrainer:
             port=self._store.port,
             name=str(self._num_rendezvous),
             ranks=self._share.ranks,
+            sequence=self._share.sequence,
             timeout=self._timeout,
         )
         moments = self._local.moments() if self._restored is None else self._restored

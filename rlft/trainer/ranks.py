@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from rlft.model.sequence import TokenShare
 from rlft.system.device import kind_of
 from rlft.system.process.running_time import RunningTime, in_background
 
@@ -27,6 +28,7 @@ dist: Any = torch.distributed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 """Pauses between polls of a collective: short at first, since most are done in a moment."""
 CLOSE_S = 1.0
+SHARE_TOKENS = "exchange what the tokens of a row need of each other"
 LOOPBACK = "127.0.0.1"
 BACKEND_LIMIT = timedelta(days=1)
 """The time limit of torch's own waits: far longer than `cluster.timeout`, which is counted here. Torch's limit runs on
@@ -50,6 +52,7 @@ class Rendezvous:
         port: port of that store.
         name: a name that no earlier one at this store had.
         ranks: number of ranks.
+        sequence: how many neighbouring ranks share the tokens of their passes.
         timeout: seconds that a rank may be behind the others.
     """
 
@@ -57,6 +60,7 @@ class Rendezvous:
     port: int
     name: str
     ranks: int
+    sequence: int = 1
     timeout: float
 
 
@@ -81,9 +85,10 @@ class Exchange:
         connecting: Future[Any] = in_background(_groups, rendezvous, rank, device)
         self._group: Any = None
         self._host_group: Any = None
+        self._token_group: Any = None
         self._wait(connecting.done, "meet the others")
         try:
-            self._group, self._host_group = connecting.result()
+            self._group, self._host_group, self._token_group = connecting.result()
         except RuntimeError as error:
             raise RanksError(f"rank {rank} could not meet the others: {error}") from error
 
@@ -118,13 +123,23 @@ class Exchange:
         self._begin(lambda: self._host_group.allgather([numbers], [own_number]), "hear from all other ranks")()
         return [int(number) for number in numbers]
 
+    # -- between the ranks that share the tokens of their passes (`TokenExchange`) -----------------------------------
+    def all_to_all(self, sent: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        arrived, options = sent.new_empty(sum(arriving)), dist.AllToAllOptions()
+        arguments = (arrived, sent, [*arriving], [*sizes], options)
+        self._begin(lambda: self._token_group.alltoall_base(*arguments), SHARE_TOKENS)()
+        return arrived
+
+    def add_up(self, tensor: Tensor) -> None:
+        self._begin(lambda: self._token_group.allreduce([tensor]), SHARE_TOKENS)()
+
     def close(self) -> None:
         """Ends the connections in a thread, because unfinished collectives may block that.
 
         It waits a moment for the thread: a process that ends before the thread would be aborted.
         """
-        groups = [group for group in (self._group, self._host_group) if group is not None]
-        self._group = self._host_group = None
+        groups = [group for group in (self._group, self._host_group, self._token_group) if group is not None]
+        self._group = self._host_group = self._token_group = None
         if groups:
             wait([in_background(_end, groups)], timeout=CLOSE_S)
 
@@ -165,28 +180,52 @@ class LaneShare:
         lanes: number of all lanes.
         rank: the rank.
         ranks: number of ranks.
+        sequence: how many neighbouring ranks have the same lanes, and share the tokens of their passes.
         exchange: the connections to the other ranks; None for a single rank.
     """
 
     lanes: int = 1
     rank: int = 0
     ranks: int = 1
+    sequence: int = 1
     exchange: Exchange | None = None
 
-    def owner(self, lane: int) -> int:
-        """The rank that does a lane's work."""
-        return lane * self.ranks // self.lanes
+    @property
+    def parts(self) -> int:
+        """Number of the parts that a gradient is the sum of: one for each lane and each rank that shares its tokens."""
+        return self.lanes * self.sequence
+
+    def owner(self, part: int) -> int:
+        """The rank that computes a part; the first ranks that share a lane have the parts 0, 1, .. of all lanes."""
+        number, lane = divmod(part, self.lanes)
+        return lane * self.ranks // self.parts * self.sequence + number
+
+    def part_of(self, lane: int) -> int:
+        """This rank's part of a lane."""
+        return self.rank % self.sequence * self.lanes + lane
+
+    def lanes_of(self, rank: int) -> range:
+        """The lanes of a rank."""
+        size = self.parts // self.ranks
+        first = rank // self.sequence * size
+        return range(first, first + size)
 
     @property
     def mine(self) -> range:
         """The lanes of this rank."""
-        size = self.lanes // self.ranks
-        return range(self.rank * size, (self.rank + 1) * size)
+        return self.lanes_of(self.rank)
 
-    def sent(self, lane: int, buffer: Tensor) -> Tensor:
-        """The lane's buffer, with the owner's values on every rank; other ranks only provide the memory."""
+    @property
+    def tokens(self) -> TokenShare | None:
+        """Which tokens of its passes this rank computes; None: all."""
+        if self.exchange is None or self.sequence == 1:
+            return None
+        return TokenShare(rank=self.rank % self.sequence, ranks=self.sequence, exchange=self.exchange)
+
+    def sent(self, part: int, buffer: Tensor) -> Tensor:
+        """The part's buffer, with the owner's values on every rank; other ranks only provide the memory."""
         if self.exchange is not None:
-            self.exchange.broadcast(buffer, self.owner(lane))
+            self.exchange.broadcast(buffer, self.owner(part))
         return buffer
 
 
@@ -195,18 +234,25 @@ def open_store(host: str) -> Any:
     return dist.TCPStore(host, 0, None, True, timeout=BACKEND_LIMIT, wait_for_workers=False)
 
 
-def _groups(rendezvous: Rendezvous, rank: int, device: torch.device) -> tuple[Any, Any]:
-    """(process group of this device, process group of main memory), which are the same on a CPU.
+def _groups(rendezvous: Rendezvous, rank: int, device: torch.device) -> tuple[Any, Any, Any]:
+    """(process group of this device, process group of main memory, process group of the ranks that share tokens with
+    this one); the first two are the same on a CPU.
 
     They are not torch's default group, which an engine in this process may use. Each has a connection of its own to the
     store: a wait on a shared one would block every other user of it.
     """
+    number, place = divmod(rank, rendezvous.sequence)
+    of_tokens = replace(rendezvous, name=f"{rendezvous.name}/{number}", ranks=rendezvous.sequence)
     host = _gloo(rendezvous, rank)
     if kind_of(device).collective != "nccl":
-        return host, host
+        return host, host, _gloo(of_tokens, place) if rendezvous.sequence > 1 else None
+    return _nccl(rendezvous, rank), host, _nccl(of_tokens, place) if rendezvous.sequence > 1 else None
+
+
+def _nccl(rendezvous: Rendezvous, rank: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = BACKEND_LIMIT
-    return dist.ProcessGroupNCCL(_store(rendezvous, "cards"), rank, rendezvous.ranks, options), host
+    return dist.ProcessGroupNCCL(_store(rendezvous, "cards"), rank, rendezvous.ranks, options)
 
 
 def _store(rendezvous: Rendezvous, group: str) -> Any:

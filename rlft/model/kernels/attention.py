@@ -23,6 +23,7 @@ from rlft.model.kernels import elementwise, flash_attention, split_attention
 from rlft.model.kernels.block_attention import Scoring, wide
 from rlft.model.kernels.flash_attention import RowLengths
 from rlft.model.kernels.split_attention import Block
+from rlft.model.sequence import TokenShare
 
 if TYPE_CHECKING:
     from rlft.model.kernels.prefix_cache import PrefixCache
@@ -31,7 +32,26 @@ if TYPE_CHECKING:
 
 NAME = "rlft_packed"
 
-Spans = Sequence[Block] | RowLengths
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSpans:
+    """The spans of a row whose tokens several ranks share.
+
+    Attributes:
+        whole: those of the whole row.
+        share: which of its tokens this rank has.
+        num_tokens: of the whole row.
+    """
+
+    whole: Sequence[Block] | RowLengths
+    share: TokenShare
+    num_tokens: int
+
+    def to_heads(self, *parts: Tensor) -> list[Tensor]:
+        """As `TokenShare.to_heads`."""
+        return self.share.to_heads(self.num_tokens, *parts)
+
+
+Spans = Sequence[Block] | RowLengths | SharedSpans
 """Which tokens of a packed row see which: blocks, or lengths for flash attention on a CUDA GPU."""
 
 
@@ -156,6 +176,8 @@ class LayerAttention:
     Attributes:
         module: the class of its attention.
         head_size: numbers in a head, of queries or of values.
+        heads: number of heads of queries.
+        key_heads: number of heads of keys and values.
         window: its sliding window in tokens; None: it has none.
         cap: whether its scores are capped.
         problem: what a packed row cannot do, in words that follow the name of the class; None if it can do it all.
@@ -163,6 +185,8 @@ class LayerAttention:
 
     module: str
     head_size: int
+    heads: int
+    key_heads: int
     window: int | None
     cap: bool
     problem: str | None
@@ -199,6 +223,8 @@ class AttentionProbe:
             LayerAttention(
                 module=type(module).__name__,
                 head_size=size,
+                heads=query.shape[1],
+                key_heads=value.shape[1],
                 window=window_of(mask),
                 cap=cap is not None,
                 problem=problem,
@@ -300,11 +326,13 @@ def spans_of(
     packed: PackedRows, x: Tensor, head_size: int, window: int | None = None, cap: float | None = None
 ) -> Spans:
     """Which tokens of this row see which, for heads of this size and of the dtype of x."""
+    whole = None
     if flash_attention.takes(x.dtype, head_size, x.device, caps=cap is not None):
-        lengths = packed.lengths(window)
-        if lengths is not None:
-            return lengths
-    return packed.blocks(window)
+        whole = packed.lengths(window)
+    whole = packed.blocks(window) if whole is None else whole
+    if packed.share is None:
+        return whole
+    return SharedSpans(whole=whole, share=packed.share, num_tokens=packed.num_tokens)
 
 
 def prepare(packed: PackedRows, model: PreTrainedModel) -> None:
@@ -320,6 +348,11 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scoring: Scoring, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(attention `[N, H, D]`, three further tensors that `attention_gradients` needs); no gradient."""
+    if isinstance(spans, SharedSpans):
+        sinks = None if sinks is None else spans.share.own_heads(sinks)
+        out, *kept = attend(*spans.to_heads(query, key, value), spans.whole, scoring, sinks)
+        [out] = spans.share.to_tokens(out, heads=[query.shape[1]])
+        return out, *kept
     random = unused = None
     if isinstance(spans, RowLengths):
         out, lse, random, unused = flash_attention.attend(query, key, value, spans, scoring.scale)
@@ -338,7 +371,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def _by_token(lse: Tensor, spans: Spans) -> Tensor:
-    """`[N, H, 1]`; the same memory."""
+    """`[N, H, 1]`; the same memory, except where ranks share the row."""
+    if isinstance(spans, SharedSpans):
+        of_heads = _by_token(lse, spans.whole)
+        return spans.share.to_tokens(of_heads, heads=[of_heads.shape[1] * spans.share.ranks])[0]
     return lse.t()[..., None] if isinstance(spans, RowLengths) else lse
 
 
@@ -350,6 +386,12 @@ def attention_gradients(
     `kept` are query, key, value and the results of `attend`.
     """
     query, key, value, out, lse, random, unused = kept
+    if isinstance(spans, SharedSpans):
+        *of_heads, grad = spans.to_heads(query, key, value, out, grad)
+        gradients = attention_gradients(grad, [*of_heads, lse, random, unused], spans.whole, scoring)
+        heads = [x.shape[1] for x in (query, key, value)]
+        query_grad, key_grad, value_grad = spans.share.to_tokens(*gradients, heads=heads)
+        return query_grad, key_grad, value_grad
     if isinstance(spans, RowLengths):
         of_kernel = (out, lse, random, unused, spans, scoring.scale)
         return flash_attention.attention_gradients(grad, query, key, value, *of_kernel)
