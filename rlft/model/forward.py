@@ -224,6 +224,7 @@ class Forward:
     def experts_by_row(self, noted: Tensor, batch: Batch, layout: Layout) -> Tensor:
         """`[B, T, layers, k]` from the experts `[N, layers, k]` of a pass's tokens; of padding they are unknown."""
         if isinstance(layout, PackedRows):
+            noted = noted if layout.share is None else layout.share.gathered(noted, layout.num_tokens)
             experts_BTLK = noted[layout.places(batch.token_ids.shape[1])]
         else:
             rows, width = _rows_of(batch, layout)

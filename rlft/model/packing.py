@@ -210,20 +210,20 @@ class PackedRows:
         return state_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
     def sources(self, width: int) -> Tensor:
-        """int64 `[N]`: where each packed token stands in the flattened rows of a Batch of this width; of a prompt's
-        tokens, in the first row that has it."""
+        """int64 `[N]`, or `[n]` of this rank's tokens: where each packed token stands in the flattened rows of a Batch
+        of this width; of a prompt's tokens, in the first row that has it."""
 
         def make(device: torch.device) -> Tensor:
             sources_N = torch.empty(self.num_tokens, dtype=torch.int64)
             for b, runs in reversed([*enumerate(self.runs)]):
                 for (first, size), place in runs:
                     sources_N[place : place + size] = torch.arange(b * width + first, b * width + first + size)
-            return sources_N.to(device)
+            return (sources_N if self.share is None else self.share.own(sources_N)).to(device)
 
         return self._made(f"sources {width}", make)
 
     def places(self, width: int) -> Tensor:
-        """int64 `[B, width]`: the packed position of each token of the rows; 0 for padding."""
+        """int64 `[B, width]`: the packed position, in the whole row, of each token of the rows; 0 for padding."""
 
         def make(device: torch.device) -> Tensor:
             places_BT = torch.zeros(len(self.runs), width, dtype=torch.int64)

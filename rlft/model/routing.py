@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from rlft.batch import unknown_expert
 from rlft.model.adapter_folder import ROUTER
 from rlft.model.experts import Mixture, mixture_of
+from rlft.model.sequence import current_share
 
 OF_BLOCKS = "route_tokens_to_experts"
 """The method by which a block chooses experts itself, where its router only scores them."""
@@ -71,7 +72,7 @@ class Routing:
         self._imposed: Tensor | None = None
         self._counted: Tensor | None = None
         self._own: dict[int, Tensor] = {}
-        self._largest: Tensor | None = None
+        self._loads: dict[int, Tensor] = {}  # tokens of each expert of a layer, in the last pass with gradient
         self._hooks = [
             model.get_submodule(name).register_forward_pre_hook(partial(self._note, layer))
             for layer, name in enumerate(self.layers)
@@ -108,13 +109,9 @@ class Routing:
         if self._notes is not None:
             self._notes[layer] = chosen.flatten(0, -2).to(dtype_of(max(self._experts)))
         if torch.is_grad_enabled():
-            self._note_load(chosen.reshape(-1), self._experts[layer])
-
-    def _note_load(self, chosen: Tensor, num_experts: int) -> None:
-        ones = torch.ones(len(chosen), device=chosen.device)
-        counts = ones.new_zeros(num_experts).index_add_(0, chosen, ones)
-        largest = counts.max() * (len(counts) / len(chosen))
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+            chosen = chosen.reshape(-1)
+            ones = torch.ones(len(chosen), device=chosen.device)
+            self._loads[layer] = ones.new_zeros(self._experts[layer]).index_add_(0, chosen, ones)
 
     # -- imposing ------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -155,14 +152,20 @@ class Routing:
             return router(*args, **kwargs)
 
     def metrics(self, num_tokens: int = 1) -> dict[str, Tensor]:
-        """Metrics `[]` of what was computed with gradient since the last call; empty without experts.
+        """Metrics `[]` of the last pass with gradient since the last call; empty without experts.
 
         `router/load_max`: in the most uneven layer, the tokens of its busiest expert as a multiple of an even share.
-        Inside `imposing`, of the last pass, as shares of `num_tokens` tokens: `router/replaced_tokens`, those which the
+        Inside `imposing`, as shares of `num_tokens` tokens: `router/replaced_tokens`, those which the
         router would have sent elsewhere in a layer, and `router/replaced`, the part of their experts in all layers.
         """
-        largest, self._largest = self._largest, None
-        result = {} if largest is None else {"router/load_max": largest}
+        share, loads, self._loads = current_share(), [*self._loads.values()], {}
+        result = {}
+        if loads:
+            if share is not None:
+                share.exchange.add_up(together := torch.cat(loads))
+                loads = together.split([len(load) for load in loads])
+            uneven = [load.max() * (len(load) / load.sum()) for load in loads]
+            result["router/load_max"] = torch.stack(uneven).max()
         if self._imposed is None or self._counted is None or not self._own:
             return result
         imposed_NLK = self._imposed[:, sorted(self._own)].long()
@@ -174,7 +177,10 @@ class Routing:
             "router/replaced": replaced_NLK.float().mean((1, 2)),
             "router/replaced_tokens": replaced_NLK.any(2).any(1).float(),
         }
-        return result | {name: (share_N * counted_N).sum() / num_tokens for name, share_N in shares.items()}
+        sums = torch.stack([(share_N * counted_N).sum() for share_N in shares.values()])
+        if share is not None:
+            share.exchange.add_up(sums)
+        return result | dict(zip(shares, sums / num_tokens, strict=True))
 
     def check(self) -> str | None:
         """Why a choice cannot be imposed, as a short pass shows; None if the experts get what is imposed."""

@@ -93,6 +93,13 @@ class TokenShare:
             for x, number in zip(results, heads, strict=True)
         ]
 
+    def gathered(self, x: Tensor, num_tokens: int) -> Tensor:
+        """`[N, ..]` of `[n, ..]`, small integers of all ranks' tokens."""
+        whole = x.new_zeros(num_tokens, *x.shape[1:], dtype=torch.int32)  # gloo adds up no shorter integers
+        whole[self.rank :: self.ranks] = x.int()
+        self.exchange.add_up(whole)
+        return whole.to(x.dtype)
+
     def own_heads(self, x: Tensor) -> Tensor:
         """`[H / ranks]` of `[H]`."""
         return x.unflatten(0, (self.ranks, -1))[self.rank]

@@ -294,7 +294,6 @@ def check_mixture(lora: LoraSettings, empty: PreTrainedModel) -> None:
 
 def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
     """Checks that ranks can share the tokens of a pass (`cluster.sequence_ranks`); loads no weights."""
-    from rlft.model.experts import mixture_of
     from rlft.model.forward import attention_of_empty, known_refusal
     from rlft.model.kernels import recurrent
     from rlft.model.kernels.attention import NotPackableError
@@ -307,11 +306,9 @@ def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
     def refuse_if(condition: bool, problem: str, remedy: str = of_model) -> None:
         require(not condition, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)
 
-    mixture = mixture_of(empty)
     refuse_if(config.model.kernels == "plain", "divides packed rows, and model.kernels=plain has none", "set it to 1")
     refuse_if(config.lora is None, "is for adapters, and lora=null trains all weights", "set it to 1")
     refuse_if(recurrent.keeps_states(empty), f"a {kind} has layers whose tokens need the one before them")
-    refuse_if(bool(mixture.stacked or mixture.linear), f"a {kind} has experts, whose load is counted in whole rows")
     reason = known_refusal(empty)
     refuse_if(reason is not None, f"divides packed rows, and {reason}")
     try:

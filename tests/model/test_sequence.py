@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
-from threading import Barrier, Lock
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 from attention_families import OTHERS, QUICK, random_model
+from met_ranks import meeting, met
+from mixtures import FAMILIES
 from peft import LoraConfig, get_peft_model
 from slow_cases import slow
 from torch import Tensor
@@ -18,10 +22,13 @@ from torch import Tensor
 from rlft.config.model import KernelChoice, Recompute
 from rlft.model.activations import set_checkpointing
 from rlft.model.critic import ScalarHead
+from rlft.model.experts import mixture_of
 from rlft.model.forward import choose
 from rlft.model.kernels import lora_linear, selection
+from rlft.model.routing import Routing
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
 from rlft.system.process.running_time import in_background
+from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
 from rlft.types import Batch
 
 LIMIT_S = 120
@@ -29,49 +36,25 @@ LOCK = Lock()
 """Held while a thread seeds torch's generator, and tries kernels."""
 
 
-class InMemory:
-    """The exchange of ranks that are threads."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.barrier = Barrier(ranks, timeout=LIMIT_S)
-        self.given: list[Any] = [None] * ranks
-
-    def of(self, rank: int, given: Any) -> list[Any]:
-        self.barrier.wait()
-        self.given[rank] = given
-        self.barrier.wait()
-        return list(self.given)
+@pytest.fixture(scope="module")
+def store() -> Any:
+    return open_store(LOOPBACK)
 
 
-class End:
-    def __init__(self, rank: int, shared: InMemory) -> None:
-        self.rank, self.shared = rank, shared
+@pytest.fixture
+def on_ranks(store: Any, request: pytest.FixtureRequest) -> Callable[[int, Callable[[], Any]], list[Any]]:
+    """Does the same work on so many ranks that share tokens; returns what each of them gives."""
 
-    def all_to_all(self, sent: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        assert sent.is_contiguous() and sent.dtype == torch.uint8 and len(sent) == sum(sizes)
-        parts = [of_rank[self.rank] for of_rank in self.shared.of(self.rank, sent.clone().split([*sizes]))]
-        assert [len(part) for part in parts] == list(arriving)
-        return torch.cat(parts)
+    def on_ranks(ranks: int, work: Callable[[], Any]) -> list[Any]:
+        def of_rank(rank: int, exchange: Exchange) -> Any:
+            with sharing_tokens(TokenShare(rank=rank, ranks=ranks, exchange=exchange)), closing(exchange):
+                return work()
 
-    def add_up(self, tensor: Tensor) -> None:
-        tensor.copy_(sum(self.shared.of(self.rank, tensor.clone())))
+        with met(meeting(store, request.node.name, ranks, sequence=ranks)) as exchanges:
+            futures = [in_background(partial(of_rank, rank, exchange)) for rank, exchange in enumerate(exchanges)]
+            return [future.result(LIMIT_S) for future in futures]
 
-
-def on_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each rank's thread gives for `work(rank)`, inside of which tokens are shared."""
-    shared = InMemory(ranks)
-
-    def of_rank(rank: int) -> Any:
-        try:
-            with sharing_tokens(TokenShare(rank=rank, ranks=ranks, exchange=End(rank, shared))):
-                return work(rank)
-        except BaseException:
-            shared.barrier.abort()
-            raise
-
-    futures = [in_background(lambda rank=rank: of_rank(rank)) for rank in range(ranks)]
-    return [future.result(LIMIT_S) for future in futures]
+    return on_ranks
 
 
 PROMPTS = [[3, 17, 5, 99, 42, 8, 23], [11, 4, 9]]
@@ -117,19 +100,26 @@ def computed(model: Any, batch: Batch, how: Recompute | None) -> list[Tensor]:
     with sharing_tokens(share):
         outputs = forward(asked, 0.7, entropy=True, head=head, layout=forward.layout(asked), top_k=True)
     found = [outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs]
-    sum((torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in found).backward()
+    losses = [(torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in found]
+    torch.stack(losses).sum().backward()
     learning = [p for p in [*model.parameters(), *head.parameters()] if p.requires_grad]
     return [*(x.detach() for x in found), *(torch.zeros_like(p) if p.grad is None else p.grad for p in learning)]
 
 
-def assert_shared(model: Any, batch: Batch, ranks: int, how: Recompute | None, bound: float = 1e-9) -> None:
-    expected = computed(model, batch, how)
-    of_ranks = on_ranks(ranks, lambda rank: computed(model, batch, how))
-    for found in of_ranks:
-        for x, whole in zip(found[:4], expected[:4], strict=True):
-            torch.testing.assert_close(x, whole, rtol=0, atol=bound)
-    for *parts, whole in zip(*(found[4:] for found in of_ranks), expected[4:], strict=True):
-        torch.testing.assert_close(sum(parts), whole, rtol=0, atol=bound * max(1.0, float(whole.abs().max())))
+@pytest.fixture
+def check(on_ranks: Any) -> Callable[..., None]:
+    """Compares the numbers and the summed gradients of ranks with those of one alone."""
+
+    def check(model: Any, batch: Batch, ranks: int, how: Recompute | None, bound: float = 1e-9) -> None:
+        expected = computed(model, batch, how)
+        of_ranks = on_ranks(ranks, lambda: computed(model, batch, how))
+        for found in of_ranks:
+            for x, whole in zip(found[:4], expected[:4], strict=True):
+                torch.testing.assert_close(x, whole, rtol=0, atol=bound)
+        for *parts, whole in zip(*(found[4:] for found in of_ranks), expected[4:], strict=True):
+            torch.testing.assert_close(sum(parts), whole, rtol=0, atol=bound * max(1.0, float(whole.abs().max())))
+
+    return check
 
 
 FUSED: dict[str, dict[str, Any]] = {
@@ -142,23 +132,23 @@ FUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("ranks", [2, 4])  # with 4 there are fewer heads of keys than ranks
 @pytest.mark.parametrize(("kind", "fields"), FUSED.items(), ids=FUSED)
-def test_ranks_compute_together_what_one_computes_alone(kind, fields, ranks, batch) -> None:
-    assert_shared(random_model(kind, fields).double(), batch, ranks, False)
+def test_ranks_compute_together_what_one_computes_alone(kind, fields, ranks, batch, check) -> None:
+    check(random_model(kind, fields).double(), batch, ranks, False)
 
 
 @pytest.mark.parametrize("how", [True, "tiles"])
-def test_recomputed_layers_exchange_again(how, batch) -> None:
-    assert_shared(random_model("llama", {}).double(), batch, 2, how)
+def test_recomputed_layers_exchange_again(how, batch, check) -> None:
+    check(random_model("llama", {}).double(), batch, 2, how)
 
 
-def test_rows_with_branches_are_shared_too(tree_batch) -> None:
+def test_rows_with_branches_are_shared_too(tree_batch, check) -> None:
     [trees, *_] = tree_batch
     assert trees.previous is not None
-    assert_shared(random_model("qwen2", {}).double(), trees, 2, False)
+    check(random_model("qwen2", {}).double(), trees, 2, False)
 
 
-def test_a_rank_may_have_no_sampled_token(make_batch) -> None:
-    assert_shared(random_model("llama", {}).double(), make_batch([(0, [5, 6, 7], [8])]), 2, False)
+def test_a_rank_may_have_no_sampled_token(make_batch, check) -> None:
+    check(random_model("llama", {}).double(), make_batch([(0, [5, 6, 7], [8])]), 2, False)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +156,41 @@ def test_a_rank_may_have_no_sampled_token(make_batch) -> None:
     [*QUICK.items(), *(slow(kind, fields) for kind, fields in OTHERS.items())],
     ids=[*QUICK, *OTHERS],
 )
-def test_any_softmax_attention_is_shared(kind, fields, batch) -> None:
+def test_any_softmax_attention_is_shared(kind, fields, batch, check) -> None:
     """Windows, caps and sinks, narrower heads of values; all weights learn. transformers' norms are float32."""
     model = random_model(kind, fields).double()
     if fields.get("num_experts"):  # the others have no float64
         model.set_experts_implementation("eager")
-    assert_shared(model, batch, 2, None, bound=1e-6)
+    check(model, batch, 2, None, bound=1e-6)
+
+
+def test_experts_of_shared_rows_are_noted_imposed_and_counted_as_of_whole_rows(on_ranks, batch, random_moe) -> None:
+    """Imposed are those of the pass that notes, but for some tokens."""
+    model = random_moe("olmoe", FAMILIES["olmoe"][0]).double()
+    model.set_experts_implementation("eager")
+
+    def routed() -> tuple[Tensor, Tensor, dict[str, float]]:
+        share, own = current_share(), copy.deepcopy(model)
+        with sharing_tokens(None), LOCK:
+            forward = choose(own, selection.install(own, KernelChoice.auto, own_attention=True))
+            routing = Routing(own, mixture_of(own))
+            assert routing.check() is None
+        with sharing_tokens(share):
+            layout = forward.layout(batch)
+            with torch.no_grad(), routing.noting() as noted:
+                forward(batch, 1.0, layout=layout)
+            experts = forward.experts_by_row(noted(), batch, layout)
+            changed = experts.where(batch.token_ids[..., None, None] % 3 > 0, experts.flip(-1) ^ 1)
+            replayed = replace(batch, experts=changed)
+            with routing.imposing(*forward.experts_by_token(replayed, layout)):
+                own.get_input_embeddings().weight.requires_grad_(True)
+                logprobs = forward(replayed, 1.0, layout=layout).logprobs
+                metrics = routing.metrics(int(batch.loss_mask.sum()))
+                return experts, logprobs.detach(), {name: float(number) for name, number in metrics.items()}
+
+    experts, logprobs, metrics = routed()
+    assert 0 < metrics["router/replaced"] < metrics["router/replaced_tokens"] < 1 < metrics["router/load_max"]
+    for found, found_logprobs, found_metrics in on_ranks(2, routed):
+        assert torch.equal(found, experts)
+        torch.testing.assert_close(found_logprobs, logprobs, rtol=0, atol=1e-6)
+        assert found_metrics == pytest.approx(metrics, rel=1e-6)

@@ -202,7 +202,7 @@ class Bench:
 
     @contextmanager
     def opened(
-        self, case: str, *keys: str, ranks: int = 1, timeout: float = 60.0, launcher: Any = None
+        self, case: str, *keys: str, ranks: int = 1, timeout: float = 60.0, launcher: Any = None, sequence: int = 1
     ) -> Iterator[tuple[Trainer, LocalTrainer]]:
         """A trainer of so many ranks, and rank 0's own. launcher: starts the ranks, instead of processes."""
         config, started_by = self.run_config(*keys_of(case), *keys), launcher or self.launcher
@@ -215,7 +215,8 @@ class Bench:
                 return
             specs = specs_of(config, ranks)
             members = [started_by.start(spec) for spec in specs]
-            limits = {"lanes": lanes_of(config), "timeout": timeout, "host": "127.0.0.1", "note": print, "again": AGAIN}
+            limits = {"timeout": timeout, "host": "127.0.0.1", "note": print, "again": AGAIN}
+            limits |= {"lanes": lanes_of(config), "sequence": sequence}
             try:
                 yield RankedTrainer(local, started_by, specs, members, **limits), local
             finally:
@@ -329,6 +330,32 @@ def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
     with bench.opened(GRPO, ranks=2) as opened:
         assert_same(one_update(*opened), expected)
     assert expected.metrics[0]["lanes/balance"] == pytest.approx(1 / LANES)
+
+
+# -- ranks that share the tokens of their passes -----------------------------------------------------------------------
+UNAMPLIFIED = ("lora.dropout=0", "trainer.lr=1e-5")
+"""With a rate of 0.01 the random weights of these tests make a difference of 1e-7 a thousand times larger each step."""
+
+
+@pytest.mark.parametrize("case", [case if case == GRPO else slow(case) for case in CASES])
+def test_ranks_that_share_tokens_learn_what_one_learns(case: str, bench: Bench) -> None:
+    with bench.opened(case, *UNAMPLIFIED) as (trainer, _):
+        expected = train(trainer, case, bench.batches)
+    with bench.opened(case, *UNAMPLIFIED, ranks=2, sequence=2) as (trainer, _):
+        found = train(trainer, case, bench.batches)
+    for of_step, whole in zip(found.metrics, expected.metrics, strict=True):
+        assert of_step == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", [GRPO])
+def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(case: str, bench: Bench) -> None:
+    """With dropout, which each rank draws for its own tokens."""
+    with bench.opened(case, ranks=2, sequence=2) as (trainer, _):
+        expected = train(trainer, case, bench.batches)
+    with bench.opened(case, ranks=4, sequence=2) as (trainer, _):
+        assert_same(train(trainer, case, bench.batches), expected)
 
 
 # -- a rank that dies --------------------------------------------------------------------------------------------------

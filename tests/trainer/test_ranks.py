@@ -5,42 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+from met_ranks import CPU, meeting, met
 
 from rlft.system.process.running_time import in_background
 from rlft.trainer import ranks
-from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, Rendezvous, open_store
-
-CPU = torch.device("cpu")
+from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, open_store
 
 
 @pytest.fixture(scope="module")
 def store() -> Any:
     return open_store(LOOPBACK)
-
-
-def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0) -> Rendezvous:
-    return Rendezvous(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
-
-
-@contextmanager
-def met(where: Rendezvous) -> Iterator[list[Exchange]]:
-    """All ranks, in this process."""
-    others: list[Future[Any]] = [
-        in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(1, where.ranks)
-    ]
-    exchanges = [Exchange(where, 0, CPU), *(other.result(120) for other in others)]
-    try:
-        yield exchanges
-    finally:
-        for exchange in exchanges:
-            exchange.close()
 
 
 def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
@@ -62,10 +42,35 @@ def test_every_rank_hears_the_numbers_of_all(store: Any) -> None:
         assert [future.result(120) for future in heard] == [[-1, 0, 1]] * 3
 
 
+def test_ranks_that_share_tokens_exchange_among_themselves(store: Any) -> None:
+    """Parts of unlike sizes, as of a row whose number of tokens the ranks do not divide."""
+    sizes = [3, 2]
+    with met(meeting(store, "tokens", 4, sequence=2)) as exchanges:
+
+        def exchanged(rank: int) -> tuple[list[int], list[float]]:
+            own = rank % 2
+            sent = torch.tensor([10 * rank + to for to in range(2) for _ in range(sizes[to])], dtype=torch.uint8)
+            arrived = exchanges[rank].all_to_all(sent, sizes, [sizes[own]] * 2)
+            total = torch.tensor([0.5, rank], dtype=torch.float64)
+            exchanges[rank].add_up(total)
+            return arrived.tolist(), total.tolist()
+
+        found = [future.result(120) for future in [in_background(lambda r=r: exchanged(r)) for r in range(4)]]
+    assert found == [
+        ([0, 0, 0, 10, 10, 10], [1.0, 1.0]),
+        ([1, 1, 11, 11], [1.0, 1.0]),
+        ([20, 20, 20, 30, 30, 30], [1.0, 5.0]),
+        ([21, 21, 31, 31], [1.0, 5.0]),
+    ]
+
+
 def test_the_lanes_of_a_rank_are_neighbours() -> None:
     shares = [LaneShare(lanes=6, rank=rank, ranks=3) for rank in range(3)]
     assert [list(share.mine) for share in shares] == [[0, 1], [2, 3], [4, 5]]
     assert [shares[0].owner(lane) for lane in range(6)] == [0, 0, 1, 1, 2, 2]
+    shared = [LaneShare(lanes=4, rank=rank, ranks=4, sequence=2) for rank in range(4)]
+    assert [list(share.mine) for share in shared] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [shared[0].owner(part) for part in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     buffer = torch.ones(2)
     assert LaneShare(lanes=6).sent(5, buffer) is buffer
 

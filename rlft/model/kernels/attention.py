@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NAME = "rlft_packed"
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSpans:
     """The spans of a row whose tokens several ranks share.
@@ -350,9 +351,10 @@ def attend(
     """(attention `[N, H, D]`, three further tensors that `attention_gradients` needs); no gradient."""
     if isinstance(spans, SharedSpans):
         sinks = None if sinks is None else spans.share.own_heads(sinks)
-        out, *kept = attend(*spans.to_heads(query, key, value), spans.whole, scoring, sinks)
-        [out] = spans.share.to_tokens(out, heads=[query.shape[1]])
-        return out, *kept
+        q, k, v = spans.to_heads(query, key, value)
+        of_heads, lse, random, unused = attend(q, k, v, spans.whole, scoring, sinks)
+        [out] = spans.share.to_tokens(of_heads, heads=[query.shape[1]])
+        return out, lse, random, unused
     random = unused = None
     if isinstance(spans, RowLengths):
         out, lse, random, unused = flash_attention.attend(query, key, value, spans, scoring.scale)
