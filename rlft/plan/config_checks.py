@@ -31,6 +31,7 @@ from rlft.plan.rules import (
     check_name,
     check_ranks,
     check_run,
+    check_sequence_ranks,
     check_shard_base,
 )
 from rlft.plan.scoring_rules import (
@@ -64,6 +65,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objecti
     algorithm = instantiate(config.algorithm, "algorithm")
     check_run(config, algorithm, trains=trains)
     if trains:
+        check_sequence_ranks(config)
         check_ranks(config.cluster)
         check_shard_base(config)
     check_environment(config)

@@ -306,18 +306,16 @@ def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
     def refuse_if(condition: bool, problem: str, remedy: str = of_model) -> None:
         require(not condition, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)
 
-    refuse_if(config.model.kernels == "plain", "divides packed rows, and model.kernels=plain has none", "set it to 1")
-    refuse_if(config.lora is None, "is for adapters, and lora=null trains all weights", "set it to 1")
     refuse_if(recurrent.keeps_states(empty), f"a {kind} has layers whose tokens need the one before them")
     reason = known_refusal(empty)
     refuse_if(reason is not None, f"divides packed rows, and {reason}")
     try:
-        layers = attention_of_empty(empty)
+        numbers = {(layer.heads, layer.key_heads) for layer in attention_of_empty(empty)}
     except NotPackableError as error:
-        refuse_if(True, f"divides packed rows, and {error}")
-        return
-    for layer in layers:
-        heads, keys = layer.heads, layer.key_heads
+        refuse_if(error.__cause__ is None, f"divides packed rows, and {error}")
+        text = model.get_text_config()  # experts, for instance, do not run without weights
+        numbers = {(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)}
+    for heads, keys in numbers:
         possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
         problem = f"does not divide the attention of a {kind} ({heads} heads, {keys} of keys)"
         refuse_if(ranks not in possible, problem, f"use one of {', '.join(map(str, possible))}")

@@ -283,14 +283,28 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
 def check_ranks(cluster: ClusterConfig) -> None:
     """Refuses a number of ranks among which the lanes cannot be divided evenly."""
     lanes, sharing = cluster.num_lanes, cluster.sequence_ranks
-    if cluster.ranks % sharing:
-        problem, remedy = f"does not divide cluster.ranks={cluster.ranks}", f"use one of {divisors_of(cluster.ranks)}"
-        raise UserError("cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
     if lanes % (cluster.ranks // sharing):
         of_ranks = f" times cluster.sequence_ranks={sharing}" * (sharing > 1)
         problem = f"does not divide cluster.lanes={lanes}{of_ranks}, which a run keeps from its first step"
         remedy = f"use one of {divisors_of(lanes, sharing)}, or begin a run with other lanes"
         raise UserError("cluster.ranks", problem, got=cluster.ranks, remedy=remedy)
+
+
+def check_sequence_ranks(config: RunConfig) -> None:
+    """Refuses ranks that share the tokens of a pass where the config alone says that they cannot."""
+    ranks, sharing = config.cluster.ranks, config.cluster.sequence_ranks
+    if sharing == 1:
+        return
+    problems = {
+        f"does not divide cluster.ranks={ranks}": ranks % sharing,
+        "divides packed rows, and model.kernels=plain has none": config.model.kernels == "plain",
+        "is for adapters, and lora=null trains all weights": config.lora is None,
+    }
+    remedy = "set it to 1"
+    if ranks % sharing:
+        remedy = f"use one of {divisors_of(ranks)}, or set cluster.ranks={sharing} or a multiple of that"
+    for problem, applies in problems.items():
+        require(not applies, "cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
 
 
 def divisors_of(number: int, factor: int = 1) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from attention_families import EXPERTS, LATENT, SIZES
+from transformers import AutoConfig
 
 from rlft.commands.plan import Planned, plan_of, without_gpu
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.plan import train_plan
 from rlft.plan.fit import check_base, gpu_memory
+from rlft.plan.model_rules import check_shared_tokens
 from rlft.plan.sizes import CUDA_CONTEXT, sizes_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.types import UserError
@@ -189,3 +193,42 @@ def test_layers_that_are_not_known_are_not_divided(monkeypatch: pytest.MonkeyPat
         UserError, match=r"^cluster\.shard_base: the layers of a qwen2 are not one list, or have weights"
     ):
         planned("cluster.engines=1", "cluster.ranks=2", "cluster.shard_base=true")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "problem"),
+    [
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention", "conv"]},
+            "a lfm2 has layers whose tokens need the one",
+        ),
+        ("bloom", {"n_head": 4}, "divides packed rows, and BloomForCausalLM has an attention of its own"),
+        (
+            "qwen2",
+            {"num_attention_heads": 6, "hidden_size": 36},
+            "of a qwen2 (6 heads, 2 of keys), got 4; use one of 1, 2, 6",
+        ),
+        ("deepseek_v3", LATENT, None),
+        ("gemma2", {}, None),
+        ("gpt_oss", EXPERTS, None),
+    ],
+)
+def test_tokens_are_shared_where_layers_need_nothing_else_of_each_other(kind, fields, problem) -> None:
+    config = resolve(compose(["+recipe=grpo_arithmetic", "cluster.ranks=4", "cluster.sequence_ranks=4"])).config
+    model = AutoConfig.for_model(kind, **SIZES | fields)
+    if problem is None:
+        check_shared_tokens(config, model)
+        return
+    with pytest.raises(UserError, match=re.escape(problem)):
+        check_shared_tokens(config, model)
+
+
+def test_a_plan_says_who_shares_tokens() -> None:
+    shared = planned("cluster.ranks=4", "cluster.sequence_ranks=2")
+    assert row(shared, "ranks")[1] == (
+        "share 2 lanes; a resume may have any number of ranks that divides them; 2 share the tokens of each pass"
+    )
+    assert row(planned("cluster.ranks=2", "cluster.sequence_ranks=2"), "ranks")[1] == (
+        "share 1 lane; 2 share the tokens of each pass"
+    )

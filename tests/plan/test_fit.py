@@ -177,6 +177,21 @@ def test_a_row_of_32k_tokens_of_a_1_5b_model_fits_into_24_gb(of_1_5b, on_gpu):
     assert peaks["tiles"] - peaks["offload"] == (28 - 2) * tokens * 1536 * 2, "two layers' inputs stay"
 
 
+def test_ranks_that_share_a_row_have_a_part_of_its_activations_each(of_1_5b, on_gpu):
+    """Base, adapters and the batch are whole on every rank."""
+    plan = on_gpu(0, *LONG_ROW, f"model.path={of_1_5b}", "cluster.ranks=4", "cluster.sequence_ranks=4")
+    model = sizes_of(plan.config.model, plan.config.lora)
+    demand = replace(on_a_gpu(plan.demand(model, True), plan, 24 * 10**9, absent=False), engine=None)
+    assert demand.sharing == 4
+    of_one, of_four = (
+        {part.name: part.bytes for part in parts(model, replace(demand, sharing=sharing), CUDA_CONTEXT)}
+        for sharing in (1, 4)
+    )
+    halved = {name for name, size in of_one.items() if of_four[name] != size}
+    assert halved == {"activations", "gradients of activations"}
+    assert all(of_one[name] / 4 <= of_four[name] <= of_one[name] / 4 + 2**22 for name in halved)
+
+
 @pytest.mark.parametrize("how", LESS_MEMORY)
 def test_as_much_is_computed_again_as_a_row_needs_that_fits_into_no_smaller_budget(how, of_1_5b, on_gpu):
     """A row of 32,768 tokens has eight tiles."""

@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import four_bits
 import torch
 import vision_folders
 from pretended_card import COUNTS, KINDS
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlft.batch import collate
@@ -35,6 +36,7 @@ from rlft.model.backbone import load_backbone
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.trainer.optimizer import Optimizer
+from rlft.trainer.ranks import LaneShare
 from rlft.types import Completion, FinishReason, Group, Rollout, Scores
 
 HIDDEN, LAYERS, PROMPTS, GROUP = 256, 4, 8, 4
@@ -101,10 +103,17 @@ LONG = {
     for tokens, layers in ((8192, 4), (32768, 8))
     for how in ("true", "tiles", "offload")
 }  # fmt: skip
-CASES |= LONG
+SHARED = "cluster.ranks=2 cluster.sequence_ranks=2"
+CASES |= LONG | {
+    "two ranks share tokens": Case(SHARED),
+    "two ranks share a row of 8192": Case(
+        f"model.gradient_checkpointing=tiles token_budget=8192 {SHARED}",
+        size=NARROW, rows=(1, 2), prompt=256, completion=7936,
+    ),
+}  # fmt: skip
 QUICK = (
     "bfloat16", "checkpointing", "a critic's adapter", "a whole model", "all weights and a copy",
-    "offload, a row of 8192",
+    "offload, a row of 8192", "two ranks share a row of 8192",
 )  # fmt: skip
 
 
@@ -224,6 +233,19 @@ def model_folder(case: Case, folder: Path) -> Path:
     return own
 
 
+class Nobody:
+    """The exchange with ranks of which nothing but zeros comes."""
+
+    def all_to_all(self, sent: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        return sent.new_zeros(sum(arriving))
+
+    def add_up(self, tensor: Tensor) -> None:
+        pass
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        pass
+
+
 @contextmanager
 def updates(plan: Any, case: Case) -> Iterator[Any]:
     """What makes an update of the longest rows on the card."""
@@ -241,7 +263,10 @@ def updates(plan: Any, case: Case) -> Iterator[Any]:
             return
         config = plan.config
         roles = stack.enter_context(open_roles(config, load_teacher(config.snapshot, config.model)))
-        trainer = open_trainer(plan, roles)
+        trainer, cluster = open_trainer(plan, roles), config.cluster
+        if cluster.sequence_ranks > 1:
+            exchange: Any = Nobody()
+            trainer.share = LaneShare(ranks=cluster.ranks, sequence=cluster.sequence_ranks, exchange=exchange)
         groups, scores = rollouts(plan, case.completion)
         batch = roles.backbone.collated(groups, scores)
         nobody = plan.algorithm.zero_gradient_rows(batch)

@@ -174,8 +174,8 @@ def install(model: PreTrainedModel) -> None:
 
 
 def keeps_states(model: PreTrainedModel) -> bool:
-    """Whether a layer of this model has been replaced."""
-    return any(is_replaced(module, _forward) for module in model.modules())
+    """Whether a layer of this model, empty or loaded, has a state; a loaded one's has been replaced."""
+    return any(is_replaced(module, _forward) or _cache_argument(module) is not None for module in model.modules())
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
