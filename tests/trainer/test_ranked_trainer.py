@@ -358,6 +358,30 @@ def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(cas
         assert_same(train(trainer, case, bench.batches), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [(), SHARDED], ids=["a whole base", "a divided base"])
+def test_a_rank_that_dies_while_tokens_are_exchanged_costs_no_step_and_no_bit(
+    keys: tuple[str, ...], bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bench.opened(GRPO, ranks=2, sequence=2) as (trainer, _):
+        expected = train(trainer, GRPO, bench.batches)
+    with bench.opened(GRPO, *keys, ranks=2, sequence=2) as (trainer, _):
+        at_call(monkeypatch, POINTS["tokens"], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))
+        assert_same(train(trainer, GRPO, bench.batches), expected)
+    assert "was killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_ranks_that_share_tokens_draw_dropout_of_their_own(bench: Bench) -> None:
+    drawn = []
+    with bench.opened(GRPO) as (_, local):
+        for rank in range(4):
+            local.share = LaneShare(lanes=LANES, rank=rank, ranks=4, sequence=2)
+            local._seed_pass(0, "dropout 0 0")
+            drawn.append(float(torch.rand(())))
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+
+
 # -- a rank that dies --------------------------------------------------------------------------------------------------
 POINTS = {
     "annotate": (LocalTrainer, "annotations", 2),
@@ -371,12 +395,17 @@ POINTS = {
     # the passes: 17 rounds in all. An update announces 4 + 3 layers of one pass, forwards and backwards, 3 + 3 of the
     # next, which begins with the layer that is there, and the end: 14 rounds. So 37 is the sixth of the second update.
     "layer backward": (Exchange, "numbers", 37),
+    "tokens": (Exchange, "all_to_all", 70),  # in an update
 }
 
 
 @pytest.mark.parametrize(
     ("point", "number"),
-    [slow(p, signal.SIGKILL) if p != "update" else (p, signal.SIGKILL) for p in POINTS if p != "layer backward"]
+    [
+        slow(p, signal.SIGKILL) if p != "update" else (p, signal.SIGKILL)
+        for p in POINTS
+        if p not in ("layer backward", "tokens")
+    ]
     + [slow("update", signal.SIGSTOP), slow("layer backward", signal.SIGSTOP)],
 )
 def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
