@@ -159,7 +159,7 @@ def test_a_rank_may_have_no_sampled_token(make_batch, check) -> None:
 def test_any_softmax_attention_is_shared(kind, fields, batch, check) -> None:
     """Windows, caps and sinks, narrower heads of values; all weights learn. transformers' norms are float32."""
     model = random_model(kind, fields).double()
-    if fields.get("num_experts"):  # the others have no float64
+    if mixture_of(model).stacked:  # the others have no float64
         model.set_experts_implementation("eager")
     check(model, batch, 2, None, bound=1e-6)
 
