@@ -518,6 +518,29 @@ def attention_of_empty(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
         model.set_attn_implementation(own)
 
 
+def possible_shares(model: PreTrainedModel) -> tuple[list[int], str]:
+    """(numbers of ranks that can share the tokens of this empty model's rows, what is wrong with any other)."""
+    kind, text = model.config.model_type, model.config.get_text_config()
+    if recurrent.keeps_states(model):
+        return [1], f"a {kind} has layers whose tokens need the one before them"
+    if reason := known_refusal(model):
+        return [1], f"divides packed rows, and {reason}"
+    try:
+        numbers = {(layer.heads, layer.key_heads) for layer in attention_of_empty(model)}
+    except NotPackableError as error:
+        if error.__cause__ is None:
+            return [1], f"divides packed rows, and {error}"
+        heads = text.num_attention_heads  # experts, for instance, do not run without weights
+        numbers = {(heads, getattr(text, "num_key_value_heads", None) or heads)}
+    words = " and ".join(f"{heads} heads, {keys} of keys" for heads, keys in sorted(numbers))
+    possible = [
+        n
+        for n in range(1, max(heads for heads, _ in numbers) + 1)
+        if all(heads % n == 0 and (keys % n == 0 or n % keys == 0) for heads, keys in numbers)
+    ]
+    return possible, f"does not divide the attention of a {kind} ({words})"
+
+
 def _takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 

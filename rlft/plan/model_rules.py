@@ -294,31 +294,14 @@ def check_mixture(lora: LoraSettings, empty: PreTrainedModel) -> None:
 
 def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
     """Checks that ranks can share the tokens of a pass (`cluster.sequence_ranks`); loads no weights."""
-    from rlft.model.forward import attention_of_empty, known_refusal
-    from rlft.model.kernels import recurrent
-    from rlft.model.kernels.attention import NotPackableError
+    from rlft.model.forward import possible_shares
 
     ranks = config.cluster.sequence_ranks
-    if ranks == 1:
-        return
-    empty, kind, of_model = empty_model(config.model, model), model.model_type, "set it to 1, or use another model"
-
-    def refuse_if(condition: bool, problem: str, remedy: str = of_model) -> None:
-        require(not condition, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)
-
-    refuse_if(recurrent.keeps_states(empty), f"a {kind} has layers whose tokens need the one before them")
-    reason = known_refusal(empty)
-    refuse_if(reason is not None, f"divides packed rows, and {reason}")
-    try:
-        numbers = {(layer.heads, layer.key_heads) for layer in attention_of_empty(empty)}
-    except NotPackableError as error:
-        refuse_if(error.__cause__ is None, f"divides packed rows, and {error}")
-        text = model.get_text_config()  # experts, for instance, do not run without weights
-        numbers = {(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)}
-    for heads, keys in numbers:
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
-        problem = f"does not divide the attention of a {kind} ({heads} heads, {keys} of keys)"
-        refuse_if(ranks not in possible, problem, f"use one of {', '.join(map(str, possible))}")
+    if ranks > 1:
+        possible, problem = possible_shares(empty_model(config.model, model))
+        numbers = ", ".join(map(str, possible))
+        remedy = f"use one of {numbers}" if len(possible) > 1 else "set it to 1, or use another model"
+        require(ranks in possible, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)
 
 
 def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:

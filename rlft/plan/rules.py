@@ -295,16 +295,11 @@ def check_sequence_ranks(config: RunConfig) -> None:
     ranks, sharing = config.cluster.ranks, config.cluster.sequence_ranks
     if sharing == 1:
         return
-    problems = {
-        f"does not divide cluster.ranks={ranks}": ranks % sharing,
-        "divides packed rows, and model.kernels=plain has none": config.model.kernels == "plain",
-        "is for adapters, and lora=null trains all weights": config.lora is None,
-    }
-    remedy = "set it to 1"
-    if ranks % sharing:
-        remedy = f"use one of {divisors_of(ranks)}, or set cluster.ranks={sharing} or a multiple of that"
-    for problem, applies in problems.items():
-        require(not applies, "cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
+    problem = f"does not divide cluster.ranks={ranks}"
+    remedy = f"use one of {divisors_of(ranks)}, or set cluster.ranks={sharing} or a multiple of that"
+    require(ranks % sharing == 0, "cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
+    problem, is_plain = "divides packed rows, and model.kernels=plain has none", config.model.kernels == "plain"
+    require(not is_plain, "cluster.sequence_ranks", problem, got=sharing, remedy="set it to 1")
 
 
 def divisors_of(number: int, factor: int = 1) -> str:

@@ -1,6 +1,7 @@
 """The gradients of an update's lanes, and their sum over all ranks, which exchange them in buckets of a fixed size.
 
-Ranks that share a lane's tokens have a part of its gradient each. The sum is taken in the order of parts, so that no bit of it depends on the number of ranks or on the size of a bucket.
+Ranks that share a lane's tokens have a part of its gradient each. The sum is taken in the order of parts, so that no
+bit of it depends on the number of ranks or on the size of a bucket.
 With one lane per rank the sum takes no memory beside that lane's gradient but two buckets.
 """
 
@@ -74,9 +75,7 @@ class LaneGradients:
             torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters
         ]
         for bucket in buckets(result) if share.exchange is not None else ():
-            total = reduce(
-                Tensor.add_, (share.sent(term, _flat(bucket, own.get(term), result)) for term in terms)
-            )
+            total = reduce(Tensor.add_, (share.sent(term, _flat(bucket, own.get(term), result)) for term in terms))
             places = _parts(bucket, result)
             for place, part in zip(places, total.split([len(place) for place in places]), strict=True):
                 place.copy_(part)

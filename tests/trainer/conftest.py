@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import met_ranks
 import pytest
-import torch
+from met_ranks import meeting
 
-from rlft.system.process.running_time import in_background
-from rlft.trainer.ranks import LOOPBACK, Exchange, Rendezvous, open_store
-
-CPU = torch.device("cpu")
+from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +22,11 @@ def store() -> Any:
 @pytest.fixture
 def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Exchange]]]:
     """Connects so many ranks, all in this process."""
-    opened: list[Exchange] = []
     count = itertools.count()
+    with ExitStack() as stack:
 
-    def meet(ranks: int, timeout: float = 60.0) -> list[Exchange]:
-        name = f"{request.node.name} {next(count)}"
-        where = Rendezvous(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
-        futures = [in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(ranks)]
-        met = [future.result(60) for future in futures]
-        opened.extend(met)
-        return met
+        def meet(ranks: int, timeout: float = 60.0) -> list[Exchange]:
+            where = meeting(store, f"{request.node.name} {next(count)}", ranks, timeout)
+            return stack.enter_context(met_ranks.met(where))
 
-    yield meet
-    for exchange in opened:
-        exchange.close()
+        yield meet

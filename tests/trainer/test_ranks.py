@@ -15,12 +15,7 @@ from met_ranks import CPU, meeting, met
 
 from rlft.system.process.running_time import in_background
 from rlft.trainer import ranks
-from rlft.trainer.ranks import LOOPBACK, Exchange, LaneShare, RanksError, open_store
-
-
-@pytest.fixture(scope="module")
-def store() -> Any:
-    return open_store(LOOPBACK)
+from rlft.trainer.ranks import Exchange, LaneShare, RanksError
 
 
 def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
@@ -70,7 +65,8 @@ def test_the_lanes_of_a_rank_are_neighbours() -> None:
     assert [shares[0].owner(lane) for lane in range(6)] == [0, 0, 1, 1, 2, 2]
     shared = [LaneShare(lanes=4, rank=rank, ranks=4, sequence=2) for rank in range(4)]
     assert [list(share.mine) for share in shared] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [shared[0].owner(part) for part in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert [shared[0].owner(part) for part in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert [share.part_of(share.mine[1]) for share in shared] == [1, 5, 3, 7]
     buffer = torch.ones(2)
     assert LaneShare(lanes=6).sent(5, buffer) is buffer
 
