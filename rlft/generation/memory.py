@@ -76,6 +76,7 @@ class ModelSizes:
         layer_kinds: which layers have an adapter, which have none, and the number of weights of the former.
         matrices: number of trained weights in matrices that map vectors to vectors (rlft.trainer.optimizer.is_matrix).
         trained: number of elements of each weight, where all are trained; else empty.
+        modules: what its decoder layers consist of (rlft.model.activations.LayerModules).
         widest_mlp: elements of the gate of its widest MLP; 0 if it is the config's intermediate_size.
     """
 
@@ -89,6 +90,7 @@ class ModelSizes:
     config: Any
     packed: bool
     kernels: Any
+    modules: Any
     linear: int = 0
     layers: tuple[int, ...] = ()
     layer_kinds: tuple[str, str, int] = ("", "", 0)

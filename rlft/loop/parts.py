@@ -11,8 +11,8 @@ from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
 from rlft.generation.pool import EnginePool
-from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
-from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
+from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, layer_modules, set_checkpointing
+from rlft.model.backbone import Adopt, Backbone, decoder_layers, load_backbone, read_backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.lora_config import lora_config
 from rlft.model.networks import Networks
@@ -67,9 +67,9 @@ def load_for_training(
         device = backbone.device.type
         adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
         joint = lora is not None and backbone.kernels.decision.joint_layers and layers.serves_joint(plain=plain)
-        needed = needs_checkpointing(
-            model.config, token_budget, itemsize, free, device=device, plain=plain, joint=joint, adapter=adapter_bytes
-        )
+        how = {"device": device, "plain": plain, "joint": joint, "adapter": adapter_bytes}
+        how["modules"] = layer_modules(decoder_layers(model))
+        needed = needs_checkpointing(model.config, token_budget, itemsize, free, **how)
         set_checkpointing(model, needed and model.supports_gradient_checkpointing)
     return backbone
 

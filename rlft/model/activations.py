@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import OFFLOAD, Recompute
 from rlft.model.checkpointing import TiledCheckpoint, drawing_again
+from rlft.model.kernels import elementwise
 from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
 
 
@@ -71,6 +73,57 @@ def _of_layer(layer: Any, i: int, number: int) -> LayerSizes:
         kind = "mamba"
     state = hidden * OF_A_STATE.get(kind, 0)
     return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp, state=state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerModules:
+    """What decoder layers consist of, as far as it says what they keep.
+
+    Attributes:
+        norms: number of norms over hidden states.
+        kept_twice: initials of queries, keys and values that attention keeps twice: before their norm, or in the output
+            that a single layer gives for all three, and as they are attended to.
+        gate: how the MLP is gated: `silu` (one function of rlft), `other`, or `none`.
+    """
+
+    norms: int = 2
+    kept_twice: str = ""
+    gate: Literal["silu", "other", "none"] = "silu"
+
+
+def layer_modules(layers: Sequence[nn.Module]) -> LayerModules:
+    """What these decoder layers, empty or loaded, consist of; of unlike ones what keeps most.
+
+    In a hybrid model nothing further counts: OF_A_STATE was measured with all that its layers consist of.
+    """
+    if any(isinstance(module, nn.Conv1d) for layer in layers for module in layer.modules()):
+        return LayerModules()
+    norms, twice, gates = 2, set[str](), set[str]()
+    for layer in layers:
+        norms = max(norms, sum(_is_norm(child) for child in layer.children()))
+        for name, child in layer.named_children():
+            if "attn" in name or "attention" in name:
+                twice |= {inner[0] for inner, module in child.named_children() if _is_norm(module)} & set("qkv")
+                twice |= set("qk") if sum(isinstance(module, nn.Linear) for module in child.children()) == 2 else set()
+            elif any(part in name for part in ("mlp", "feed_forward", "ffn", "fc")):
+                gates.add(_gate_of(child))
+    gate = next((kind for kind in ("other", "none", "silu") if kind in gates), "silu")
+    return LayerModules(norms=norms, kept_twice="".join(sorted(twice)), gate=cast(Any, gate))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _gate_of(mlp: nn.Module) -> str:
+    if elementwise.can_be_gated(mlp) or hasattr(mlp, "experts"):
+        return "silu"  # what experts keep is in LayerSizes.mlp
+    linear = [module for module in mlp.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        return "silu"
+    last = linear[-1]
+    # A gate and its factor are twice as wide together as what the last layer reads, in one layer or in two.
+    return "other" if sum(x.out_features for x in linear[:-1]) >= 2 * last.in_features else "none"
 
 
 OF_A_STATE = {"conv": 7, "linear_attention": 59, "mamba": 46}
@@ -243,11 +296,13 @@ def activation_bytes(
     adapter: int = 0,
     predicted: int | None = None,
     tile: int | None = None,
+    modules: LayerModules = LayerModules(),
 ) -> int:
     """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
-    MLP the gate, up and, unless it is computed again (`joint`), their product. In 16 bits the norms' inputs are kept in
+    MLP the gate, up and, unless it is computed again (`joint`), their product. Further norms keep their inputs
+    (`modules`), and an MLP that rlft has no function for keeps its activation. In 16 bits the norms' inputs are kept in
     float32, except by the kernels of a CUDA GPU. Normalisers are left out (less than a per cent), and so are logits,
     which are alive for a chunk of tokens only.
 
@@ -263,8 +318,13 @@ def activation_bytes(
     of_a_norm = itemsize if device == "cuda" and not plain else 4
     norm = text.hidden_size * (itemsize + of_a_norm)
     sizes = layer_sizes(config)
-    mlps = [norm + (4 if plain else 2 if joint else 3) * layer.mlp * itemsize for layer in sizes]
-    attentions = sum(norm + 2 * (layer.queries + layer.keys) * itemsize + 4 * layer.state for layer in sizes)
+    copies = {"other": 4, "none": 2, "silu": 4 if plain else 2 if joint else 3}[modules.gate]
+    further = (modules.norms - 2) * text.hidden_size * of_a_norm
+    mlps = [norm + further + copies * layer.mlp * itemsize for layer in sizes]
+    attentions = 0
+    for layer in sizes:
+        attentions += norm + 2 * (layer.queries + layer.keys) * itemsize + 4 * layer.state
+        attentions += sum(layer.queries if name == "q" else layer.keys for name in modules.kept_twice) * of_a_norm
     if tile is not None:
         of_tiles = min(tile, tokens) * sum(mlps) + tokens * text.hidden_size * itemsize * len(mlps)
         return tokens * (attentions + adapter) + of_tiles

@@ -95,6 +95,8 @@ TOP_K_FIELDS = 4
 EXCHANGED = 3
 """Copies of queries, keys, values, attention and its gradient that are alive where ranks exchange them: what is sent,
 what arrives, and the heads of all tokens."""
+CAPPED_LOGITS = 2
+"""Further tensors of the size of a chunk's logits where these are capped: their slopes, also times the shares."""
 PADDED_LOGITS = 5
 """Float32 copies of logits that are alive in autograd's backward, of all logits in padded rows, else of a chunk: the
 logits, the gradients through the normaliser (two), through the tokens' own logits, and of both; of given tokens there
@@ -367,13 +369,15 @@ def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
 
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
     """What `activation_bytes` asks beside the number of tokens."""
+    narrows = model.packed and model.kernels.joint_layers and demand.device != "cpu"
     return {
         "device": demand.device,
         "plain": model.plain,
         "joint": has_joint_layers(model, demand),
         "adapter": model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain),
-        "predicted": predicted if model.packed and demand.device != "cpu" else None,
+        "predicted": predicted if narrows else None,
         "tile": tile_of(model, demand),
+        "modules": model.modules,
     }
 
 
@@ -398,6 +402,8 @@ def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -
         of_a_logit = wide + model.itemsize * (2 if demand.entropy else 1) * (model.itemsize == 2)
     else:  # compiled: probs overwrite the logits; for an entropy they and their logarithm are float32, with a copy
         of_a_logit = wide if model.itemsize == FLOAT32 else 12 if demand.entropy else 2
+    if getattr(model.config, "final_logit_softcapping", None):
+        of_a_logit += CAPPED_LOGITS * model.itemsize
     if demand.whole_model:  # autograd computes them, again in the backward
         of_a_logit = max(of_a_logit, PADDED_LOGITS * FLOAT32)
     if demand.top_k:  # this pass and the other one, one after the other

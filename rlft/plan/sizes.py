@@ -17,7 +17,7 @@ from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
-from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_sizes
+from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_modules, layer_sizes
 from rlft.model.backbone import decoder_layers, layer_weights, read_config
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
@@ -51,7 +51,8 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     quantized = 0 if settings.quantization is None else linear
     itemsize = resolve_dtype(settings.dtype, device).itemsize
     of_layers = layer_sizes(config)
-    layers = tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty))
+    decoder = decoder_layers(empty)
+    layers, modules = tuple(sum(p.numel() for p in layer_weights(x)) for x in decoder), layer_modules(decoder)
     shapes: Mapping[str, tuple[int, ...]] = {}
     adapter, layer_kinds = NO_ADAPTER, ("", "", 0)
     if lora is not None:  # from here on its adapter is on the empty base
@@ -73,6 +74,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         config=config.get_text_config(),
         packed=packed,
         kernels=kernels,
+        modules=modules,
         linear=linear,
         layers=layers,
         layer_kinds=layer_kinds,

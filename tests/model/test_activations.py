@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attention_families
 import pytest
 import torch
 from slow_cases import slow
@@ -13,14 +14,17 @@ from transformers import AutoConfig
 from rlft.config.model import KernelChoice
 from rlft.model.activations import (
     AdapterLayers,
+    LayerModules,
     LayerSizes,
     activation_bytes,
     is_checkpointed,
+    layer_modules,
     layer_sizes,
     set_checkpointing,
 )
-from rlft.model.backbone import load_backbone
+from rlft.model.backbone import decoder_layers, load_backbone
 from rlft.model.critic import ScalarHead
+from rlft.model.text_model import empty_model
 
 ROWS, PROMPT, COMPLETION = 16, 20, 60
 TOKENS = {True: ROWS * (PROMPT + COMPLETION), False: 4 * PROMPT + ROWS * COMPLETION}
@@ -153,3 +157,23 @@ def test_unlike_layers_have_sizes_of_their_own() -> None:
     local = [kind == "sliding_attention" for kind in config.layer_types]
     assert set(local) == {True, False}
     assert [layer.queries for layer in layer_sizes(config)] == [4 * 8 if is_local else 4 * 16 for is_local in local]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        ("qwen2", {}, LayerModules()),
+        ("qwen3", {}, LayerModules(kept_twice="kq")),
+        ("gemma", {}, LayerModules(gate="other")),
+        ("gemma2", {}, LayerModules(norms=4, gate="other")),
+        ("gemma3_text", {}, LayerModules(norms=4, kept_twice="kq", gate="other")),
+        ("olmo2", {}, LayerModules(kept_twice="kq")),
+        ("phi3", {}, LayerModules(kept_twice="kq", gate="other")),
+        ("starcoder2", {}, LayerModules(gate="none")),
+        ("gpt_oss", attention_families.EXPERTS, LayerModules()),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, LayerModules()),
+    ],
+)
+def test_what_layers_consist_of_is_seen_in_their_modules(kind, fields, expected):
+    config = AutoConfig.for_model(kind, **attention_families.SIZES | fields)
+    assert layer_modules(decoder_layers(empty_model(config, trust_remote_code=False))) == expected

@@ -18,7 +18,7 @@ from rlft.config.resolved import resolve
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
-from rlft.model.activations import logit_rows
+from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
 from rlft.plan.fit import remedies
@@ -197,6 +197,7 @@ MODEL = ModelSizes(
     parameters=7_600_000_000, base_bytes=15_200_000_000, itemsize=2, lora=0, adapted=0, adapter=None,
     key_size=2 * 4 * 128 * 28, packed=True, kernels=None, linear=6_500_000_000,
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
+    modules=LayerModules(),
 )  # fmt: skip
 IN_VLLM = TeacherDemand(model=MODEL, row_tokens=1023, prompt_tokens=300, share=0.3)
 # Weights; 1,024 tokens x (3 x 18,944 + 3 x 3,584) x 2 bytes; logits of 32 rows twice in float32; the keys and values of

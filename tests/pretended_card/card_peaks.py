@@ -47,6 +47,7 @@ TRAIN = (
 )
 SFT = "demonstrations=jsonl demonstrations.held_out_fraction=0.1 examples_per_step=16 prompts.style=raw steps=1"
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 384}
+OF_64: dict[str, Any] = {"head_dim": 64, "intermediate_size": 768}
 CONVOLUTIONS: dict[str, Any] = {
     "layer_types": ["conv", "full_attention"] * 2,
     "block_ff_dim": 768,
@@ -92,6 +93,13 @@ CASES = {
     "4 bits, checkpointing": Case("model.quantization=4bit model.gradient_checkpointing=true"),
     "experts": Case(kind="olmoe", **MOE),
     "short convolutions": Case(kind="lfm2", **CONVOLUTIONS),
+    "norms over heads": Case(kind="qwen3", **OF_64),
+    "a gelu": Case(kind="gemma", **OF_64),
+    "four norms and caps": Case(kind="gemma2", **OF_64),
+    "four norms, and others over heads": Case(kind="gemma3_text", **OF_64),
+    "norms behind branches": Case(kind="olmo2", intermediate_size=768),
+    "one layer for queries, keys and values": Case(kind="phi3", intermediate_size=768),
+    "an MLP without a gate": Case(kind="starcoder2", intermediate_size=768),
 }
 NARROW = Size(hidden=96, layers=4, heads=12, key_heads=2, intermediate=560, vocabulary=4748)
 """A sixteenth of Qwen2.5-1.5B in width, with a small vocabulary and fewer of its 28 layers."""
@@ -113,7 +121,7 @@ CASES |= LONG | {
 }  # fmt: skip
 QUICK = (
     "bfloat16", "checkpointing", "a critic's adapter", "a whole model", "all weights and a copy",
-    "offload, a row of 8192", "two ranks share a row of 8192",
+    "offload, a row of 8192", "two ranks share a row of 8192", "norms over heads", "four norms and caps",
 )  # fmt: skip
 
 
@@ -243,7 +251,7 @@ class Nobody:
         pass
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        pass
+        tensor.zero_()
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def install(model: nn.Module) -> str:
     kept: Counter[str] = Counter()
     with torch.no_grad():
         for module in model.modules():
-            for fits, forwards in ((_is_norm, (_norm, _shifted_norm)), (_is_gated, (_gated,))):
+            for fits, forwards in ((_is_norm, (_norm, _shifted_norm)), (can_be_gated, (_gated,))):
                 if not fits(module):
                     continue
                 forward = next((forward for forward in forwards if _same(module, forward)), None)
@@ -317,7 +317,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 # -- gated MLPs --------------------------------------------------------------------------------------------------------
-def _is_gated(module: nn.Module) -> bool:
+def can_be_gated(module: nn.Module) -> bool:
+    """Whether this is a gated MLP with SiLU, which `install` replaces."""
     has_parts = all(
         isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")
     )
@@ -328,7 +329,8 @@ def _is_silu(function: Any, module: Any) -> bool:
     """Whether this is SiLU. In float32, since in 16 bits a GELU of small numbers is as near to it as a rounding."""
     if not isinstance(function, nn.Module):
         return False
-    probe = torch.linspace(-6, 6, 64, device=module.gate_proj.weight.device)
+    device = module.gate_proj.weight.device
+    probe = torch.linspace(-6, 6, 64, device="cpu" if device.type == "meta" else device)
     try:
         return _near(function(probe), F.silu(probe))
     except (RuntimeError, TypeError):

@@ -25,6 +25,7 @@ from rlft.generation.vllm import guest as vllm_guest
 from rlft.generation.vllm import memory as vllm_memory
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
+from rlft.model.activations import LayerModules
 from rlft.plan import roles as plan_roles
 from rlft.plan.model_rules import choose_engine
 from rlft.plan.roles import check_teacher_engine
@@ -290,6 +291,7 @@ MODEL = ModelSizes(
     parameters=7_600_000_000, base_bytes=15_200_000_000, itemsize=2, lora=40_000_000, adapted=6_500_000_000,
     adapter=None, key_size=2 * 4 * 128 * 28, packed=True, kernels=None, linear=6_500_000_000,
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
+    modules=LayerModules(),
 )  # fmt: skip
 LOAD = Load(decodings=(), max_tokens=512, max_sequence_tokens=1024, device="cuda", device_memory=24 * GIB)
 
