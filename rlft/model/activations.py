@@ -126,7 +126,7 @@ def _gate_of(mlp: nn.Module) -> str:
     return "other" if sum(x.out_features for x in linear[:-1]) >= 2 * last.in_features else "none"
 
 
-OF_A_STATE = {"conv": 7, "linear_attention": 59, "mamba": 46}
+OF_A_STATE = {"conv": 6, "linear_attention": 59, "mamba": 46}
 """{kind of layer: numbers a token in units of the hidden size}, counted with transformers' own torch functions at usual
 sizes (hidden 512; states of 64; chunks of 64)."""
 
