@@ -45,6 +45,7 @@ from rlft.plan.rules import (
     check_cluster_has_devices,
     check_fresh_prompts,
     check_lag_has_devices,
+    divisors_of,
     idle_engines,
     warnings_of_config,
     warnings_of_sizes,
@@ -182,8 +183,10 @@ class TrainPlan(Plan):
         if cluster.num_parts == 1:
             return []
         words = [f"share {counted(cluster.num_lanes, 'lane')}"]
-        words += ["a resume may have any number of ranks that divides them"] * (cluster.num_lanes > 1)
-        words += [f"{cluster.sequence_ranks} share the tokens of each pass"] * (cluster.sequence_ranks > 1)
+        lanes, sharing = cluster.num_lanes, cluster.sequence_ranks
+        of_ranks = "any number of ranks that divides them" if sharing == 1 else f"{divisors_of(lanes, sharing)} ranks"
+        words += [f"a resume may have {of_ranks}"] * (lanes > 1)
+        words += [f"{sharing} share the tokens of each pass"] * (sharing > 1)
         words += ["each holds a part of the base's layers"] * cluster.shard_base
         words += ["each holds all weights, and a part of the optimizer's averages"] * (self.config.lora is None)
         return [("ranks", str(cluster.ranks), "; ".join(words))]
