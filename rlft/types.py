@@ -391,7 +391,7 @@ class ImageRows:
 
     def inputs(self, model: Any, token_ids: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
         """The arguments of a forward of these rows' tokens in place of `input_ids`, of `position_ids` if the model has
-        positions in height and width, and of `attention_mask` for padded rows, whose mask (int64 `[B, T]`) is given."""
+        positions in height and width, and of `attention_mask` for padded rows with this mask (int64 `[B, T]`)."""
         is_image = self.rows != self.TEXT
         # Some vocabularies lack the token of an image, and what else is looked up for it is that of padding.
         token_ids = token_ids.masked_fill(is_image, model.config.get_text_config().pad_token_id or 0)

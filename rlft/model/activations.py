@@ -128,7 +128,8 @@ def _gate_of(mlp: nn.Module) -> str:
 
 OF_A_STATE = {"conv": 6, "linear_attention": 59, "mamba": 46}
 """{kind of layer: numbers a token in units of the hidden size}, counted with transformers' own torch functions at usual
-sizes (hidden 512; states of 64; chunks of 64)."""
+sizes (hidden 512; states of 64; chunks of 64). A short convolution's are the three parts of its input's projection, the
+product of two of them, the convolution of that, and its product with the third."""
 
 
 LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**24}

@@ -1,7 +1,7 @@
 """Images that are read both ways: a token sees the rest of its image, too, in some kinds of layers.
 
-Which kinds those are is found in the masks that the folder's own class makes, so that no model is known by name. As for
-transformers, image tokens without another token between them are of one image here.
+Which kinds those are is read from the masks that the folder's own class makes, so that no model is known by name. As
+for transformers, image tokens without another token between them are of one image here.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ImageMasks:
             return None
         text = deepcopy(config.get_text_config(decoder=True))
         text.sliding_window, text._attn_implementation = WINDOW, "eager"
-        is_image, there = torch.tensor([PROBE]) == 1, torch.ones(1, len(PROBE), dtype=torch.int64)
-        masks = _made(own, text, torch.zeros(1, len(PROBE), 1), is_image, there)
+        is_image, present = torch.tensor([PROBE]) == 1, torch.ones(1, len(PROBE), dtype=torch.int64)
+        masks = _made(own, text, torch.zeros(1, len(PROBE), 1), is_image, present)
         kinds = set()
         for kind in dict.fromkeys(_kinds(text)):
             seen = masks[kind][0, 0] == 0
@@ -75,9 +75,8 @@ def _argument(own: type[PreTrainedModel]) -> str | None:
 
 def _made(own: Any, text: PreTrainedConfig, embedded: Tensor, is_image: Tensor, mask: Tensor) -> Mapping[str, Any]:
     inputs = {"inputs_embeds": embedded, "attention_mask": mask, str(_argument(own)): is_image.long()}
-    unset = dict.fromkeys(
-        ("position_ids", "past_key_values", "cache")
-    )  # the cache's name before transformers 5.24, and since
+    # The cache has one name before transformers 5.24, and another one since.
+    unset = dict.fromkeys(("position_ids", "past_key_values", "cache"))
     made = own.create_masks_for_generate(config=text, **inputs, **unset)
     return made if isinstance(made, Mapping) else dict.fromkeys(_kinds(text), made)
 

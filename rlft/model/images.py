@@ -134,10 +134,10 @@ class ImageEncoder:
 
     def _load(self) -> Any:
         """The folder's own class with its tower alone."""
-        model, found = tower_class(self._config).from_pretrained(
+        model, loading = tower_class(self._config).from_pretrained(
             config=tower_config(self._config), output_loading_info=True, **self._options
         )
-        missing = sorted(found["missing_keys"])
+        missing = sorted(loading["missing_keys"])
         problem = f"the folder has no weights of its vision tower ({', '.join(missing[:2])} ..)"
         require(not missing, "model.path", problem, remedy="use the folder of the whole model")
         model.requires_grad_(False).eval().to(self._device)
@@ -145,17 +145,17 @@ class ImageEncoder:
         return model.base_model
 
 
-def read_image(tower: Any, given: Mapping[str, Tensor], device: torch.device) -> Encoded:
-    """The image of which a processor gives these tensors, by the tower on this device."""
+def read_image(tower: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Encoded:
+    """The image of which a processor makes these tensors, by the tower on this device."""
     accepted = inspect.signature(tower.get_image_features).parameters
-    inputs = {name: value.to(device) for name, value in given.items() if name in accepted}
-    found = tower.get_image_features(**inputs, return_dict=True)
-    parts = found.pooler_output
+    inputs = {name: value.to(device) for name, value in tensors.items() if name in accepted}
+    features = tower.get_image_features(**inputs, return_dict=True)
+    parts = features.pooler_output
     vectors = torch.cat(tuple(parts)) if not isinstance(parts, Tensor) else parts.flatten(0, -2)
-    deep = getattr(found, "deepstack_features", None)
+    deep = getattr(features, "deepstack_features", None)
     if deep is not None:
         deep = torch.stack([torch.cat(tuple(layer)) for layer in deep]).cpu()
-    return Encoded(vectors=vectors.cpu(), deep=deep, grid=given.get("image_grid_thw"))
+    return Encoded(vectors=vectors.cpu(), deep=deep, grid=tensors.get("image_grid_thw"))
 
 
 def tower_class(config: Any) -> Any:

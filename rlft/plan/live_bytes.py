@@ -15,8 +15,8 @@ class LiveBytes(TorchDispatchMode):
     """Inside, `now` and `peak` are the bytes alive of storages that operations make; those of arguments do not count.
 
     Args:
-        hollow: whether floating-point numbers that were there before, such as weights, and what is made of them stand
-            for any numbers: results are memory of their shape, and nothing is computed.
+        hollow: whether floating-point numbers that no operation inside has made, such as weights, and what is made of
+            them stand for any numbers: results are memory of their shape, and nothing is computed.
     """
 
     def __init__(self, *, hollow: bool = False) -> None:
@@ -27,10 +27,10 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _tensors((args, kwargs))
-        for tensor in given:
+        arguments = _tensors((args, kwargs))
+        for tensor in arguments:
             self._note(tensor, 0, self._hollow)
-        is_hollow = any(x.untyped_storage()._cdata in self._without_numbers for x in given)
+        is_hollow = any(x.untyped_storage()._cdata in self._without_numbers for x in arguments)
         made = _shaped(func, args, kwargs or {}) if is_hollow else func(*args, **(kwargs or {}))
         for tensor in _tensors(made):
             self._note(tensor, tensor.untyped_storage().nbytes(), is_hollow)
@@ -58,7 +58,7 @@ def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         shapes = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
         made = func(*shapes[0], **shapes[1])
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # the shape depends on numbers, or torch has no rule for it
         return func(*args, **kwargs)
     return tree_map_only(Tensor, _without_numbers, made)
 

@@ -39,7 +39,7 @@ class TowerDemand:
         rows and with its packed row.
         """
         copies = 2 if device != "cpu" else 1
-        found = [
+        needs = [
             MemoryPart(name="vision tower", bytes=self.weights, when=When.always, key="model.dtype"),
             MemoryPart(name="an image in the tower", bytes=self.reading, when=When.reading),
             MemoryPart(
@@ -51,8 +51,8 @@ class TowerDemand:
         ]
         if device == "cpu":
             kept = min(KEPT_BYTES, self.num_prompts * self.vectors) + prompts_per_step * self.vectors
-            found.append(MemoryPart(name="vectors that are kept", bytes=kept, when=When.always, key="prompts_per_step"))
-        return found
+            needs.append(MemoryPart(name="vectors that are kept", bytes=kept, when=When.always, key="prompts_per_step"))
+        return needs
 
 
 def tower_demand(
@@ -69,10 +69,10 @@ def tower_demand(
         tower = tower_class(config)._from_config(tower_config(config), dtype=dtype).eval().base_model
     reading, vectors = 0, 0
     for image in longest.images:
-        given = processor_of(tokenizer).tensors(image)
+        inputs = processor_of(tokenizer).tensors(image)
         with torch.no_grad(), LiveBytes(hollow=True) as alive:
-            encoded = read_image(tower, given, torch.device("cpu"))
-        reading = max(reading, alive.peak + sum(x.nbytes for x in given.values() if isinstance(x, torch.Tensor)))
+            encoded = read_image(tower, inputs, torch.device("cpu"))
+        reading = max(reading, alive.peak + sum(x.nbytes for x in inputs.values() if isinstance(x, torch.Tensor)))
         vectors += encoded.num_bytes
     weights = sum(x.nbytes for x in (*tower.parameters(), *tower.buffers()))
     return TowerDemand(weights=weights, reading=reading, vectors=vectors, num_prompts=num_prompts)

@@ -184,7 +184,7 @@ class LocalTrainer:
         self._share = share
         if self.roles.is_whole:
             for optimizer in self.optimizers.values():
-                optimizer.share = share
+                optimizer.divide(share)
 
     @contextmanager
     def passes(self) -> Iterator[None]:

@@ -47,7 +47,7 @@ class Optimizer:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.max_grad_norm = config.max_grad_norm
-        self.share = LaneShare()
+        self.divide(LaneShare())
         matrices = [p for name, p in parameters if config.optimizer is OptimizerKind.muon and is_matrix(name, p.shape)]
         known = set(matrices)
         others = [p for p in self.parameters if p not in known]
@@ -109,14 +109,9 @@ class Optimizer:
         """Whether this rank holds the moment of this name in `state`."""
         return moment.partition("/")[2] in self._held
 
-    @property
-    def share(self) -> LaneShare:
-        """The ranks that divide the moments; a single one by default."""
-        return self._share
-
-    @share.setter
-    def share(self, share: LaneShare) -> None:
-        self._share = share
+    def divide(self, share: LaneShare) -> None:
+        """Divides the moments among these ranks, of which this is one; at first there is no other."""
+        self.share = share
         self._ranks = holders([p.numel() for p in self.parameters], share.ranks)
         self._held = {name for name, rank in zip(self.names, self._ranks, strict=True) if rank == share.rank}
 

@@ -28,7 +28,6 @@ dist: Any = torch.distributed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 """Pauses between polls of a collective: short at first, since most are done in a moment."""
 CLOSE_S = 1.0
-SHARE_TOKENS = "exchange what the tokens of a row need of each other"
 LOOPBACK = "127.0.0.1"
 BACKEND_LIMIT = timedelta(days=1)
 """The time limit of torch's own waits: far longer than `cluster.timeout`, which is counted here. Torch's limit runs on
@@ -82,6 +81,8 @@ class Exchange:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._rendezvous, self._rank, self._watch = rendezvous, rank, watch
+        first = rank - rank % rendezvous.sequence
+        self._sharing = f"share tokens among ranks {first} to {first + rendezvous.sequence - 1}"
         connecting: Future[Any] = in_background(_groups, rendezvous, rank, device)
         self._group: Any = None
         self._host_group: Any = None
@@ -127,11 +128,11 @@ class Exchange:
     def all_to_all(self, sent: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
         arrived, options = sent.new_empty(sum(arriving)), dist.AllToAllOptions()
         arguments = (arrived, sent, [*arriving], [*sizes], options)
-        self._begin(lambda: self._token_group.alltoall_base(*arguments), SHARE_TOKENS)()
+        self._begin(lambda: self._token_group.alltoall_base(*arguments), self._sharing)()
         return arrived
 
     def add_up(self, tensor: Tensor) -> None:
-        self._begin(lambda: self._token_group.allreduce([tensor]), SHARE_TOKENS)()
+        self._begin(lambda: self._token_group.allreduce([tensor]), self._sharing)()
 
     def close(self) -> None:
         """Ends the connections in a thread, because unfinished collectives may block that.

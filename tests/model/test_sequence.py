@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,19 +17,19 @@ from met_ranks import meeting, met
 from mixtures import FAMILIES
 from peft import LoraConfig, get_peft_model
 from slow_cases import slow
+from threaded_ranks import together
 from torch import Tensor
 
 from rlft.config.model import KernelChoice, Recompute
 from rlft.model.activations import set_checkpointing
 from rlft.model.critic import ScalarHead
 from rlft.model.experts import mixture_of
-from rlft.model.forward import choose
+from rlft.model.forward import Forward, choose
 from rlft.model.kernels import lora_linear, selection
 from rlft.model.routing import Routing
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
-from rlft.system.process.running_time import in_background
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
-from rlft.types import Batch
+from rlft.types import Batch, UserError
 
 LIMIT_S = 120
 LOCK = Lock()
@@ -51,8 +51,7 @@ def on_ranks(store: Any, request: pytest.FixtureRequest) -> Callable[[int, Calla
                 return work()
 
         with met(meeting(store, request.node.name, ranks, sequence=ranks)) as exchanges:
-            futures = [in_background(partial(of_rank, rank, exchange)) for rank, exchange in enumerate(exchanges)]
-            return [future.result(LIMIT_S) for future in futures]
+            return together([partial(of_rank, rank, each) for rank, each in enumerate(exchanges)], LIMIT_S)
 
     return on_ranks
 
@@ -134,6 +133,15 @@ FUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("kind", "fields"), FUSED.items(), ids=FUSED)
 def test_ranks_compute_together_what_one_computes_alone(kind, fields, ranks, batch, check) -> None:
     check(random_model(kind, fields).double(), batch, ranks, False)
+
+
+def test_rows_that_are_padded_are_not_shared(batch) -> None:
+    """A plan refuses models of which it knows that; others are found out when they are loaded."""
+    padded = Forward(model=random_model("llama", {}), packed=False, reason="padded rows: something")
+    share = TokenShare(rank=0, ranks=2, exchange=cast(Any, None))
+    problem = r"^cluster\.sequence_ranks: divides packed rows, and this model has padded rows: something, got 2"
+    with pytest.raises(UserError, match=problem), sharing_tokens(share):
+        padded.layout(batch)
 
 
 @pytest.mark.parametrize("how", [True, "tiles"])

@@ -200,7 +200,7 @@ def test_ranks_that_divide_the_moments_move_all_parameters_as_one_process_does(k
         of_ranks, exchanges = [matrices() for _ in range(ranks)], met(ranks)
         optimizers = [Optimizer(named, keys) for named in of_ranks]
         for rank, (named, optimizer) in enumerate(zip(of_ranks, optimizers, strict=True)):
-            optimizer.share = LaneShare(lanes=ranks, rank=rank, ranks=ranks, exchange=exchanges[rank])
+            optimizer.divide(LaneShare(lanes=ranks, rank=rank, ranks=ranks, exchange=exchanges[rank]))
             optimizer.restore(held)
             for (_, own), (_, trained) in zip(named, whole, strict=True):
                 own.data.copy_(trained.data)

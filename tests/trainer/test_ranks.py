@@ -86,6 +86,15 @@ def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> 
         first.broadcast(torch.zeros(3), 1)
 
 
+def test_ranks_that_share_tokens_are_named_where_one_is_late(store: Any) -> None:
+    limit = r"^rank 3 waited 1 s \(cluster\.timeout\) to share tokens among ranks 2 to 3$"
+    with (
+        met(meeting(store, "late", 4, timeout=1.0, sequence=2)) as exchanges,
+        pytest.raises(RanksError, match=limit),
+    ):
+        exchanges[3].add_up(torch.zeros(3))
+
+
 def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP: our clock has stood still, and the limit of torch's own wait, if it had one, has passed."""
     monkeypatch.setattr(ranks, "RunningTime", lambda: lambda: 0.0)
