@@ -100,5 +100,8 @@ def kept_lanes(cluster: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
     begun = cluster if before is None else before
     kept = begun.get("lanes", "auto")
     if kept == "auto":
-        kept = max(1, begun.get("ranks", 1) // begun.get("sequence_ranks", 1))
+        numbers = [begun.get(name, 1) for name in ("ranks", "sequence_ranks")]
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            return dict(cluster)  # the section has no types yet, which refuse this
+        kept = max(1, numbers[0] // numbers[1])
     return dict(cluster) if kept == cluster.get("ranks", 1) == 1 else {**cluster, "lanes": kept}
