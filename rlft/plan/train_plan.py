@@ -184,7 +184,11 @@ class TrainPlan(Plan):
             return []
         words = [f"share {counted(cluster.num_lanes, 'lane')}"]
         lanes, sharing = cluster.num_lanes, cluster.sequence_ranks
-        of_ranks = "any number of ranks that divides them" if sharing == 1 else f"{divisors_of(lanes, sharing)} ranks"
+        of_ranks = (
+            "any number of ranks that divides them"
+            if sharing == 1
+            else f"one of these numbers of ranks: {divisors_of(lanes, sharing)}"
+        )
         words += [f"a resume may have {of_ranks}"] * (lanes > 1)
         words += [f"{sharing} share the tokens of each pass"] * (sharing > 1)
         words += ["each holds a part of the base's layers"] * cluster.shard_base

@@ -226,7 +226,9 @@ def test_tokens_are_shared_where_layers_need_nothing_else_of_each_other(kind, fi
 
 def test_a_plan_says_who_shares_tokens() -> None:
     shared = planned("cluster.ranks=4", "cluster.sequence_ranks=2")
-    assert row(shared, "ranks")[1] == ("share 2 lanes; a resume may have 2, 4 ranks; 2 share the tokens of each pass")
+    assert row(shared, "ranks")[1] == (
+        "share 2 lanes; a resume may have one of these numbers of ranks: 2, 4; 2 share the tokens of each pass"
+    )
     assert row(planned("cluster.ranks=2", "cluster.sequence_ranks=2"), "ranks")[1] == (
         "share 1 lane; 2 share the tokens of each pass"
     )
