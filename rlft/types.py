@@ -89,6 +89,8 @@ class Prompt:
         next_turn: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
         tools: schemas of tools that the data show, not an environment.
         images: one for each IMAGE in the messages' texts, in order.
+        template_ids: with images, the tokens that the chat template writes, one for each image, where `token_ids` have
+            those of the image's vectors. Engines that read images themselves take these.
     """
 
     id: str
@@ -101,6 +103,7 @@ class Prompt:
     other_answers: tuple[str, ...] = ()
     tools: tuple[Schema, ...] = ()
     images: tuple[Image, ...] = ()
+    template_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

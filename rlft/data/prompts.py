@@ -59,6 +59,8 @@ class PromptSet:
         num_dropped: the number of prompts that exceeded the limit.
         fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
         note: a sentence for the person watching, or None.
+        images: the most images of a prompt.
+        shows_most: the index of the longest prompt that has images; None if none has.
     """
 
     prompts: Sequence[Prompt]
@@ -67,6 +69,8 @@ class PromptSet:
     lengths: LengthSummary
     fingerprint: str
     note: str | None
+    images: int = 0
+    shows_most: int | None = None
 
     def longest(self, number: int | None = None) -> Prompt:
         """The longest of the first `number` prompts, or of all; the first one of equally long prompts."""
@@ -114,7 +118,7 @@ def scan(
         _check_ids(prompts, split)
     kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
-    empty, long = LengthTally(), LengthTally()
+    empty, long, images, shows_most = LengthTally(), LengthTally(), 0, None
     progress = with_progress(
         tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
     )
@@ -125,6 +129,9 @@ def scan(
         if number > max_prompt_tokens:
             long.add(prompt.id, number)
             continue
+        if prompt.images and (shows_most is None or number > num_tokens[shows_most]):
+            shows_most = len(kept)
+        images = max(images, len(prompt.images))
         kept.append(index)
         num_tokens.append(number)
         digest.update(fingerprinted(prompt))
@@ -141,6 +148,8 @@ def scan(
         lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
         fingerprint=digest.hexdigest(),
         note=_note_of_style(prompts[0], tokenizer, style),
+        images=images,
+        shows_most=shows_most,
     )
 
 
@@ -244,10 +253,11 @@ def tokenised(
     for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
         for tools, alike in groupby(chunk, key=lambda prompt: prompt.tools):
             same = list(alike)
-            texts, ids = _tokenise(same, tokenizer, style, replace(shown, tools=tools) if tools else shown)
-            for prompt, text, prompt_ids in zip(same, texts, ids, strict=True):
+            texts, ids, short = _tokenise(same, tokenizer, style, replace(shown, tools=tools) if tools else shown)
+            for prompt, text, prompt_ids, template_ids in zip(same, texts, ids, short, strict=True):
                 begun = tail(tokenizer, text, by_template=by_template)
-                yield replace(prompt, token_ids=tuple(prompt_ids), tail=begun)
+                of_images = tuple(template_ids) if prompt.images else ()
+                yield replace(prompt, token_ids=tuple(prompt_ids), tail=begun, template_ids=of_images)
 
 
 def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -267,8 +277,8 @@ def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterato
 
 def _tokenise(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown
-) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
-    """(the text of each prompt, its tokens)."""
+) -> tuple[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+    """(the text of each prompt, its tokens, its tokens with one for each image)."""
     plain = PlainText(tokenizer)
     if not uses_template(tokenizer, style):
         with_images = next((prompt.id for prompt in prompts if prompt.images), None)
@@ -278,7 +288,8 @@ def _tokenise(
         for prompt, text in zip(prompts, texts, strict=True):
             _check_words(prompt, prompt.messages, text)
             _check_tools(prompt, text)
-        return texts, plain.ids(*plain.cut_texts(texts, said=False), partial(raw_prompt_ids, tokenizer))
+        ids = plain.ids(*plain.cut_texts(texts, said=False), partial(raw_prompt_ids, tokenizer))
+        return texts, ids, ids
     from jinja2.exceptions import TemplateError
 
     processor = processor_of(tokenizer) if any(prompt.images for prompt in prompts) else None
@@ -298,14 +309,15 @@ def _tokenise(
             got=tokenizer.name_or_path or None,
             remedy="put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw",
         ) from error
+    ids = short = plain.ids(texts, gap)
     if processor is not None:
         texts = [processor.expanded(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
-    ids = plain.ids(texts, gap)
+        ids = plain.ids(texts, gap)
     texts = [text.replace(gap, "") for text in texts] if gap else texts
     for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
         _check_words(prompt, conversation, text)
         _check_tools(prompt, text)
-    return texts, ids
+    return texts, ids, short
 
 
 def raw_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

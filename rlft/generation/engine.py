@@ -195,6 +195,7 @@ class EngineArgs:
         lora_modules: last parts of the names of the modules that these adapters are on, such as "q_proj"; None where
             the engine loads none.
         max_sequence_tokens: the most tokens that a prompt and its completion have together.
+        images: the most images of a prompt.
         seed: the run's seed; what is sampled depends on the seeds given to `sample` alone.
     """
 
@@ -211,12 +212,13 @@ class EngineArgs:
     max_sequence_tokens: int
     seed: int
     lora_modules: frozenset[str] | None = None
+    images: int = 0
 
     @property
     def of_the_engine(self) -> tuple[object, ...]:
         """What must be equal in the arguments of two jobs for them to share one live engine."""
         model = (self.model_path, self.revision, self.dtype, self.quantization, self.trust_remote_code)
-        rows = self.max_sequence_tokens, self.ends.ids
+        rows = self.max_sequence_tokens, self.ends.ids, self.images
         return (*model, str(self.device), self.lora_rank, self.lora_modules, *rows)
 
 
@@ -255,8 +257,6 @@ class Engine(ABC):
     """Its key that sets `at_once`, if there is one."""
     notes_experts: ClassVar[bool] = False
     """Whether its completions can say to which experts their tokens went (`Sampling.notes_experts`)."""
-    reads_images: ClassVar[bool] = False
-    """Whether it samples prompts with images."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
     packages: ClassVar[tuple[str, ...]] = ()
@@ -285,6 +285,13 @@ class Engine(ABC):
             modules: gives the modules' names, which takes time.
         """
         return None
+
+    def why_no_images(self, kind: str, device: str) -> Missing | None:
+        """Why it does not sample prompts with images for models of this type, such as "gemma3"; None if it does.
+
+        device: torch's type of the trainer's device.
+        """
+        return Missing(f"{self.title} does not sample prompts with images", "use generation=transformers")
 
     def serves_experts(self, device: str) -> bool:
         """Whether it can serve an adapter on a mixture of experts, whatever it is on; `device` is "cpu" or "cuda"."""

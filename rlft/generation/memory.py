@@ -156,6 +156,7 @@ class Load:
         max_sequence_tokens: the most tokens of a prompt and its completion together.
         device: torch's type of the trainer's device, such as "cpu" or "cuda".
         device_memory: bytes of a GPU's memory, 0 where they are not known.
+        tower: bytes of the weights of a vision tower, which an engine with a base of its own holds as well.
     """
 
     decodings: tuple[Decoding, ...]
@@ -163,6 +164,7 @@ class Load:
     max_sequence_tokens: int
     device: str
     device_memory: int = 0
+    tower: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

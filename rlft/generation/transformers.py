@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from rlft.config.bounds import PositiveInt
-from rlft.generation.engine import Engine, EngineArgs, Generator, TokenCallback
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing, TokenCallback
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
@@ -76,7 +76,6 @@ class Transformers(Engine):
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
     notes_experts: ClassVar[bool] = True
-    reads_images: ClassVar[bool] = True
     in_graphs: ClassVar[bool | None] = False
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
@@ -102,6 +101,9 @@ class Transformers(Engine):
     @property
     def at_once(self) -> int:
         return self.batch_size
+
+    def why_no_images(self, kind: str, device: str) -> Missing | None:
+        return None
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
         """Sums of base and adapter, keys and values, and logits, for the decoding that takes most."""

@@ -109,7 +109,7 @@ def open_task(plan: SftPlan, engines: Engines, stack: ExitStack, say: Say) -> De
     if config.lora is None:
         learner: Networks = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
     else:
-        adopt = engines.adopting(config, config.lora, plan.engine)
+        adopt = engines.adopting(plan, config.lora)
         learner = open_policy(config, config.lora, stack, adopt)
     if plan.engine is None:
         return DemonstrationTask(plan, learner, None, None, say)

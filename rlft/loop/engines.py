@@ -27,7 +27,7 @@ from rlft.system.memory import Largest
 from rlft.tokens.text import with_variables
 
 if TYPE_CHECKING:
-    from rlft.config.schema import RunConfig, SamplingRoot
+    from rlft.config.schema import RunConfig
 
 
 class Engines:
@@ -98,7 +98,8 @@ class Engines:
         base itself is trained. traces: as in `wrap_with_environment`.
         """
         assert plan.engine is not None, "the run samples"
-        engine, args = plan.config.generation.named(plan.engine), engine_args(plan.config, lora, learner)
+        engine = plan.config.generation.named(plan.engine)
+        args = engine_args(plan.config, lora, learner, images=plan.images)
         with self.opened(engine, args) as generator:
             over = wrap_with_environment(generator, engine, environment, args, traces)
             try:
@@ -107,19 +108,19 @@ class Engines:
                 if over is not generator:
                     over.close()
 
-    def adopting(self, config: SamplingRoot, lora: LoraSettings | None, engine: str | None) -> Adopt | None:
+    def adopting(self, plan: Plan, lora: LoraSettings | None) -> Adopt | None:
         """The function that puts the trainer's base on the engine's storage; None where each holds its own base.
 
         The engine is opened first, so that the device never holds two bases. Jobs of a sweep that share the engine get
         the same function, and so the same base.
         """
-        if engine is None:
+        if plan.engine is None:
             return None
-        chosen: Engine = config.generation.named(engine)
-        if base_sharing_obstacle(chosen, config.model) is not None:
+        chosen: Engine = plan.config.generation.named(plan.engine)
+        if base_sharing_obstacle(chosen, plan.config.model) is not None:
             return None
         assert chosen.shared, "only an engine that stays open for all jobs can hold the base that they share"
-        return cast(BaseLender, self._shared_by_jobs(chosen, engine_args(config, lora))).adopt
+        return cast(BaseLender, self._shared_by_jobs(chosen, engine_args(plan.config, lora, images=plan.images))).adopt
 
     def _shared_by_jobs(self, engine: Engine, args: EngineArgs) -> Generator:
         return cast(Generator, self._keep("generator", (engine, args.of_the_engine), lambda: engine.open(args)))
@@ -180,7 +181,9 @@ def base_sharing_obstacle(engine: Engine, model: ModelConfig) -> str | None:
     return engine.base_sharing_obstacle(device=str(device), itemsize=itemsize, quantized=quantized)
 
 
-def engine_args(config: Any, lora: LoraSettings | None, learner: Networks | None = None) -> EngineArgs:
+def engine_args(
+    config: Any, lora: LoraSettings | None, learner: Networks | None = None, *, images: int = 0
+) -> EngineArgs:
     """The arguments for opening the engine of this config.
 
     Args:
@@ -188,6 +191,7 @@ def engine_args(config: Any, lora: LoraSettings | None, learner: Networks | None
         lora: the settings of the adapters that the engine will load; None if it loads none.
         learner: the trainer's networks, whose base an engine in this process may decode on; None before they are
             loaded, and in a process without them.
+        images: the most images of a prompt.
     """
     model, modules = config.model, ()
     if learner is not None:
@@ -215,6 +219,7 @@ def engine_args(config: Any, lora: LoraSettings | None, learner: Networks | None
         lora_modules=frozenset(name.rpartition(".")[2] for name in modules) or None,
         max_sequence_tokens=config.prompts.max_tokens + config.generation.max_tokens,
         seed=config.seed,
+        images=images,
     )
 
 

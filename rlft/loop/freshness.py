@@ -314,7 +314,7 @@ def check_decoding(
 ) -> float | None:
     """The largest gap in nats between the engine's log-probs and the trainer's; None if the engine has no weights.
 
-    A prompt with images is among those that are sampled, if there is one at the beginning of the data.
+    The longest prompt with images is among those that are sampled.
 
     Args:
         generator: the run's engine, with the learner's weights.
@@ -328,11 +328,9 @@ def check_decoding(
     """
     max_tokens, token_budget = config.generation.max_tokens, config.token_budget
     probes = _probes(prompts, config.prompts.max_tokens, max_tokens)
-    probes += [
-        replace(prompt, next_turn=NextTurn(turn=0, seed=0, max_tokens=min(LENGTHS[0][1], max_tokens)))
-        for prompt in prompts.prompts[:1]
-        if prompt.images
-    ]
+    if prompts.shows_most is not None:
+        turn = NextTurn(turn=0, seed=0, max_tokens=min(LENGTHS[0][1], max_tokens))
+        probes.append(replace(prompts.prompts[prompts.shows_most], next_turn=turn))
     if not any(generator.score([probes[0].token_ids[:2]])):
         return None
     sampling = Sampling(max_tokens=max_tokens, temperature=1.0)

@@ -392,7 +392,7 @@ def open_session(
         members = stack.enter_context(open_members(plan, folder, run.logger.note, has_ranks=trains))
         adopt, base, pool = None, None, members.pool
         if pool is None:  # an engine in this process needs the whole base
-            adopt = engines.adopting(config, config.lora, plan.engine)
+            adopt = engines.adopting(plan, config.lora)
         else:
             base = layers_of_rank(config.cluster, rank=0)
         # Before the base: what it leaves free decides whether activations are recomputed.

@@ -8,18 +8,26 @@ from rlft.config.schema import RunConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine
 from rlft.reward.workers.reward_spec import specs
-from rlft.types import require
+from rlft.system.device import resolve_device
+from rlft.types import UserError, require
 
 
-def check_images(config: Any, engine: Engine, prompts: PromptSet) -> None:
-    """Refuses what does not go with images, if the first prompt has any; `config` is a root that samples.
+def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None) -> None:
+    """Refuses what does not go with images, if a prompt of the sets has any.
+
+    Args:
+        config: a root that samples.
+        kind: the type of its model.
+        engine: what samples.
+        sets: its prompts.
 
     Raises UserError.
     """
-    if not prompts.prompts[0].images:
+    if not any(prompts.images for prompts in sets if prompts is not None):
         return
-    problem, remedy = f"{engine.title} does not sample prompts with images", "use generation=transformers"
-    require(engine.reads_images, "generation.engine", problem, got=config.generation.engine, remedy=remedy)
+    if (missing := engine.why_no_images(kind, resolve_device(config.model.device).type)) is not None:
+        got = config.generation.engine
+        raise UserError("generation.engine", missing.problem, got=got, remedy=missing.remedy)
     problem, environment = "goes on with texts alone, and the data have images", config.environment
     require(environment is None, "environment", problem, remedy="leave it out, or use data without images")
     for name, spec in specs(config.reward).items():

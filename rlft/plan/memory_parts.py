@@ -192,6 +192,7 @@ class Demand:
             max_sequence_tokens=self.max_sequence_tokens,
             device=type_of(self.device),
             device_memory=self.device_memory,
+            tower=0 if self.tower is None else self.tower.weights,
         )
 
 

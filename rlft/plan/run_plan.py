@@ -71,6 +71,11 @@ class Plan(ABC):
         return not hasattr(self.config, "logger") or any(declares(logger, "has_page") for logger in self.loggers)
 
     @property
+    def images(self) -> int:
+        """The most images of a prompt that is sampled."""
+        return 0
+
+    @property
     def scored_prompts(self) -> PromptSet | None:
         """Prompts whose completions the rewards of `config.reward` score; None if nothing is scored."""
         return None

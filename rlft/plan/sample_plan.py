@@ -52,6 +52,10 @@ class SamplePlan(Plan):
         return -(-len(self.chosen) // self.config.prompts_per_step)
 
     @property
+    def images(self) -> int:
+        return self.prompts.images
+
+    @property
     def chosen(self) -> Sequence[Prompt]:
         """The prompts that are sampled, in the order of the data."""
         return self.prompts.prompts[: self.config.num_prompts]
@@ -106,7 +110,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     environment = read_environment(config.environment)
     shown = prompt_additions(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
-    check_images(config, config.generation.named(engine), prompts)
+    check_images(config, model_config.model_type, config.generation.named(engine), prompts)
     data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
     return SamplePlan(
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +57,20 @@ class TowerDemand:
 
 
 def tower_demand(
-    config: Any, dtype: torch.dtype, prompts: PromptSet, num_prompts: int, tokenizer: PreTrainedTokenizerBase
+    config: Any,
+    dtype: torch.dtype,
+    sets: Iterable[PromptSet | None],
+    num_prompts: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> TowerDemand | None:
-    """The demand of the images in the longest prompt, for a model with this config; None if it has none.
+    """The demand of the images in the longest prompt that has any; None if none has.
 
-    They go through a tower of this shape whose numbers are not computed.
+    `config` is the model's. The images go through a tower of this shape whose numbers are not computed.
     """
-    longest = prompts.longest()
-    if not longest.images:
+    shown = [each for each in sets if each is not None and each.shows_most is not None]
+    if not shown:
         return None
+    longest = max((each.prompts[each.shows_most or 0] for each in shown), key=lambda prompt: len(prompt.token_ids))
     with no_init_weights():
         tower = tower_class(config)._from_config(tower_config(config), dtype=dtype).eval().base_model
     reading, vectors = 0, 0

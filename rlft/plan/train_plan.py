@@ -98,6 +98,11 @@ class TrainPlan(Plan):
     placement: Placement | None = None  # where engines and ranks are; None until their GPUs are known
 
     @property
+    def images(self) -> int:
+        sets = (self.train_prompts, self.held_out)
+        return max(prompts.images for prompts in sets if prompts is not None)
+
+    @property
     def num_steps(self) -> int:
         return self.config.steps
 
@@ -406,7 +411,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     held_out = None
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
-    check_images(config, config.generation.named(engine), train_prompts)
+    check_images(config, model_config.model_type, config.generation.named(engine), train_prompts, held_out)
     data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
     check_fresh_prompts(config, len(train_prompts.prompts))
     pass_rates = known_pass_rates(config, train_prompts) if trains else None
@@ -443,7 +448,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         ends=ends,
         pass_rates=pass_rates,
         teacher_row_tokens=teacher_row_tokens,
-        tower=tower_demand(model_config, dtype, train_prompts, num_read, tokenizer) if trains else None,
+        tower=tower_demand(model_config, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
         notes=(
             *(warnings_of_config(config, algorithm) if trains else ()),
             *warnings_of_sizes(

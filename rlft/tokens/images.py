@@ -120,6 +120,7 @@ class ImageProcessor:
         self._defaults = processor.valid_processor_kwargs._defaults.get("images_kwargs", {})
         token = getattr(config, "image_token_id", None)
         self.image_token_id: int = config.image_token_index if token is None else token
+        self.of_images: Any = processor.image_processor  # transformers'
         self._token: str = processor.image_token  # what the template writes, which may be another one than the vectors'
 
     def expanded(self, text: str, prompt: Prompt) -> str:
@@ -143,7 +144,7 @@ class ImageProcessor:
 
     def _processed(self, image: Image, whose: str = "") -> Any:
         try:
-            return self._processor.image_processor([picture(image)], return_tensors="pt", **self._defaults)
+            return self.of_images([picture(image)], return_tensors="pt", **self._defaults)
         except (OSError, SyntaxError, ValueError) as error:
             what, remedy = f"the image{whose} cannot be read", "correct that row, or leave it out"
             problem = f"{what} ({type(error).__name__}: {error})"

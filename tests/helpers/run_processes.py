@@ -197,9 +197,9 @@ def places(cwd: Path) -> tuple[Path, Path, str]:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The rlft that these tests import; threads that wait sleep: torch is imported before rlft can say so."""
-    others = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join(filter(None, [str(Path(rlft.__file__).parents[1]), others]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", **more}
+    folders = [str(Path(rlft.__file__).parents[1]), more.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **more, "PYTHONPATH": path}
 
 
 def marked(mark: str) -> set[int]:

@@ -135,7 +135,8 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, A
         return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=deep, **qwen)
     if kind == "qwen2_5_vl":
         del text["head_dim"]
-        rope = {**sections, "mrope_section": [4, 2, 2]}
+        half = text["hidden_size"] // text["num_attention_heads"] // 2
+        rope = {**sections, "mrope_section": [half - half // 2, half // 4, half // 4]}
         windows = {**vision, "window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=windows, **qwen)
     siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **of_vision}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from model_folders import with_vision
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
+from rlft.data.shapes import drawing
 from rlft.plan.train_plan import TrainPlan
-from rlft.types import UserError
+from rlft.types import Split, UserError
 
 SMALL = ("+recipe=grpo_shapes", "data.size=40", "data.held_out_size=20", "prompts_per_step=4")
 
@@ -36,7 +38,8 @@ def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> No
     ("words", "expected"),
     [
         (["model.path=embedded:tiny-arithmetic"], "model.path: the data have images, and a qwen2 reads none"),
-        (["generation=vllm"], "generation.engine: vLLM does not sample prompts with images"),
+        (["generation=vllm"], "generation.engine: vLLM reads images with torchvision, which is not installed"),
+        (["generation=scripted"], "generation.engine: the scripted engine does not sample prompts with images"),
         (["cluster.ranks=2"], "cluster.ranks: do not get the data's images"),
         (["snapshot.teacher=embedded:tiny-arithmetic"], "snapshot.teacher: "),
         (["prompts.style=raw"], "prompts.style: "),
@@ -63,3 +66,34 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     folder = vision_folders.folder_of(tmp_path / "qwen3_5", "qwen3_5")
     (folder / "preprocessor_config.json").unlink()
     assert refusal(f"model.path={folder}").startswith("model.path: its processor of images cannot be read")
+
+
+def test_vllm_on_a_cpu_is_refused_where_an_image_is_read_both_ways(tmp_path: Path) -> None:
+    folder = vision_folders.folder_of(tmp_path / "gemma3", "gemma3")
+    found = refusal(f"model.path={folder}", "generation=vllm", "prompts.max_tokens=128", "model.device=cpu")
+    assert found.startswith("generation.engine: a gemma3 reads an image both ways, and vLLM's attention on a CPU ")
+
+
+@pytest.mark.parametrize("split", Split)
+def test_images_of_any_prompt_count(split: Split, tmp_path: Path) -> None:
+    """The first prompt, and the longest one, have none."""
+    picture = tmp_path / "a.png"
+    picture.write_bytes(drawing("3-a").data)
+    asked = {"train": ["is it so?" * 9, "is it?"], "held_out": ["is this so?" * 9, "is this?"]}
+    for name, texts in asked.items():
+        rows = [{"prompt": text, "images": [], "answer": "1"} for text in texts]
+        rows[1]["images"] = [str(picture)] * 2 if name == split.value else []
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        f"data.path={tmp_path}/train.jsonl",
+        f"data.held_out_path={tmp_path}/held_out.jsonl",
+        "data.image_field=images",
+        "prompts_per_step=1",
+        "prompts.max_tokens=200",
+    ]
+    keys = ["+recipe=grpo_shapes", "data=jsonl", "eval.every=1", "eval.num_prompts=2", "reward=length", *words]
+    plan: TrainPlan = resolve(compose(keys)).plan()
+    assert plan.images == 2
+    assert plan.tower is not None
+    with pytest.raises(UserError, match="does not sample prompts with images"):
+        resolve(compose([*keys, "generation=scripted"])).plan()

@@ -72,10 +72,15 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("tokenizer_mode", "skip_tokenizer_init"), "would change what token ids mean"),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), ONE_PROCESS),
     **dict.fromkeys(("distributed_executor_backend", "worker_cls", "worker_extension_cls", "nnodes"), ONE_PROCESS),
+    **dict.fromkeys(("language_model_only", "limit_mm_per_prompt"), "is set by the images of the data"),
+    "mm_processor_kwargs": "would make images others than those that are trained on",
     "enable_prefix_caching": "is set: a prompt is computed once for its group",
     "async_scheduling": "is left to vLLM, which drops it where requests must be repeatable",
 }
 """{argument: what it is or would do}."""
+
+BOTH_WAYS = ("gemma3", "gemma4")
+"""Types of models of which a token of an image also sees those of the image that follow."""
 
 ROUNDING = ("quantization", "kv_cache_dtype", "quantization_config")
 """Arguments with which log-probs are off by more than the trainer's own rounding."""
@@ -154,6 +159,15 @@ class VLLM(Engine):
 
     def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
         return unserved(modules()) if self.weights == "merged" else None
+
+    def why_no_images(self, kind: str, device: str) -> Missing | None:
+        if device == "cpu" and kind in BOTH_WAYS:
+            problem = f"a {kind} reads an image both ways, and vLLM's attention on a CPU reads everything one way"
+            return Missing(problem, "use generation=transformers")
+        if importlib.util.find_spec("torchvision") is not None:
+            return None
+        problem = "vLLM reads images with torchvision, which is not installed"
+        return Missing(problem, f"{pip_install('torchvision')}, or use generation=transformers")
 
     def serves_experts(self, device: str) -> bool:
         return self.weights == "merged" or device != "cpu"  # with adapters its experts are Triton's
@@ -235,7 +249,7 @@ class VLLM(Engine):
         """
         if load.device == "cpu":
             token = model.key_size * model.itemsize
-            size = model.base_bytes + cpu_cache_bytes(token, load.max_sequence_tokens, self.max_num_seqs)
+            size = model.base_bytes + load.tower + cpu_cache_bytes(token, load.max_sequence_tokens, self.max_num_seqs)
             libraries = MemoryPart(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
             return EngineMemory(parts=(_part("vLLM, its base and KV cache", size, "max_num_seqs"), libraries))
         least = least_bytes(model, load, self.options, self.max_num_seqs)

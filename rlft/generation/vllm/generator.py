@@ -25,13 +25,16 @@ from rlft.generation.vllm.guest import (
     explained,
     guest,
     guest_while_starting,
+    of_tokens,
     runs_on_cpu,
     start,
     telling_tokens,
 )
+from rlft.generation.vllm.images import check_tokens, image_options, read_as_the_trainer, request
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots
 from rlft.generation.vllm.whole_model import load_whole, read_whole
+from rlft.tokens.images import ImageProcessor, processor_of
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 if TYPE_CHECKING:
@@ -77,7 +80,6 @@ class VLLMGenerator(Generator):
             "max_model_len": args.max_sequence_tokens,
             "max_num_seqs": keys.max_num_seqs,
             "enable_prefix_caching": True,
-            "language_model_only": True,  # of a base with towers for images: they are not loaded
             "logprobs_mode": "processed_logprobs",  # after temperature
             "generation_config": "auto",  # only for its end tokens: all sampling settings are given with each request
             "use_tqdm_on_load": False,
@@ -94,6 +96,7 @@ class VLLMGenerator(Generator):
                 options["lora_target_modules"] = sorted(args.lora_modules)
         with guest_while_starting(keys.batch_invariant):
             self._on_cpu = runs_on_cpu()
+            options |= image_options(args.images, on_cpu=self._on_cpu)
             if self._on_cpu:
                 options |= {
                     "enforce_eager": True,
@@ -111,7 +114,7 @@ class VLLMGenerator(Generator):
                     "gpu_memory_utilization": keys.gpu_memory_utilization,
                     "enable_sleep_mode": keys.sleep,
                 }
-            self._llm: Any = _start(options, keys.options)
+            self._llm: Any = _start(options, keys.options, processor_of(args.tokenizer) if args.images else None)
         self._can_sleep = keys.sleep and not self._on_cpu
         self._asleep = False
         self._merged_weights: MergedWeights | None = None
@@ -254,7 +257,9 @@ class VLLMGenerator(Generator):
         ]
         # Completions that are all the same are drawn once, and their tokens are not reported.
         callback = self.token_callback if copies == 1 else None
-        outputs = self._generate([prompt.token_ids for prompt in prompts], params, callback)
+        outputs = self._generate([request(prompt) for prompt in prompts], params, callback)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            check_tokens(prompt, output.prompt_token_ids or (), self._model_path)
         return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -266,7 +271,7 @@ class VLLMGenerator(Generator):
         for ids in sequences:
             if not 2 <= len(ids) < self.max_sequence_tokens:
                 raise ValueError(f"a sequence to score has 2 .. {self.max_sequence_tokens - 1} tokens, not {len(ids)}")
-        outputs = self._generate(sequences, [_scoring() for _ in sequences])
+        outputs = self._generate(of_tokens(sequences), [_scoring() for _ in sequences])
         return [_flat(output.prompt_logprobs, len(ids) - 1) for output, ids in zip(outputs, sequences, strict=True)]
 
     def sleep(self) -> None:
@@ -325,12 +330,12 @@ class VLLMGenerator(Generator):
         return self._llm
 
     def _generate(
-        self, sequences: Sequence[Sequence[int]], params: Sequence[Any], callback: TokenCallback | None = None
+        self, requests: Sequence[Mapping[str, Any]], params: Sequence[Any], callback: TokenCallback | None = None
     ) -> list[RequestOutput]:
         llm = self._awake()
         merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
         with merged, telling_tokens(llm.llm_engine, callback):
-            return answers(llm, sequences, params, self._on_cpu, lora_request=self._lora)
+            return answers(llm, requests, params, self._on_cpu, lora_request=self._lora)
 
     def _check(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> None:
         if n < 1 or len(prompts) != len(seeds):
@@ -373,12 +378,12 @@ def _is_recurrent(options: Mapping[str, Any], further: Mapping[str, Any]) -> boo
 
     with explained("vLLM cannot read the model", "use generation=transformers", "generation.engine"):
         names = ("model", "dtype", "trust_remote_code", "revision", "max_model_len", "language_model_only")
-        known = {name: options[name] for name in names}
+        known = {name: options[name] for name in names if name in options}
         config = EngineArgs(**{**known, **further}).create_model_config()
         return config.is_hybrid or config.is_attention_free
 
 
-def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
+def _start(options: Mapping[str, Any], further: Mapping[str, Any], images: ImageProcessor | None = None) -> Any:
     for name, value in further.items():
         # The trainer may hold the base in 4 bits and the engine hold it otherwise.
         if options.get(name) is not None and name != "quantization":
@@ -389,9 +394,12 @@ def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
     remedy = f"{without}{'or ' if without else ''}choose generation=transformers"
     with explained("vLLM could not start", remedy, "generation.engine", room=room):
         llm = start({**options, **further})
-        try:  # what it has no kernels for shows in the shortest row, and not in the first step
+        try:
+            if images is not None:
+                read_as_the_trainer(llm, images)
+            # What it has no kernels for shows in the shortest row, and not in the first step.
             row = [0] * min(2, options["max_model_len"] - 1)
-            answers(llm, [row], [_scoring()], runs_on_cpu())
+            answers(llm, of_tokens([row]), [_scoring()], runs_on_cpu())
         except BaseException:
             end(llm, runs_on_cpu())
             raise

@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -169,30 +169,34 @@ def free_memory() -> None:
 
 
 def answers(
-    llm: Any, sequences: Sequence[Sequence[int]], params: Sequence[Any], on_cpu: bool, **settings: Any
+    llm: Any, requests: Sequence[Mapping[str, Any]], params: Sequence[Any], on_cpu: bool, **settings: Any
 ) -> list[Any]:
-    """vLLM's outputs for these token ids, in their order; on any error the engine is left without requests.
+    """vLLM's outputs for these requests, in their order; on any error the engine is left without requests.
 
     Args:
         llm: the engine.
-        sequences: token ids of each request.
+        requests: vLLM's prompts, such as those of `of_tokens`.
         params: vLLM's SamplingParams of each request.
         on_cpu: whether the engine computes on a CPU.
         settings: further arguments of `LLM.generate`.
     """
-    requests = [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
     try:
         with (
             explained("vLLM failed while it computed", ELSEWHERE),
             guest(on_cpu),
             interrupted_between_steps(llm.llm_engine),
         ):
-            return llm.generate(requests, list(params), use_tqdm=False, **settings)
+            return llm.generate(list(requests), list(params), use_tqdm=False, **settings)
     except BaseException:
         # Also on Ctrl-C: requests left in the engine would come back among the next call's answers.
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         raise
+
+
+def of_tokens(sequences: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
+    """vLLM's requests for these token ids."""
+    return [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
 
 
 def runs_on_cpu() -> bool:

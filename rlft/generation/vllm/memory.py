@@ -54,7 +54,8 @@ def least_bytes(model: ModelSizes, load: Load, options: Mapping[str, Any], max_n
     default = LARGE_BATCHED_TOKENS if load.device_memory >= LARGE_DEVICE else BATCHED_TOKENS
     tokens = max(int(options.get("max_num_batched_tokens") or default), max_num_seqs)
     forward = tokens * model.layer_width * model.itemsize + 2 * max_num_seqs * model.vocabulary * FLOAT32
-    return base_bytes(model, options) + forward + model.key_size * model.itemsize * load.max_sequence_tokens
+    weights = base_bytes(model, options) + load.tower
+    return weights + forward + model.key_size * model.itemsize * load.max_sequence_tokens
 
 
 def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> EngineMemory:
@@ -135,8 +136,14 @@ def cpu_cache_of(options: Mapping[str, Any]) -> int:
 
     loading = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
     config = AutoConfig.from_pretrained(options["model"], **loading).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Layers may differ, such as Gemma 4's; vLLM gives each of them blocks of the widest one's size.
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
     element = 2 if options["dtype"] in ("bfloat16", "float16", "half") else 4
-    token = 2 * config.num_hidden_layers * heads * head_size * element  # keys and values
+    token = 2 * config.num_hidden_layers * max(map(_key_elements, layers)) * element  # keys and values
     return cpu_cache_bytes(token, options["max_model_len"], options["max_num_seqs"])
+
+
+def _key_elements(layer: Any) -> int:
+    """Elements of a token's keys in a layer with this config."""
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.generation.vllm.guest import answers, end, explained, guest_while_starting, runs_on_cpu, start
+from rlft.generation.vllm.guest import answers, end, explained, guest_while_starting, of_tokens, runs_on_cpu, start
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, TEACHER_BATCHED_TOKENS, TEACHER_SEQS, cpu_cache_of
 from rlft.types import UserError
 
@@ -133,7 +133,7 @@ class VLLMTeacher:
             SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=width, flat_logprobs=True, detokenize=False)
             for _ in rows
         ]
-        outputs = answers(self._llm, rows, params, self._on_cpu)
+        outputs = answers(self._llm, of_tokens(rows), params, self._on_cpu)
         return [
             (
                 torch.tensor(output.prompt_logprobs.token_ids).view(len(row) - 1, 1 + width),

@@ -48,7 +48,7 @@ from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import generator as vllm_generator
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator, _start
-from rlft.generation.vllm.guest import VLLMError, answers
+from rlft.generation.vllm.guest import VLLMError, answers, of_tokens
 from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
 from rlft.system.crash import explains_itself
 from rlft.system.terminal import pip_install
@@ -161,7 +161,7 @@ def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_
         def call(*_: Any, **__: Any) -> Any:
             return generate(raising(error))
 
-        answers(SimpleNamespace(llm_engine=engine, generate=call), [[1, 2]], [None], on_cpu=False)
+        answers(SimpleNamespace(llm_engine=engine, generate=call), of_tokens([[1, 2]]), [None], on_cpu=False)
 
     kernel = RuntimeError("Unsupported CPU attention configuration: head_dim=16")
     with pytest.raises(
