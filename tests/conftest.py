@@ -34,12 +34,15 @@ collect_ignore = ["cuda"]
 torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
 
+SLOWEST = {"whole_runs", "pretended_card", "vllm", "audit"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses names that differ from process to process, and puts whole runs, which take long, first."""
+    """Refuses names that differ from process to process, and puts the folders of the slowest tests first."""
     for item in items:
         if " at 0x" in item.nodeid:  # pytest-xdist runs nothing when two of its workers see different names
             raise pytest.UsageError(f"{item.nodeid}: the name holds an address; give parametrize its ids")
-    items.sort(key=lambda item: "whole_runs" not in item.path.parts)
+    items.sort(key=lambda item: SLOWEST.isdisjoint(item.path.parts))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,11 +20,11 @@ RUN = (
     "generation.max_tokens=24", "eval.num_prompts=4", "eval.num_samples=2", "data.size=64", "data.held_out_size=8",
     "scoring.workers=0", "model.device=cpu", "logger=[jsonl]",
 )  # fmt: skip
-FIVE = ("steps=5", "eval.every=2")
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 SAVED = "rlft.runs.checkpoint:save"
 PUBLISHED = "rlft.loop.session:Session.publish"
 IN_A_CHECKPOINT = {"half": "optimizer.safetensors", "call": 1}
+IN_THE_SECOND = [{**IN_A_CHECKPOINT, "call": 2}]
 KILLS: list[dict[str, Any]] = [
     {"at": UPDATE, "call": 2, "do": "kill", "when": "after"},
     {"at": PUBLISHED, "call": 3, "do": "kill", "when": "after"},
@@ -42,23 +42,31 @@ KILLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kills", [[IN_A_CHECKPOINT], slow(KILLS)], ids=["once", "everywhere"])
+@pytest.mark.parametrize(
+    ("steps", "every", "kills"), [(3, 1, IN_THE_SECOND), slow(5, 2, KILLS)], ids=["once", "everywhere"]
+)
 @pytest.mark.parametrize("words", [words if "ema" in name or "moving" in name else slow(words)
                                    for name, words in KILLED.items()], ids=list(KILLED))  # fmt: skip
 def test_killed_and_resumed_it_is_the_same_run(
-    words: tuple[str, ...], kills: list[dict[str, Any]], quiet: Nursery, rough: Nursery, tmp_path: Path
+    words: tuple[str, ...],
+    steps: int,
+    every: int,
+    kills: list[dict[str, Any]],
+    quiet: Nursery,
+    rough: Nursery,
+    tmp_path: Path,
 ) -> None:
-    undisturbed, run = tmp_path / "undisturbed", ("train", *words, *RUN, *FIVE)
+    undisturbed, run = tmp_path / "undisturbed", ("train", *words, *RUN, f"steps={steps}", "eval.every=2")
     quiet.run(*run, "checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed", cwd=tmp_path, ends=0)
-    assert [line["step"] for line in metrics(undisturbed)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics(undisturbed)] == [*range(1, steps + 1)]
     assert all(line["policy/grad_norm"] > 0 for line in metrics(undisturbed))
     moving = [
         "model/model.safetensors",
         *(["reference/model.safetensors"] if "snapshot.reference=ema" in words else []),
     ]
     for file in (*moving, "optimizer.safetensors"):
-        assert len({(checkpoint / file).read_bytes() for checkpoint in checkpoints(undisturbed)}) == 5, file
-    killed_at_each(rough, tmp_path, (*run, "checkpoint.every=2", "checkpoint.keep=2"), kills, undisturbed)
+        assert len({(checkpoint / file).read_bytes() for checkpoint in checkpoints(undisturbed)}) == steps, file
+    killed_at_each(rough, tmp_path, (*run, f"checkpoint.every={every}", "checkpoint.keep=2"), kills, undisturbed)
     check_resumed(rough, tmp_path, undisturbed)
 
 

@@ -9,7 +9,6 @@ import pytest
 import vision_folders
 from run_folders import check_resumed, check_same, killed_at_each, learned
 from run_processes import Nursery
-from slow_cases import slow_but
 
 from rlft import cli
 from rlft.commands.watch.report import report_of
@@ -40,7 +39,8 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
     check_same(halted, run)
 
 
-@pytest.mark.parametrize("kind", slow_but("gemma3", ["gemma3", "gemma4"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_models_that_read_images_both_ways_learn_and_resume(kind: str, tmp_path: Path) -> None:
     model = vision_folders.folder_of(tmp_path / kind, kind)
     repetition = ("reward=repetition", "reward.repetition.unit=tokens", "reward.repetition.ngram=1")

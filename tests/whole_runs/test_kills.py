@@ -51,7 +51,7 @@ STAGES = [
     killed_at("rlft.loop.session:Session.evaluate_if_due", 1),  # after the last step
     killed_at("rlft.runs.checkpoint:save", 1),
 ]
-FEW = [STAGES[place] for place in (1, 3, 7, 8, 13, 14)]
+FEW = [STAGES[place] for place in (1, 7, 13, 14)]
 WRITES = [
     {"half": ".config.yaml.writing", "call": 1},
     {"half": "eval.jsonl", "call": 1},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -171,7 +172,9 @@ LONG = {
 QUICK_S = 8.0
 
 
-@pytest.mark.parametrize("name", ["exact_match", "format", "length", "cosine", "repetition", "math", "equations"])
+@pytest.mark.parametrize(
+    "name", ["exact_match", "math", *map(slow, ["format", "length", "cosine", "repetition", "equations"])]
+)
 def test_completions_of_a_megabyte_are_scored_within_seconds(name: str) -> None:
     reward = load(list(specs(compose([f"reward=[{name}]"])["reward"]).values()))[name]
     assert not isinstance(reward, Failure)

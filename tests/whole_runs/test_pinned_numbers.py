@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import Nursery
+from slow_cases import slow
 
 MODEL = "model.device=cpu lora.rank=4 lora.alpha=8 logger=[jsonl] eval.every=0 token_budget=1024"
 ENGINE = """\
@@ -91,7 +92,7 @@ PINNED = {
 differences of large numbers, such as kl/old, agree less well and are left out."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [slow(name) if name in ("gspo", "rloo", "kimi") else name for name in RUNS])
 def test_a_short_run_computes_what_it_always_has(quiet: Nursery, tmp_path: Path, name: str) -> None:
     (tmp_path / "configs" / "generation").mkdir(parents=True)
     (tmp_path / "configs" / "generation" / "pinned.yaml").write_text(ENGINE)

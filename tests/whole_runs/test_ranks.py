@@ -9,7 +9,7 @@ from run_folders import check_same, check_so_far
 from run_processes import Nursery, happens, marked
 
 KEYS = (
-    "steps=3", "cluster.lanes=4", "checkpoint.every=1", "checkpoint.keep=99", "checkpoint.on_signal=now",
+    "steps=2", "cluster.lanes=4", "checkpoint.every=1", "checkpoint.keep=99", "checkpoint.on_signal=now",
     "dynamic_sampling.max_rounds=1", "minibatches=3", "eval.every=0", "curriculum.running=true",
 )  # fmt: skip
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"

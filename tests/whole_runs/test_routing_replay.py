@@ -57,9 +57,9 @@ def train(tmp_path: Path, tiny_path: Path, varied_reward: Path) -> Callable[...,
     ids=" ".join,
 )
 def test_resumed_it_is_the_same_run(train: Callable[..., Path], words: tuple[str, ...]) -> None:
-    undisturbed = train("undisturbed", *words, "steps=3")
+    undisturbed = train("undisturbed", *words, "steps=2")
     halted = train("halted", *words, "steps=1")
-    assert cli.run(["resume", str(halted), "steps=3"]) == 0
+    assert cli.run(["resume", str(halted), "steps=2"]) == 0
     check_same(halted, undisturbed)
     assert learned(undisturbed)
     replaced = [line["router/replaced_tokens"] for line in metrics(undisturbed)]

@@ -15,6 +15,7 @@ def problems(command: str, nursery: Nursery, place: Path, chosen: list[Cell] | N
     return [(cell, problem) for cell, problem in run_command(command, nursery, place, chosen) if problem]
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_stage_changes_nothing(rough: Nursery, tmp_path: Path) -> None:
     assert problems("train", rough, tmp_path, PART) == []
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from run_folders import check_same, learned, metrics
-from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import compose
@@ -88,7 +87,8 @@ def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: P
     assert metrics(tmp_path / "fork")[-1]["kl/teacher"] > 1e-5
 
 
-@pytest.mark.parametrize("beside", [(), slow(("overlap.lag=1", "algorithm.mismatch=token_truncate"))], ids=["", "lag"])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [(), ("overlap.lag=1", "algorithm.mismatch=token_truncate")], ids=["", "lag"])
 def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
     beside: tuple[str, ...], tmp_path: Path
 ) -> None:
