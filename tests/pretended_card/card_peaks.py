@@ -119,10 +119,7 @@ CASES |= LONG | {
         size=NARROW, rows=(1, 2), prompt=256, completion=7936,
     ),
 }  # fmt: skip
-QUICK = (
-    "bfloat16", "checkpointing", "a critic's adapter", "a whole model", "all weights and a copy",
-    "offload, a row of 8192", "two ranks share a row of 8192", "norms over heads", "four norms and caps",
-)  # fmt: skip
+QUICK = ("bfloat16", "a critic's adapter", "all weights and a copy", "offload, a row of 8192", "four norms and caps")
 
 
 def main(*names: str) -> dict[str, Any]:

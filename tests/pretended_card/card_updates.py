@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import model_folders
 import torch
 from pretended_card import COUNTS
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rlft
 from rlft.batch import collate, select
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -53,11 +52,8 @@ CASES: dict[str, str] = {
     "bfloat16 with a critic": "+recipe=ppo_arithmetic model.dtype=bfloat16",
     "float16": "+recipe=grpo_arithmetic model.dtype=float16",
 }
-QUICK = (
-    "grpo", "reinforce", "kimi", "ppo", "ppo with a shared head", "ppo_ptx", "opd in the loss", "dora",
-    "kl, entropy and mismatch", "checkpointing", "plain kernels", "bfloat16",
-)  # fmt: skip
-SPLIT = ("grpo", "ppo", "ppo_ptx", "opd in the loss", "plain kernels", "bfloat16")
+QUICK = ("ppo_ptx", "opd in the loss", "kl, entropy and mismatch", "checkpointing", "plain kernels", "bfloat16")
+SPLIT = ("ppo_ptx", "opd in the loss", "plain kernels", "bfloat16")
 """Those of them that are also split into several micro-batches."""
 
 
@@ -75,7 +71,7 @@ def main(*names: str) -> dict[str, Any]:
     counts for 1 and for 4 micro-batches}."""
     cases = sorted(names, key=lambda name: "dtype" in CASES[name])  # one base is loaded at a time
     with tempfile.TemporaryDirectory() as folder:
-        small_model(folder)
+        model_folders.of_half_its_layers(Path(folder))
         plans = {name: planned(name, folder) for name in cases}
         exact = {name: planned(name, folder, dtype="float32") for name in cases if "dtype" in CASES[name]}
         truths = {name: updated(plan, "cpu", [1])[0] for name, plan in exact.items()}
@@ -99,15 +95,6 @@ def compared(host: Done, on_card: Sequence[Done], truth: Done | None) -> dict[st
         "to_truth": None if truth is None else [distance(host, truth), distance(whole, truth)],
         "counts": {number: done.counts for number, done in zip((1, PROMPTS), on_card, strict=False)},
     }
-
-
-def small_model(folder: str) -> None:
-    """The embedded model with half of its layers, which takes half of the time."""
-    path = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
-    AutoModelForCausalLM.from_pretrained(path, num_hidden_layers=2, layer_types=["full_attention"] * 2).save_pretrained(
-        folder
-    )
-    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
 
 
 def planned(name: str, folder: str, **model: str) -> TrainPlan:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import card_library
+import model_folders
 import pytest
 from run_processes import Ended, Nursery
 
@@ -60,3 +61,9 @@ def on_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnCard]:
     card = OnCard(tmp_path_factory.mktemp("card"))
     yield card
     card.close()
+
+
+@pytest.fixture(scope="session")
+def half(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The word that names the embedded model with half of its layers."""
+    return f"model.path={model_folders.of_half_its_layers(tmp_path_factory.mktemp('model') / 'half')}"

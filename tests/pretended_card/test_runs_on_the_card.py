@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from in_one_test import each
 from run_folders import KILLED, checkpoints, metrics
+from slow_cases import slow, slow_but
 
 from rlft.config import catalog
 
@@ -53,14 +53,18 @@ SAMPLED = (
 )
 
 
-@each("name", RUNS)
-def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, tmp_path: Path, name: str) -> None:
+QUICK = ("a learned reward", "dpo")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in RUNS])
+def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, half: str, tmp_path: Path, name: str) -> None:
     write_answers(tmp_path)
     found = {}
     for device in ("cpu", "cuda"):
         folder = f"{name.replace(' ', '_')}_{device}"
         places = ("--config-dir", "configs", f"hydra.run.dir={folder}", f"model.device={device}")
-        on_card.run(*RUNS[name].split(), *places, cwd=tmp_path)
+        model = [] if name == "images" else [half]
+        on_card.run(*RUNS[name].split(), *model, *places, cwd=tmp_path)
         [found[device]] = metrics(tmp_path / folder)
     host, card = found["cpu"], found["cuda"]
     assert host.keys() == card.keys()
@@ -80,9 +84,9 @@ OF_OTHER_KINDS = {
 RECOMPUTED = "model.gradient_checkpointing=true"
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("kind", slow_but("mps", OTHER_KINDS))
 def test_cards_of_other_kinds_have_the_numbers_of_the_cpu_by_torchs_own_operators(
-    on_card, tmp_path: Path, kind: str
+    on_card, half: str, tmp_path: Path, kind: str
 ) -> None:
     """An op in float64 raises on `mps`; what is dropped is dropped again where activations are recomputed.
 
@@ -92,7 +96,7 @@ def test_cards_of_other_kinds_have_the_numbers_of_the_cpu_by_torchs_own_operator
     for command, words in OF_OTHER_KINDS.items():
         found = []
         for device in ("cpu", OTHER_KINDS[kind]):
-            places = (f"hydra.run.dir={command}_{device}", f"model.device={device}", dropout, RECOMPUTED)
+            places = (half, f"hydra.run.dir={command}_{device}", f"model.device={device}", dropout, RECOMPUTED)
             on_card.run(*words.split(), *places, cwd=tmp_path, RLFT_CARD=kind)
             found += metrics(tmp_path / f"{command}_{device}")
         host, card = found
@@ -138,13 +142,13 @@ def near(one: float, other: float) -> bool:
     return abs(one - other) <= ROUNDINGS * max(1.0, abs(one))
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, half: str, tmp_path: Path) -> None:
     """With dropout and flash attention, in bfloat16, and sampled by the transformers engine."""
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
-    on_card.run(*SAMPLED.split(), cwd=tmp_path / "whole")
+    on_card.run(*SAMPLED.split(), half, cwd=tmp_path / "whole")
     kill = {"at": "rlft.generation.transformers:TransformersGenerator.sample", "call": 3, "do": "kill", "when": "after"}
-    on_card.run(*SAMPLED.split(), cwd=tmp_path / "killed", events=[kill], ends=KILLED)
+    on_card.run(*SAMPLED.split(), half, cwd=tmp_path / "killed", events=[kill], ends=KILLED)
     assert [line["step"] for line in metrics(tmp_path / "killed" / "run")] == [1]
     on_card.run("resume", "run", cwd=tmp_path / "killed")
     whole, killed = (tmp_path / folder / "run" for folder in ("whole", "killed"))
@@ -159,15 +163,15 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 DOCTOR = (
-    "doctor --json model.device=cuda generation=transformers model.path=embedded:tiny-arithmetic prompts_per_step=2"
+    "doctor --json model.device=cuda generation=transformers prompts_per_step=2"
     " group_size=2 generation.max_tokens=4 prompts.max_tokens=32"
 )
 MEASURED = ("memory", "disk", "sampling", "update", "publish", "memory plan")
 """Rows about this machine, and of a model so small that its plan is one of small change."""
 
 
-def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, tmp_path: Path) -> None:
-    done = on_card.run(*DOCTOR.split(), cwd=tmp_path, ends=None)
+def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, half: str, tmp_path: Path) -> None:
+    done = on_card.run(*DOCTOR.split(), half, cwd=tmp_path, ends=None)
     rows = {row["name"]: (row["status"], row["value"]) for row in json.loads(done.out)["rows"]}
     assert rows.keys() - set(MEASURED) == {
         "driver", "card", "model", "engine", "log-prob gap", "adapter swap", "kernels",
