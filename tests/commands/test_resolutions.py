@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config import instantiate
@@ -51,13 +52,13 @@ DEMONSTRATIONS = ("demonstrations.path=embedded:arithmetic-demonstrations", *PAI
 @pytest.mark.parametrize(
     ("words", "runs"),
     [
-        ((*TRAIN, "hydra.run.dir=run"), 1),
-        (("plan", *TRAIN[1:]), 1),
-        (("eval", "model.path=embedded:tiny-arithmetic", "eval.num_prompts=2", *TRAIN[4:]), 1),
-        (("sample", "num_prompts=2", "n=2", "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL[1:2]), 1),
-        (("sft", *DEMONSTRATIONS, *SMALL[:-1], "scoring.workers=0"), 1),
+        slow((*TRAIN, "hydra.run.dir=run"), 1),
+        slow(("plan", *TRAIN[1:]), 1),
+        slow(("eval", "model.path=embedded:tiny-arithmetic", "eval.num_prompts=2", *TRAIN[4:]), 1),
+        slow(("sample", "num_prompts=2", "n=2", "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL[1:2]), 1),
+        slow(("sft", *DEMONSTRATIONS, *SMALL[:-1], "scoring.workers=0"), 1),
         (("rm", *PAIRS, *SMALL[:-1]), 1),
-        (("dpo", *PAIRS, *SMALL[:-1]), 1),
+        slow(("dpo", *PAIRS, *SMALL[:-1]), 1),
         ((*TRAIN, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),
     ],
     ids=lambda value: value[0] + " -m" * ("-m" in value) if isinstance(value, tuple) else None,
@@ -80,6 +81,7 @@ def test_so_is_the_config_of_a_chat(
     assert counts == {"configs": 1, "sections": 1, "plans": 0}
 
 
+@pytest.mark.slow
 def test_so_are_those_of_what_is_resumed_and_repeated(
     counts: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from in_one_test import each
+from slow_cases import slow
 
 from rlft.environment.calls import DescribedCalls, JsonCalls, XmlCalls, reader_of
 from rlft.environment.template_calls import CallReader, TemplateCalls
@@ -193,7 +194,12 @@ FRAGMENTS = [
 ANYTHING = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max_size=12).map("".join)
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), JsonCalls(), XmlCalls([ADD])], ids=[*FORMS, "json", "xml"])
+@pytest.mark.parametrize(
+    "form",
+    [*(form if name in ("mistral", "llama-3") else slow(form) for name, form in FORMS.items()),
+     JsonCalls(), XmlCalls([ADD])],
+    ids=[*FORMS, "json", "xml"],
+)  # fmt: skip
 @given(text=ANYTHING)
 @example(text='<tool_call>{"name": "\\ud800", "arguments": {"a": "\\ud800"}}')
 @example(text='{"name": "\\ud800", "arguments": "\\ud800"}')

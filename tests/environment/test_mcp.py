@@ -111,13 +111,13 @@ def test_a_server_that_stays_after_its_input_has_ended_is_ended_with_the_worker(
 
 
 def test_a_call_that_takes_too_long_ends_its_server() -> None:
-    pool = EnvironmentPool(bare("hangs in calls", call_timeout=20.0))
+    pool = EnvironmentPool(bare("hangs in calls", call_timeout=8.0))
     try:
         [replies] = pool.run([job(0, ("tool_0", {}), ("tool_0", {}))])
     finally:
         pool.close()
     assert [reply.cause for reply in replies] == [Cause.time, Cause.raised]
-    assert texts(replies)[0] == "Error: no answer within 20 s"
+    assert texts(replies)[0] == "Error: no answer within 8 s"
     assert texts(replies)[1] == "Error: RuntimeError: the tool's server has ended: an earlier call took too long"
 
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
+from broken_environments import CannotStart
 from run_processes import happens
 
 from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Kind, Order, Reply
-from rlft.environment.protocol import Cause, Environment
-from rlft.environment.tools import FunctionCalls, Tools
+from rlft.environment.protocol import Cause
+from rlft.environment.tools import Tools
 from rlft.types import EnvironmentFailure
 from tests.environment.test_conversations import LIMITS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CannotStart(Environment):
-    def start(self) -> None:
-        raise RuntimeError("no server")
-
-    def make(self) -> FunctionCalls:
-        return FunctionCalls({})
-
 
 TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.misbehave", "conversation_tools.hashed"))
 

@@ -17,26 +17,7 @@ def arena(game: str = "GuessTheNumber-v0", **keys: Any) -> TextArena:
     return TextArena(**{**LIMITS, "game": game, "arguments": {}, "opponents": [], "player": 0, **keys})
 
 
-def first_free_cell(observation: str) -> str:
-    """Plays the first cell that the last board shows as free."""
-    moves = observation.rsplit("Available Moves: ", 1)[1]
-    return moves.split("'")[1]
-
-
-class Remembers:
-    """Is shown all that it was shown before, and what is new."""
-
-    def __init__(self) -> None:
-        self.seen = "[GAME] You are Player "
-
-    def __call__(self, observation: str) -> str:
-        assert observation.startswith(self.seen)
-        assert len(observation) > len(self.seen)
-        self.seen = observation
-        return first_free_cell(observation)
-
-
-OPPONENT = "tests.environment.test_textarena.first_free_cell"
+OPPONENT = "game_opponents.first_free_cell"
 
 
 def test_the_policy_reads_what_is_new_and_the_last_answer_has_the_games_reward() -> None:
@@ -65,7 +46,7 @@ def test_siblings_play_the_same_game_and_a_row_may_name_its_own() -> None:
 
 @pytest.mark.parametrize("player", [0, 1])
 def test_an_opponent_moves_between_the_policys_turns(player: int) -> None:
-    match = arena("TicTacToe-v0", opponents=["tests.environment.test_textarena.Remembers"], player=player).make()
+    match = arena("TicTacToe-v0", opponents=["game_opponents.Remembers"], player=player).make()
     text = match.reset({}, 0)
     assert f"You are Player {player} in Tic Tac Toe" in text
     assert ("[Player" in text) == bool(player), "player 0 has moved before player 1 is asked"
@@ -85,12 +66,8 @@ def test_an_opponent_moves_between_the_policys_turns(player: int) -> None:
     assert step.observation
 
 
-def gives_up(observation: str) -> str:
-    return "I give up"
-
-
 def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    opponent = "tests.environment.test_textarena.gives_up"
+    opponent = "game_opponents.gives_up"
     match = arena("TicTacToe-v0", opponents=[opponent], player=1).make()
     assert match.reset({}, 0) == "", "two invalid moves in a row lose the game"
     monkeypatch.setattr(match._game, "step", lambda action: pytest.fail("a game that is over is not played on"))
@@ -98,12 +75,8 @@ def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it(monk
     assert (step.reward, step.done) == (1.0, True)
 
 
-def plays_rock(observation: str) -> str:
-    return "[rock]"
-
-
 def test_what_the_game_says_of_the_policys_own_moves_is_shown() -> None:
-    opponent = "tests.environment.test_textarena.plays_rock"
+    opponent = "game_opponents.plays_rock"
     match = arena("IteratedRockPaperScissors-v0", opponents=[opponent]).make()
     match.reset({}, 0)
     step = match.step("I take [paper]")
@@ -139,8 +112,8 @@ def test_a_game_that_begins_is_not_refused() -> None:
         ),
         ({"arguments": {"sides": 6}}, r"environment.game: does not begin with 1 players \(Error: TypeError: .*sides"),
         (
-            {"opponents": ["tests.environment.test_textarena.LIMITS"]},
-            "environment.opponents: is not callable, got tests",
+            {"opponents": ["math.pi"]},
+            "environment.opponents: is not callable, got math",
         ),
         ({"opponents": ["no.such"]}, "environment.opponents: "),
         ({"player": 1}, r"environment.player: is beyond the game's last player \(0\): .*, got 1; lower it, or name"),

@@ -236,3 +236,15 @@ every_character.scores_steps = True
 
 def unscorable(group):
     raise Unscorable("the reference answer is of no use")
+
+
+def always_right(group):
+    return [1.0 for _ in group.rollouts]
+
+
+def contrary(group):
+    return [float(group.prompt.answer not in r.completion.text) for r in group.rollouts]
+
+
+def broken(group):
+    raise ValueError("no such thing")

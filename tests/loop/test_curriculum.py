@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import check_same, metrics
+from slow_cases import slow
 
 from rlft import cli
 
@@ -40,7 +41,7 @@ def rows_of(folder: Path, step: int) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("ahead", [(), AHEAD], ids=["in time", "a step ahead, with dynamic sampling"])
+@pytest.mark.parametrize("ahead", [slow(()), AHEAD], ids=["in time", "a step ahead, with dynamic sampling"])
 def test_a_resumed_run_and_a_longer_one_are_the_same_run(ahead: tuple[str, ...], tmp_path: Path) -> None:
     straight = run(tmp_path / "straight", *ahead)
     assert all(len(rows_of(straight, step)) == 3 for step in range(1, 5))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mixtures import FAMILIES
 from peft import PeftModel
+from slow_cases import slow, slow_but
 
 from rlft.batch import score_sequences
 from rlft.config.model import LoraSettings
@@ -28,8 +29,10 @@ SEQUENCES = [[5, 9, 11, 30, 7, 8, 20, 21], [7, 8, 9, 12, 40, 41, 13, 50]]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(random_moe) -> None:
-    for kind, (keys, others, routers) in FAMILIES.items():
+@pytest.mark.parametrize("kinds", [ONCE, slow(FAMILIES.keys() - ONCE)], ids=["four", "all others"])
+def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(kinds: Any, random_moe) -> None:
+    for kind in kinds:
+        keys, others, routers = FAMILIES[kind]
         for experts, router in (
             (False, False),
             (True, True),
@@ -62,39 +65,40 @@ def scores(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", slow_but("gpt_oss", ONCE))
 def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler_and_in_peft(
-    roles_on, random_moe, tmp_path
+    kind: str, roles_on, random_moe, tmp_path
 ) -> None:
-    for kind, router in ONCE.items():
-        switches = {"experts": True, "router": router}
-        roles = roles_on(kind, noise=0.1, **switches)
-        expected, published = scores(roles.model), roles.publish(1)
-        assert {name: switches_of(published.config)[name] for name in switches} == switches
-        roles.load_sampler(published, weights="merged")
-        with torch.no_grad(), roles.using(SAMPLER):
-            torch.testing.assert_close(scores(roles.model), expected, rtol=0, atol=1e-5)
-        with torch.no_grad(), roles.using(None):
-            assert (scores(roles.model) - expected).abs().max() > 0.05, kind
-        files = AdapterFiles(tmp_path)
-        folder = str(files.write(published))
-        again = roles_on(kind, path=folder, reference="copy", **switches)
-        torch.testing.assert_close(scores(again.model), expected, rtol=0, atol=1e-5)
-        assert again.publish(1).config == published.config
-        # as `rlft sample adapter=` reads it, from its adapter_config.json alone
-        alone = replace(LORA, target_modules=layers_of(published.config), **switches_of(published.config))
-        empty = random_moe(kind, FAMILIES[kind][0], "meta")
-        assert fresh_shapes(empty, lora_config(alone, empty)).keys() == published.weights.keys(), kind
-        weights = again.weights(REFERENCE)
-        assert all(torch.equal(tensor, published.weights[name]) for name, tensor in weights.items())
-        for plain in (False, True):  # a policy without experts, or with the same
-            frozen = roles_on(kind, reference=folder, **({} if plain else switches))
-            with torch.no_grad(), frozen.using(REFERENCE):
-                torch.testing.assert_close(scores(frozen.model), expected, rtol=0, atol=1e-5)
-            assert any(isinstance(module, LoraExperts) for module in frozen.model.modules())
-        theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
-        torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
-        torch.testing.assert_close(scores(theirs.merge_and_unload()), expected, rtol=0, atol=1e-4)
-        files.close()
+    router = ONCE[kind]
+    switches = {"experts": True, "router": router}
+    roles = roles_on(kind, noise=0.1, **switches)
+    expected, published = scores(roles.model), roles.publish(1)
+    assert {name: switches_of(published.config)[name] for name in switches} == switches
+    roles.load_sampler(published, weights="merged")
+    with torch.no_grad(), roles.using(SAMPLER):
+        torch.testing.assert_close(scores(roles.model), expected, rtol=0, atol=1e-5)
+    with torch.no_grad(), roles.using(None):
+        assert (scores(roles.model) - expected).abs().max() > 0.05, kind
+    files = AdapterFiles(tmp_path)
+    folder = str(files.write(published))
+    again = roles_on(kind, path=folder, reference="copy", **switches)
+    torch.testing.assert_close(scores(again.model), expected, rtol=0, atol=1e-5)
+    assert again.publish(1).config == published.config
+    # as `rlft sample adapter=` reads it, from its adapter_config.json alone
+    alone = replace(LORA, target_modules=layers_of(published.config), **switches_of(published.config))
+    empty = random_moe(kind, FAMILIES[kind][0], "meta")
+    assert fresh_shapes(empty, lora_config(alone, empty)).keys() == published.weights.keys(), kind
+    weights = again.weights(REFERENCE)
+    assert all(torch.equal(tensor, published.weights[name]) for name, tensor in weights.items())
+    for plain in (False, True):  # a policy without experts, or with the same
+        frozen = roles_on(kind, reference=folder, **({} if plain else switches))
+        with torch.no_grad(), frozen.using(REFERENCE):
+            torch.testing.assert_close(scores(frozen.model), expected, rtol=0, atol=1e-5)
+        assert any(isinstance(module, LoraExperts) for module in frozen.model.modules())
+    theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
+    torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(scores(theirs.merge_and_unload()), expected, rtol=0, atol=1e-4)
+    files.close()
 
 
 def chosen_in(roles: Any, layer: int) -> list[torch.Tensor]:

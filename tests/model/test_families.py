@@ -23,13 +23,10 @@ OF_EACH_KIND = (
     "bert",  # an encoder
     "gemma2",  # windows, soft caps
     "gpt2",  # packed, learned positions, Conv1D
-    "laguna",  # PEFT loads no adapter of its shared experts
-    "lfm2",  # short convolutions
     "llama",
     "mllama",  # a text model without a class of its own
     "phimoe",  # draws experts at random in training mode
     "qwen3_5_text",  # gated delta nets
-    "qwen4_exp_text",  # its cache holds positions
 )
 PARTS = 12
 REPOSITORY = Path(__file__).resolve().parents[2]

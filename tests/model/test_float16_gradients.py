@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from slow_cases import slow_but
 
 from rlft.config.model import CriticKind
 from rlft.model.critic import CRITIC
@@ -40,7 +41,7 @@ def gradients(random_model, make_roles, backbone, awkward_batch):
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("kind", list(CriticKind))
+@pytest.mark.parametrize("kind", slow_but(CriticKind.adapter, CriticKind))
 def test_a_loss_over_many_tokens_has_the_gradient_of_a_loss_over_few(kind, layout, gradients) -> None:
     exact = gradients(torch.float32, 1.0, kind, layout)
     few, many = (gradients(torch.float16, tokens, kind, layout) for tokens in (2.0**4, 2.0**18))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from in_one_test import each
+from slow_cases import slow
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +54,12 @@ def results(run, batch, parameters):
 # -- exactness -------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 @pytest.mark.parametrize(
-    ("kind", "temperature"), [*((kind, t) for kind in PACKED for t in (1.0, 0.6)), *((kind, 0.6) for kind in MORE)]
+    ("kind", "temperature"),
+    [
+        *((kind, 0.6) for kind in PACKED + MORE),
+        ("llama", 1.0),
+        *(slow(kind, 1.0) for kind in PACKED if kind != "llama"),
+    ],
 )
 def test_packed_rows_have_the_logprobs_entropies_and_gradients_of_rows_run_one_by_one(
     kind, temperature, random_model, with_lora, plain, awkward_batch

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from in_one_test import each
+from slow_cases import slow_but
 from torch import Tensor
 
 from rlft.model.backbone import Backbone
@@ -230,7 +231,7 @@ def logits(folder, texts):
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-@pytest.mark.parametrize("token_budget", [1, 70, 150, 10**6])
+@pytest.mark.parametrize("token_budget", slow_but(70, [1, 70, 150, 10**6]))
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [

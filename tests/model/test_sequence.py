@@ -16,7 +16,7 @@ from attention_families import OTHERS, QUICK, random_model
 from met_ranks import meeting, met
 from mixtures import FAMILIES
 from peft import LoraConfig, get_peft_model
-from slow_cases import slow
+from slow_cases import slow, slow_but
 from threaded_ranks import together
 from torch import Tensor
 
@@ -129,7 +129,7 @@ FUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])  # with 4 there are fewer heads of keys than ranks
+@pytest.mark.parametrize("ranks", slow_but(4, [2, 4]))  # with 4 there are fewer heads of keys than ranks
 @pytest.mark.parametrize(("kind", "fields"), FUSED.items(), ids=FUSED)
 def test_ranks_compute_together_what_one_computes_alone(kind, fields, ranks, batch, check) -> None:
     check(random_model(kind, fields).double(), batch, ranks, False)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from in_one_test import each
+from slow_cases import slow
 
 from rlft.config import catalog
 from rlft.config.compose import compose
@@ -70,7 +71,12 @@ def test_the_words_name_the_value_the_range_and_the_sources() -> None:
     assert small.row[2] == "no published value is for a model of 823,424 parameters"
 
 
-@pytest.mark.parametrize("recipe", catalog.choices("recipe"))
+OF_EACH_SIZE = ("ppo_arithmetic", "sft_smollm2_gsm8k", "gspo_gsm8k")
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipe if recipe in OF_EACH_SIZE else slow(recipe) for recipe in catalog.choices("recipe")]
+)
 def test_no_recipe_is_ten_times_off(recipe: str) -> None:
     command = catalog.command_of(recipe)
     plain = compose([f"+recipe={recipe}"], command=command)

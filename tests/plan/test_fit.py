@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from in_one_test import each
+from slow_cases import slow_but
 from transformers import AutoTokenizer, Qwen2Config
 
 import rlft
@@ -192,7 +193,7 @@ def test_ranks_that_share_a_row_have_a_part_of_its_activations_each(of_1_5b, on_
     assert all(of_one[name] / 4 <= of_four[name] <= of_one[name] / 4 + 2**22 for name in halved)
 
 
-@pytest.mark.parametrize("how", LESS_MEMORY)
+@pytest.mark.parametrize("how", slow_but("tiles", LESS_MEMORY))
 def test_as_much_is_computed_again_as_a_row_needs_that_fits_into_no_smaller_budget(how, of_1_5b, on_gpu):
     """A row of 32,768 tokens has eight tiles."""
     words = (*LONG_ROW, f"model.path={of_1_5b}", "token_budget=32768")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow_cases import slow
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -11,7 +12,7 @@ from rlft.generation.vllm.engine import VLLM
 from rlft.types import UserError
 
 
-@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", "sft +recipe=sft_arithmetic"])
+@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
 def test_all_weights_are_not_trained_in_the_16_bits_that_auto_is_on_a_gpu(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -24,7 +25,7 @@ def test_all_weights_are_not_trained_in_the_16_bits_that_auto_is_on_a_gpu(
     assert refused.value.key == "model.dtype"
 
 
-@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", "sft +recipe=sft_arithmetic"])
+@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
 def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

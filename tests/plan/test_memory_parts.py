@@ -96,13 +96,13 @@ def test_the_peak_is_what_is_always_there_and_the_larger_of_two_times():
     ("override", "part", "factor"),
     [
         ("lora.rank=32 lora.alpha=32", "optimizer and gradients", 2),
-        ("trainer.optimizer=muon", "optimizer and gradients", 2 / 3),  # one average and a gradient
+        slow("trainer.optimizer=muon", "optimizer and gradients", 2 / 3),  # one average and a gradient
         slow("token_budget=900", "activations", None),
         ("critic.kind=adapter algorithm=ppo", "optimizer and gradients", None),
-        ("snapshot.reference=copy algorithm.kl_coef=0.1", "adapters", 1.5),  # policy and the engine's, now three
+        slow("snapshot.reference=copy algorithm.kl_coef=0.1", "adapters", 1.5),  # policy and the engine's, now three
         slow("generation.max_tokens=96", "keys and values", None),
         slow("generation.transformers.weights=apart", "base and policy added up", 0),
-        ("generation.transformers.weights=merged_bfloat16", "base and policy added up", 0.5),
+        slow("generation.transformers.weights=merged_bfloat16", "base and policy added up", 0.5),
     ],
 )
 def test_a_key_moves_its_part(override, part, factor):

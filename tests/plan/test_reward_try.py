@@ -83,25 +83,25 @@ def test_a_sound_reward_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OWN = [
     (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=boxed", "reward.exact_match.which=last"),
-    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=hashes"),
-    (NAMES, "reward=[exact_match]", "reward.exact_match.answer_in=text"),
     (NUMBERS, "reward=[exact_match,format,length,repetition,overlong]"),
-    (NUMBERS, "reward=[exact_match,format,length]", "reward.format.mode=soft", "reward.length.mode=target",
-     "reward.length.target=100"),
     (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=pattern",
      "reward.exact_match.pattern='(?m)^Answer: (-?[0-9]+)$'"),
     (NUMBERS[:1], "reward=[math,format]"),
     (CHOICES, "reward=[choice]"),
-    (NUMBERS, "reward=[cosine]"),
-    (NUMBERS, "reward=[equations]"),
     (NUMBERS, "reward=[exact_match,format,language]", "reward.language.target=en", "reward.language.min_words=3"),
 ]  # fmt: skip
 MORE_OWN = [
+    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=hashes"),
+    (NAMES, "reward=[exact_match]", "reward.exact_match.answer_in=text"),
+    (NUMBERS, "reward=[exact_match,format,length]", "reward.format.mode=soft", "reward.length.mode=target",
+     "reward.length.target=100"),
+    (NUMBERS, "reward=[cosine]"),
+    (NUMBERS, "reward=[equations]"),
     (FORMULAS, "reward=[math]", "reward.math.answer_in=boxed"),
     (NAMES, "reward=[math]", "reward.math.answer_in=text"),
     (FORMULAS, "reward=[exact_match]"),
     (CHOICES, "reward=[choice]", "reward.choice.answer_in=text"),
-]
+]  # fmt: skip
 
 
 @each("case", OWN, ids=[" ".join(words) for _, *words in OWN])

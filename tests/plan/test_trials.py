@@ -41,18 +41,6 @@ def tried(*words):
     return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, turn_ends(TOKENIZER, "chat"), 10.0)
 
 
-def always(group, value=1.0):
-    return [value for _ in group.rollouts]
-
-
-def contrary(group):
-    return [float(group.prompt.answer not in r.completion.text) for r in group.rollouts]
-
-
-def broken(group):
-    raise ValueError("no such thing")
-
-
 def test_each_reward_says_what_it_gives_each_completion():
     scores = {(t.reward, t.prompt, t.kind): t.score for t in tried("reward=[exact_match,format]")}
     assert len(scores) == 2 * 2 * 5
@@ -86,13 +74,13 @@ def test_sound_rewards_raise_no_doubt():
 @pytest.mark.parametrize(
     ("function", "doubt"),
     [
-        ("always", "reward.mine gave all of these 1: it may read something that they do not have"),
+        ("always_right", "reward.mine gave all of these 1: it may read something that they do not have"),
         slow("contrary", "reward.mine gives a wrong answer more than the reference, in both forms"),
         slow("broken", "reward.mine failed: "),
     ],
 )
 def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):
-    mine = f"+reward.mine={{_target_: {__name__}.{function}, weight: 1.0}}"
+    mine = f"+reward.mine={{_target_: naughty.{function}, weight: 1.0}}"
     trials = tried("reward=[exact_match]", mine)
     [told] = doubts(trials)
     assert told.startswith(doubt)
@@ -102,12 +90,8 @@ def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):
         assert {t.score for t in trials if t.reward == "mine"} == {None}
 
 
-def raises_on_answers(group):
-    raise ValueError("no such thing")
-
-
 def test_the_error_of_a_reward_whose_on_error_is_a_number_is_said_and_not_taken_for_its_score():
-    mine = f"+reward.mine={{_target_: {__name__}.raises_on_answers, weight: 1.0, on_error: 0.0}}"
+    mine = "+reward.mine={_target_: naughty.broken, weight: 1.0, on_error: 0.0}"
     trials = tried("reward=[exact_match]", mine)
     [told] = doubts(trials)
     assert told.startswith("reward.mine failed: ")

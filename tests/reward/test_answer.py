@@ -4,6 +4,7 @@ import time
 import pytest
 from in_one_test import each
 from reward_groups import TAGGED, make_group
+from slow_cases import slow_but
 
 from rlft.reward import choice
 from rlft.reward.answer import AnswerIn, AnswerKeys, Which, written_for
@@ -125,7 +126,9 @@ def test_a_pattern_without_a_group_is_refused(pattern):
         keys(AnswerIn.pattern, pattern=pattern)
 
 
-@each("answer_in", [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
+@pytest.mark.parametrize(
+    "answer_in", slow_but(AnswerIn.tag, [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
+)
 @each(
     "piece",
     [

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from reused_members import ReusedMember, ReusedProcesses
-from slow_cases import slow
+from slow_cases import slow, slow_but
 from torch import Tensor
 
 import rlft
@@ -269,7 +269,7 @@ def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
 # -- all weights -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [(GRPO_OF_ALL, 3), slow(GRPO_OF_ALL, 2), slow(PPO_OF_ALL, 2), (PPO_OF_ALL, 3), slow(MUON_OF_ALL, 2),
+    [(GRPO_OF_ALL, 3), slow(GRPO_OF_ALL, 2), slow(PPO_OF_ALL, 2), slow(PPO_OF_ALL, 3), slow(MUON_OF_ALL, 2),
      slow(MUON_OF_ALL, 3)],
 )  # fmt: skip
 def test_ranks_that_train_all_weights_give_the_bits_of_one(case: str, ranks: int, bench: Bench) -> None:
@@ -335,10 +335,9 @@ def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
 # -- ranks that share the tokens of their passes -----------------------------------------------------------------------
 UNAMPLIFIED = "trainer.lr=1e-5"
 """With a rate of 0.01 the random weights of these tests make a difference of 1e-7 a thousand times larger each step."""
-QUICK = (GRPO, GRPO_OF_ALL)
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in CASES | OF_ALL_WEIGHTS])
+@pytest.mark.parametrize("case", slow_but(GRPO, CASES | OF_ALL_WEIGHTS))
 def test_ranks_that_share_tokens_learn_what_one_learns(case: str, bench: Bench) -> None:
     keys = (UNAMPLIFIED, *(("lora.dropout=0",) if case in CASES else ()))
     with bench.opened(case, *keys) as opened:
@@ -352,7 +351,8 @@ def test_ranks_that_share_tokens_learn_what_one_learns(case: str, bench: Bench) 
         torch.testing.assert_close(found.tensors[name], tensor, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("case", [GRPO, slow(GRPO_OF_ALL)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [GRPO, GRPO_OF_ALL])
 def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(case: str, bench: Bench) -> None:
     """With dropout, which each rank draws for its own tokens."""
     with bench.opened(case, ranks=2, sequence=2) as opened:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from in_one_test import each
 from plain_grpo import BUGS, Plain, written
+from slow_cases import slow_but
 from trl_runs import BUGS as TRL_BUGS
 
 from rlft.commands.audit.other_trainers import changes, compare
@@ -48,7 +49,7 @@ def trls_advantages(rewards: torch.Tensor, weights: torch.Tensor, size: int, sca
     return centred / (spread + 1e-4)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", slow_but("group", ["group", "batch", "none"]))
 def test_trls_formula_in_float32_is_within_the_bounds_of_advantages(
     scale: Literal["group", "batch", "none"], tmp_path: Path
 ) -> None:

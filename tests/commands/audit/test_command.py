@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from audited_runs import WORDS, audited, edited, key_set, lines_of, noisy, saved, wrong
 from in_one_test import each
+from slow_cases import slow
 
 from rlft import cli
 from rlft.runs import run_status
@@ -46,7 +47,7 @@ def test_mistakes_are_refused(words: list[str], expected: str, capsys: pytest.Ca
     assert f"rlft: {expected}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["curriculum.running=true", "dynamic_sampling.max_rounds=1"])
+@pytest.mark.parametrize("words", ["curriculum.running=true", slow("dynamic_sampling.max_rounds=1")])
 def test_prompts_that_were_chosen_by_what_was_solved_are_not_accused(words: str, honest: Path, tmp_path: Path) -> None:
     place, folder = honest.parent, tmp_path / "run"
     inputs = (f"data.path={place / 'data.jsonl'}", f"model.path={place / 'base'}", f"hydra.run.dir={folder}")

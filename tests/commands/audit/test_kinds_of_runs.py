@@ -42,7 +42,7 @@ def rows_of(forks: Nursery, folder: Path, place: Path) -> list[dict[str, str]]:
     return json.loads(audit.out)["rows"]
 
 
-@pytest.mark.parametrize("name", slow_but("rm", KINDS))
+@pytest.mark.parametrize("name", slow_but("dpo", KINDS))
 def test_an_honest_run_of_any_kind_is_confirmed(name: str, forks: Nursery, tmp_path: Path) -> None:
     do(forks, KINDS[name], tmp_path)
     chains = sorted(tmp_path.rglob(CHAIN))

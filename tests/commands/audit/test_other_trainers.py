@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from in_one_test import each
 from plain_grpo import BUGS, Plain, written
+from slow_cases import slow, slow_but
 
 from rlft import cli
 
@@ -85,7 +86,14 @@ def test_plain_grpo_agrees(tmp_path: Path, capsys: Capture) -> None:
     assert all(row["numbers"].get("furthest", 0) < 1e-10 for row in rows.values())
 
 
-@each("explanation", BUGS)
+OF_EACH_KIND = (
+    "scale_rewards=batch", "groups of rows that do not stand together", "padding counted", "loss_type=bnpo",
+    "kl_estimator=k1", "old_logprobs of the row before",
+)  # fmt: skip
+EXPLANATIONS = [name if name in OF_EACH_KIND else slow(name) for name in BUGS]
+
+
+@pytest.mark.parametrize("explanation", EXPLANATIONS)
 def test_a_bug_in_plain_grpo_is_named(explanation: str, tmp_path: Path, capsys: Capture) -> None:
     changed, kind = BUGS[explanation]
     file = written(tmp_path / "run.jsonl", Plain(**changed, writes_wrong_mask=kind == "masks").lines())
@@ -95,7 +103,9 @@ def test_a_bug_in_plain_grpo_is_named(explanation: str, tmp_path: Path, capsys: 
     assert rows[kind]["value"].endswith(f"; all numbers agree with {explanation}"), rows[kind]["value"]
 
 
-@each("explanation", [name for name, (_, kind) in BUGS.items() if kind == "masks"])
+@pytest.mark.parametrize(
+    "explanation", slow_but("padding counted", [name for name, (_, kind) in BUGS.items() if kind == "masks"])
+)
 def test_a_wrong_mask_is_named_by_the_loss_alone(explanation: str, tmp_path: Path, capsys: Capture) -> None:
     """Whether the right mask was recorded, or none."""
     for has_mask in (True, False):

@@ -24,7 +24,8 @@ def audited(file: Path, claimed: dict[str, Any], capsys: pytest.CaptureFixture[s
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", *(pytest.param(t, marks=pytest.mark.slow) for t in LOSSES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_healthy_run_agrees_to_a_millionth(
     loss_type: str, tmp_path: Path, tiny_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

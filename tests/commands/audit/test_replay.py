@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from audited_runs import WORDS, audited, edited, key_set, noisy, rechained, replaced, resealed, saved, wrong
-from in_one_test import each
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 
 from rlft import cli
 from rlft.commands.audit.replay import largest_gap
@@ -30,7 +30,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
 """{what was changed, and all digests with it: (how, how the finding begins)}."""
 
 
-@each("what", FORGED)
+@pytest.mark.parametrize("what", slow_but("an adapter", FORGED))
 def test_a_forger_who_writes_all_digests_anew_is_found_by_a_replay(what: str, copies: Callable[[], Path]) -> None:
     tamper, expected = FORGED[what]
     folder = copies()

@@ -17,6 +17,7 @@ import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
@@ -239,39 +240,34 @@ def refusal(place: NamedRun, *words: str | None) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((None, None, None), "out: is missing; write out=<new folder>"),
-        (("", None, None), "out: is empty"),
-        (
-            ("new", "modle", None),
-            "as: is not a form that rlft writes, got modle; did you mean model? All: model, adapter",
-        ),
-        (("new", "", None), "as: is not a form that rlft writes, got nothing"),
-        (
-            ("new", "gguf", None),
-            "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
-            "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`",
-        ),
-        (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float32? All: auto, float32"),
-        (
-            ("new", "adapter", "float32"),
-            "dtype: applies to a model's weights only: an adapter keeps its own dtype, got float32",
-        ),
-        (("a_file", None, None), "out: exists already, and nothing is ever overwritten"),
-        (("a_folder", None, None), "out: exists already"),
-        (("a_link", None, None), "out: exists already"),
-        (("a_file/new", None, None), "out: cannot be written (Not a directory), got a_file/new"),
-        (("run/checkpoints/new", None, None), "out: lies among the run's checkpoints, which would no longer be whole"),
-    ],
-)
+REFUSED = [
+    ((None, None, None), "out: is missing; write out=<new folder>"),
+    (("", None, None), "out: is empty"),
+    (
+        ("new", "modle", None),
+        "as: is not a form that rlft writes, got modle; did you mean model? All: model, adapter",
+    ),
+    (("new", "", None), "as: is not a form that rlft writes, got nothing"),
+    (
+        ("new", "gguf", None),
+        "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
+        "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`",
+    ),
+    (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float32? All: auto, float32"),
+    (
+        ("new", "adapter", "float32"),
+        "dtype: applies to a model's weights only: an adapter keeps its own dtype, got float32",
+    ),
+    (("a_file", None, None), "out: exists already, and nothing is ever overwritten"),
+    (("a_folder", None, None), "out: exists already"),
+    (("a_link", None, None), "out: exists already"),
+    (("a_file/new", None, None), "out: cannot be written (Not a directory), got a_file/new"),
+    (("run/checkpoints/new", None, None), "out: lies among the run's checkpoints, which would no longer be whole"),
+]
+
+
 def test_words_that_cannot_be_done_are_refused(
-    policy_run: Callable[..., NamedRun],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    words: tuple[str | None, ...],
-    message: str,
+    policy_run: Callable[..., NamedRun], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     place = policy_run()
@@ -279,8 +275,9 @@ def test_words_that_cannot_be_done_are_refused(
     (tmp_path / "a_folder").mkdir()
     (tmp_path / "a_link").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
-    assert refusal(place, *words).startswith(message)
-    assert sorted(tmp_path.rglob("*")) == before
+    for words, message in REFUSED:
+        assert refusal(place, *words).startswith(message), words
+        assert sorted(tmp_path.rglob("*")) == before, words
 
 
 def test_a_run_without_a_checkpoint_is_refused(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
@@ -533,8 +530,10 @@ def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., NamedRun]) 
     assert front["datasets"] == ["openai/gsm8k"]
 
 
-@pytest.mark.parametrize("kind", ["model", "adapter"])
-@pytest.mark.parametrize("template", [True, False], ids=["with a chat template", "without one"])
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [("adapter", True), slow("model", True), slow("adapter", False), slow("model", False)],
+)
 def test_the_python_of_the_card_runs(
     policy_run: Callable[..., NamedRun],
     tiny_path: Path,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from in_one_test import each
+from slow_cases import slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.activations import SiLUActivation
@@ -195,7 +196,10 @@ def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", fused_calls(torch.bfloat16))
+OF_EACH_KIND = ("norm_gradient and another", "merge_into", "turned", "_logprobs")
+
+
+@pytest.mark.parametrize("name", [name if name in OF_EACH_KIND else slow(name) for name in fused_calls(torch.bfloat16)])
 def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
     """Traced as for a GPU, without generating its code: nothing breaks the graph, and what is done in place stays
     right. Two numbers rounded once more or once less: two units of bfloat16's last place."""

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from in_one_test import each
-from slow_cases import slow
 from torch import Tensor, nn
 
 from rlft.model.kernels import elementwise, layer_branches
@@ -185,7 +184,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("head_norms", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_norms", [False, True])
 def test_branches_are_compiled_for_all_numbers_of_tokens_and_are_their_formulas(head_norms: bool) -> None:
     """In float64: a compiled branch leaves its low-rank products to the next sum, which rounds elsewhere."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from in_one_test import each
 from peft import LoraConfig, get_peft_model
+from slow_cases import slow_but
 
 from rlft.config.model import KernelChoice
 from rlft.generation.repeated_cache import RepeatedCache
@@ -67,7 +68,9 @@ ADAPTERS = {
 }
 
 
-@each("kind", ["qwen2", "llama_one_kv_head", "qwen3", "mistral_window", "qwen2_window", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", slow_but("qwen3", ["qwen2", "llama_one_kv_head", "qwen3", "mistral_window", "qwen2_window", "smollm3"])
+)
 @each("adapter", ADAPTERS)
 def test_layers_that_are_known_are_decoded_as_a_whole_whatever_adapter_they_have(kind, adapter, random_model, gpu):
     model = random_model(kind).double()

@@ -56,6 +56,7 @@ def member(launcher: RayActors) -> RayMember:
     return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
+@pytest.mark.slow
 def test_calls_are_answered_in_order_on_another_machine(member: RayMember, launcher: RayActors) -> None:
     check_answers(member, launcher)
     facts = member.call("facts").result(ANSWER_S)
@@ -64,6 +65,7 @@ def test_calls_are_answered_in_order_on_another_machine(member: RayMember, launc
     assert member.place.node != launcher.node
 
 
+@pytest.mark.slow
 def test_a_log_comes_over_from_another_machine(member: RayMember) -> None:
     member.call("add", 0).result(ANSWER_S)
     assert member.place is not None
@@ -72,10 +74,12 @@ def test_a_log_comes_over_from_another_machine(member: RayMember) -> None:
     assert "other machine" not in str(member.log)
 
 
+@pytest.mark.slow
 def test_an_object_that_cannot_be_made_fails_every_call(launcher: RayActors) -> None:
     check_what_cannot_be_made(launcher)
 
 
+@pytest.mark.slow
 def test_a_dead_member_says_what_it_said_last(launcher: RayActors) -> None:
     check_death(launcher, "has died")
 
@@ -93,6 +97,7 @@ def test_a_stopped_member_on_another_machine_is_ended_by_a_kill(launcher: RayAct
     assert happens(lambda: not is_alive(pid), within_s=60)  # Ray gives it five seconds to answer
 
 
+@pytest.mark.slow
 def test_a_member_that_finds_no_room_says_what_it_waits_for(launcher: RayActors) -> None:
     member = launcher.start(replace(SPEC, name="calculator-4", threads=1000))
     with pytest.raises(TimeoutError):
@@ -101,6 +106,7 @@ def test_a_member_that_finds_no_room_says_what_it_waits_for(launcher: RayActors)
     member.kill()
 
 
+@pytest.mark.slow
 def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) -> None:
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
@@ -138,6 +144,7 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
     assert holders[1] is not None
 
 
+@pytest.mark.slow
 def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
     assert ray_session.reserve("0", launcher.node) is None
 
@@ -149,6 +156,7 @@ def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
     assert not ray_session.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
 
 
+@pytest.mark.slow
 def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
     cluster: Any, launcher: RayActors, member: RayMember
 ) -> None:
