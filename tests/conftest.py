@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import model_folders
 import pytest
 import torch
 from run_processes import Nursery
@@ -91,6 +92,12 @@ def group() -> Callable[..., Group]:
 def tiny_path() -> Path:
     """The folder of the embedded model."""
     return Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+
+@pytest.fixture(scope="session")
+def half_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the embedded model with half of its layers."""
+    return model_folders.of_half_its_layers(tmp_path_factory.mktemp("model") / "half")
 
 
 @pytest.fixture(scope="session")

@@ -179,7 +179,7 @@ def test_the_weights_of_another_model_are_not_restored(whole: Path, make_double:
         WholeModel(make_double()).restore_role(whole / "checkpoints" / "step_000002" / "model")
 
 
-@pytest.mark.parametrize("kind", ["adapted", "whole"])
+@pytest.mark.parametrize("kind", ["adapted", slow("whole")])
 def test_a_run_is_evaluated_as_it_evaluated_itself(kind: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(kind)
     last = lines(folder / "eval.jsonl")[-1]

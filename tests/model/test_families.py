@@ -21,11 +21,8 @@ from rlft.types import UserError
 
 OF_EACH_KIND = (
     "bert",  # an encoder
-    "gemma2",  # windows, soft caps
     "gpt2",  # packed, learned positions, Conv1D
     "llama",
-    "mllama",  # a text model without a class of its own
-    "phimoe",  # draws experts at random in training mode
     "qwen3_5_text",  # gated delta nets
 )
 PARTS = 12

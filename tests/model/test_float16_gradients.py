@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import half_model
 import pytest
 import torch
 from slow_cases import slow_but
@@ -11,6 +12,8 @@ from slow_cases import slow_but
 from rlft.config.model import CriticKind
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY
+
+model_config, backbone = half_model.model_config, half_model.backbone
 
 
 @pytest.fixture

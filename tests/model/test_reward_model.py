@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import half_model
 import pytest
 import torch
 import transformers
@@ -29,6 +30,8 @@ from rlft.model.reward_model import (
 from rlft.model.roles import POLICY, Roles
 from rlft.runs import checkpoint
 from rlft.types import Batch, Completion, FinishReason, Group, Rollout, UserError
+
+model_config, backbone = half_model.model_config, half_model.backbone
 
 ROLE = "reward_taste"
 KEY = "reward.taste.path"

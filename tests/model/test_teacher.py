@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import half_model
 import pytest
 import torch
 from in_one_test import each
@@ -15,6 +16,8 @@ from rlft.generation.adapter_files import AdapterFiles
 from rlft.loop.engines import load_teacher
 from rlft.model import forward
 from rlft.model.teacher import teacher_logprobs, with_other_prompts
+
+model_config, backbone = half_model.model_config, half_model.backbone
 
 
 @pytest.fixture

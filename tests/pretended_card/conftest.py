@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import card_library
-import model_folders
 import pytest
 from run_processes import Ended, Nursery
 
@@ -64,6 +63,6 @@ def on_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnCard]:
 
 
 @pytest.fixture(scope="session")
-def half(tmp_path_factory: pytest.TempPathFactory) -> str:
+def half(half_folder: Path) -> str:
     """The word that names the embedded model with half of its layers."""
-    return f"model.path={model_folders.of_half_its_layers(tmp_path_factory.mktemp('model') / 'half')}"
+    return f"model.path={half_folder}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import card_peaks
 import pytest
 import roofline
-from slow_cases import slow, slow_but
+from slow_cases import slow
 
 from rlft.plan.roofline import Work, layer
 
@@ -34,7 +34,8 @@ def test_the_planned_bytes_are_those_that_are_counted(on_card, tmp_path: Path, n
     assert not wrong
 
 
-@pytest.mark.parametrize("kind", slow_but("gemma4", ["gemma4", "qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma4", "qwen2_5_vl", "qwen3_vl"])
 def test_the_planned_bytes_of_an_image_in_the_tower_are_those_that_are_counted(
     on_card, tmp_path: Path, kind: str
 ) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import half_model
 import pytest
 import torch
 from slow_cases import slow
@@ -15,6 +16,8 @@ from rlft.runs import checkpoint
 from rlft.trainer.optimizer import NonFiniteGradientError
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
+
+model_config, backbone = half_model.model_config, half_model.backbone
 
 ROLE = "reward_taste"
 TRAINER = TrainerConfig(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from run_folders import check_same, learned, metrics
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import compose
@@ -59,7 +60,7 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
     assert not any(name == "teacher" for found in run.glob("checkpoints/*") for name in found.iterdir())
 
 
-@pytest.mark.parametrize("command", ["train", "dpo"])
+@pytest.mark.parametrize("command", ["train", slow("dpo")])
 def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: Path, command: str) -> None:
     """An adapter of rank 4 beside a policy of rank 2, which has half as many parameters."""
     words = {

@@ -77,6 +77,7 @@ def test_a_resumed_run_has_the_same_chain(honest: Path, copies: Callable[[], Pat
     assert wrong(audited(folder, recompute=9)) == []
 
 
+@pytest.mark.slow
 def test_a_forks_chain_goes_on_from_the_other_runs(honest: Path, tmp_path: Path) -> None:
     words = [
         "trainer.lr=0.01",
