@@ -261,7 +261,7 @@ def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_m
     assert "with vLLM on a device of its own the trainer would take " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("how", ["tiles", "offload"])
+@pytest.mark.parametrize("how", ["tiles", slow("offload")])
 def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

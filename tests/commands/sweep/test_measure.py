@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_studies import line, write
 from in_one_test import each
+from slow_cases import slow
 
 from rlft.commands.sweep.measure import (
     check_loggers,
@@ -115,7 +116,7 @@ def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> 
 
 
 @pytest.mark.parametrize(
-    ("command", "section"), [("dpo", "preferences"), ("rm", "preferences"), ("sft", "demonstrations")]
+    ("command", "section"), [("dpo", "preferences"), slow("rm", "preferences"), ("sft", "demonstrations")]
 )
 def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: str) -> None:
     """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
