@@ -198,6 +198,7 @@ def test_keys_that_start_no_server_are_refused(changed: dict[str, Any], message:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_policy_calls_a_servers_tools(tmp_path: Path) -> None:
     words = (
         "train", "+recipe=grpo_calculator", "environment=mcp", f"environment.command=[{','.join(COMMAND)}]",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import KILLED, checkpoints, metrics
-from slow_cases import slow, slow_but
+from slow_cases import slow_but
 
 from rlft.config import catalog
 
@@ -53,10 +53,7 @@ SAMPLED = (
 )
 
 
-QUICK = ("a learned reward", "dpo")
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in RUNS])
+@pytest.mark.parametrize("name", slow_but("dpo", RUNS))
 def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, half: str, tmp_path: Path, name: str) -> None:
     write_answers(tmp_path)
     found = {}
@@ -170,6 +167,7 @@ MEASURED = ("memory", "disk", "sampling", "update", "publish", "memory plan")
 """Rows about this machine, and of a model so small that its plan is one of small change."""
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, half: str, tmp_path: Path) -> None:
     done = on_card.run(*DOCTOR.split(), half, cwd=tmp_path, ends=None)
     rows = {row["name"]: (row["status"], row["value"]) for row in json.loads(done.out)["rows"]}

@@ -312,6 +312,7 @@ with explained(Doing(current="merge"), None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS binds on Linux only")
 def test_torchs_own_error_on_a_cpu_is_known():
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)

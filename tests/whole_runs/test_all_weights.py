@@ -11,7 +11,7 @@ import torch
 from run_folders import check_resumed, checkpoints, killed_at_each, metrics, whole_lines
 from run_processes import Nursery
 from safetensors.torch import load_file
-from slow_cases import slow
+from slow_cases import slow, slow_but
 
 from rlft import cli
 
@@ -87,10 +87,9 @@ TRAINS = {
     "two ranks": "grpo_arithmetic cluster.ranks=2",
     "Kimi": "kimi_arithmetic minibatches=2",
 }
-QUICK = ("GRPO", "PPO with a head", "the base with a hint as the teacher")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TRAINS])
+@pytest.mark.parametrize("name", slow_but("PPO with a head", TRAINS))
 def test_it_trains(name: str, tmp_path: Path, tiny_path: Path) -> None:
     """Every weight moves that a gradient reaches, and so do the steps' numbers."""
     folder, (recipe, *words) = tmp_path / "run", TRAINS[name].split()

@@ -51,6 +51,7 @@ def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(
     assert yaml.safe_load((fork / "config.yaml").read_text())["resume"] is None
 
 
+@pytest.mark.slow
 def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resumed(
     rough: Nursery, undisturbed: Path, place: Path
 ) -> None:

@@ -90,14 +90,14 @@ KILLS: list[dict[str, Any]] = [
 IN_THE_SECOND = [{**IN_A_CHECKPOINT, "call": 2}]
 
 
-QUICK = ("sft of all weights, and a schedule", "a reward model, with replay and dropout")
+QUICK = "sft of all weights, and a schedule"
 
 
 @pytest.mark.parametrize(
     ("steps", "every", "kills"), [(3, 1, IN_THE_SECOND), slow(5, 2, KILLS)], ids=["once", "everywhere"]
 )
 @pytest.mark.parametrize(
-    "case", [case if name in QUICK else slow(case) for name, case in CASES.items()], ids=list(CASES)
+    "case", [case if name == QUICK else slow(case) for name, case in CASES.items()], ids=list(CASES)
 )
 def test_killed_and_resumed_it_is_the_same_run(
     case: Case, steps: int, every: int, kills: list[dict[str, Any]], quiet: Nursery, rough: Nursery, tmp_path: Path

@@ -10,7 +10,6 @@ import pytest
 import torch
 from mixtures import MANY
 from run_folders import check_same, learned, metrics
-from slow_cases import slow
 from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
 
 from rlft import cli
@@ -47,12 +46,13 @@ def train(tmp_path: Path, tiny_path: Path, varied_reward: Path) -> Callable[...,
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         ("snapshot.routing=engine",),
-        slow(("snapshot.routing=old",)),
-        slow(("snapshot.routing=old", "snapshot.old=copy")),
+        ("snapshot.routing=old",),
+        ("snapshot.routing=old", "snapshot.old=copy"),
     ],
     ids=" ".join,
 )

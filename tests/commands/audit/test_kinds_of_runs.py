@@ -57,6 +57,7 @@ def test_an_honest_run_of_any_kind_is_confirmed(name: str, forks: Nursery, tmp_p
         assert replays or not (chain.parent / CONFIG).exists(), where  # exports have no config
 
 
+@pytest.mark.slow
 def test_another_head_of_a_reward_model_is_found(forks: Nursery, tmp_path: Path) -> None:
     """Also where MANIFEST was written anew; the bias is not trained, and depends on what is held out."""
     kind = KINDS["rm"]

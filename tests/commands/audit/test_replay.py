@@ -71,6 +71,7 @@ def slightly(file: Path, relative: float) -> None:
     save_file({name: t * (1 + relative) for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_an_honest_run_of_another_processor_is_not_accused(copies: Callable[[], Path]) -> None:
     folder = copies()
     resealed(lambda place: slightly(place / ADAPTER, 1e-6))(folder)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from run_folders import check_same
 from run_processes import Nursery
-from slow_cases import slow
+
+pytestmark = pytest.mark.slow
 
 KEYS = (
     "+recipe=grpo_arithmetic", "steps=4", "prompts_per_step=4", "group_size=2", "generation=transformers",
@@ -21,7 +22,6 @@ KEYS = (
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 
 
-@pytest.mark.slow
 def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: Nursery, tmp_path: Path) -> None:
     """Killed in the update of its last step, with a checkpoint of two: the two behind that are repeated as they were.
     Then once more without the last checkpoint."""
@@ -57,9 +57,8 @@ def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: 
     assert (tmp_path / "again/rollouts/step_000003.jsonl").read_bytes() != third
 
 
-@pytest.mark.parametrize("again", [False, slow(True)], ids=["once", "twice"])
 def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(
-    again: bool, forks: Nursery, tmp_path: Path
+    forks: Nursery, tmp_path: Path
 ) -> None:
     """Killed in the update of its last step, while the last checkpoint is of two steps and a third is sampled."""
     overlapped = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "eval.every=0", "hydra.run.dir=run")
@@ -76,8 +75,6 @@ def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_res
     assert done.code == 0, done.err
     assert (run / "rollouts/step_000003.jsonl").read_bytes() == third
     assert {file.name: file.read_bytes() for file in (run / "traces").iterdir()} == traces
-    if not again:
-        return
     shutil.copytree(run, tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoints/step_000004")
     done = forks.run("resume", "again", cwd=tmp_path)
