@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rlft.generation.loaded_adapter import LoadedAdapter
+    from rlft.generation.sending import Part
     from rlft.generation.shared_base import SharedBase
     from rlft.tokens.ends import TurnEnds
 
@@ -76,9 +77,17 @@ class Generator(Protocol):
     replaces_engines: bool = False
     """Whether engines may start later, which load the version in use and have to pass its check (`verify`) first."""
 
+    loads_parts: bool = False
+    """Whether it takes all weights of a model in parts (`load_parts`); else it is given them together (`load`)."""
+
     def load(self, adapter: Adapter) -> None:
-        """Use this adapter version for all sampling from now on."""
+        """Use this adapter version for all sampling from now on. What `load_parts` has taken belongs to it."""
         ...
+
+    def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
+        """Takes parts of all weights for the version that `load` completes; an engine in a process of its own gets
+        them in their order. `first`: these are the first of a version, and what was taken before is void."""
+        assert not self.loads_parts, "an engine that says so takes them"
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.

@@ -9,16 +9,16 @@ is a function of (version, prompt, seed): none is lost, and none changes.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
+from rlft.generation.sending import Outgoing
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError, counted
@@ -57,7 +57,8 @@ class Slot:
         started: whether its engine has answered.
         ready: whether it has the version in use, and has passed the check if one is set.
         replaced_stale: whether the engine before this one was killed because it was stale.
-        joining: the calls by which it gets ready, once they have begun.
+        sent: number of buckets of the version in use that it has taken.
+        joining: the calls by which it takes the next one, once they have begun.
     """
 
     spec: MemberSpec
@@ -66,6 +67,7 @@ class Slot:
     started: bool = False
     ready: bool = False
     replaced_stale: bool = False
+    sent: int = 0
     joining: EngineWork | None = None
 
 
@@ -88,23 +90,6 @@ class EngineWork:
     limit_s: float
     left_s: float
     unit: slice | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """The adapter in use.
-
-    Attributes:
-        number: number of the version.
-        config: the adapter's config.
-        shared: its tensors as the bytes of a safetensors file, which are sent once.
-        sha256: checksum of these bytes.
-    """
-
-    number: int
-    config: Mapping[str, Any]
-    shared: Any
-    sha256: str
 
 
 class EnginePool(Generator):
@@ -143,7 +128,7 @@ class EnginePool(Generator):
         self.here: Generator | None = None
         self.num_restarts = 0
         self._restarts_in_a_row = 0
-        self._version: Version | None = None
+        self._version: Outgoing | None = None
         self._check: FreshnessCheck | None = None
         self._clock = RunningTime()
         self._lock = threading.RLock()
@@ -157,21 +142,11 @@ class EnginePool(Generator):
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def load(self, adapter: Adapter) -> None:
-        from safetensors.torch import save
-
-        # Each is cloned: the file format refuses tensors that share storage, and the trainer's may be views.
-        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in adapter.weights.items()}
-        weights = save(tensors, metadata={"format": "pt"})
+        """As of any generator. The weights are read while engines load them, also those that start later."""
         with self._lock:
-            self._version = Version(
-                number=adapter.version,
-                config=dict(adapter.config),
-                shared=self._launcher.share(weights),
-                sha256=hashlib.sha256(weights).hexdigest(),
-            )
-            self._check = None
+            self._version, self._check = Outgoing(adapter, self._launcher.share), None
             for slot in self._slots:
-                slot.ready, slot.joining = False, None
+                slot.ready, slot.sent, slot.joining = False, 0, None
             self._all_join()
         if self.here is not None:
             self.here.load(adapter)
@@ -288,14 +263,20 @@ class EnginePool(Generator):
         return EngineWork(slot=slot, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
 
     def _join(self, slot: Slot) -> EngineWork:
-        """Has an engine load the version in use, and answer the check if one is set."""
+        """Has an engine take the next bucket of the version in use, and after the last one answer the check if one is
+        set."""
         if slot.joining is None:
-            member, version, futures = slot.member, self._version, []
-            futures.append(member.call("started"))
+            member, version, number, futures = slot.member, self._version, slot.sent, []
+            if number == 0:
+                futures.append(member.call("started"))
             if version is not None:
-                futures.append(member.call("load", version.number, version.config, version.sha256, version.shared))
-                if self._check is not None:
-                    futures += [member.call(*call) for call in self._check.calls]
+                bucket, sha256 = version.bucket(number), version.sha256(number)
+                if number + 1 < len(version):
+                    futures.append(member.call("load_part", number, sha256, bucket))
+                else:
+                    futures.append(member.call("load", version.number, version.config, sha256, bucket))
+                    if self._check is not None:
+                        futures += [member.call(*call) for call in self._check.calls]
             slot.joining = self._work(slot, futures, "load" if slot.started else "start and load")
         return slot.joining
 
@@ -365,17 +346,29 @@ class EnginePool(Generator):
             number = None if version is None else version.number
             if answers[-1][0] != number:
                 raise _Failed(f"{name} has sampled from version {answers[-1][0]} instead of {number}", stale=True)
-        if work is not work.slot.joining:
-            return
-        work.slot.started = True
+        if work is work.slot.joining:
+            self._accept_loaded(work.slot, answers)
+
+    def _accept_loaded(self, slot: Slot, answers: Sequence[Any]) -> None:
+        """Checks what an engine has loaded, as `_accept`; with the last bucket it is ready."""
+        name, version = slot.spec.name, self._version
+        slot.started = True
         if version is not None:
-            if answers[1] != (version.number, version.sha256):
-                loaded = f"version {answers[1][0]} with the sha256 {answers[1][1][:16]}"
-                expected = f"{version.number} with {version.sha256[:16]}"
-                raise _Failed(f"{name} has loaded {loaded} instead of {expected}", stale=True)
-            if self._check is not None and answers[2:] and (problem := self._check.problem(answers[2:])) is not None:
+            loaded, *checked = answers if slot.sent else answers[1:]
+            sha256, is_last = version.sha256(slot.sent), slot.sent + 1 == len(version)
+            number, actual = loaded if is_last else (version.number, loaded)
+            if (number, actual) != (version.number, sha256):
+                problem = (
+                    f"version {number} with the sha256 {actual[:16]} instead of {version.number} with {sha256[:16]}"
+                )
+                raise _Failed(f"{name} has loaded {problem}", stale=True)
+            if self._check is not None and checked and (problem := self._check.problem(checked)) is not None:
                 raise _Failed(problem, stale=True)
-        work.slot.ready, work.slot.replaced_stale, work.slot.joining = True, False, None
+            slot.sent += 1
+            if not is_last:
+                slot.joining = None
+                return
+        slot.ready, slot.replaced_stale, slot.joining = True, False, None
 
     def _replace(self, slot: Slot, failure: _Failed) -> None:
         slot.member.kill()
@@ -391,7 +384,8 @@ class EnginePool(Generator):
         slot.starts += 1
         spec = replace(slot.spec, name=f"{slot.spec.name}.{slot.starts}")
         slot.member = self._launcher.start(spec)
-        slot.started, slot.ready, slot.joining, slot.replaced_stale = False, False, None, failure.stale
+        slot.started, slot.ready, slot.sent, slot.joining = False, False, 0, None
+        slot.replaced_stale = failure.stale
 
 
 def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[int, int], int]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlft.generation.loaded_adapter import LoadedAdapter
+    from rlft.generation.sending import Part
 
 FLOAT32 = 4  # bytes
 
@@ -265,6 +266,8 @@ class TransformersGenerator(Generator):
         ends: a completion ends with each of these tokens; None: those that model and tokenizer name.
     """
 
+    loads_parts = True
+
     def __init__(
         self,
         slot: AdapterSlot,
@@ -278,6 +281,13 @@ class TransformersGenerator(Generator):
         self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
         self.weights, self.ends = weights, ends
         self.version: int | None = None
+
+    def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
+        tensors, _ = self.slot.sampler_tensors()
+        assert tensors is not None, "the engine has weights of its own in a process of its own"
+        with torch.no_grad():
+            for part in parts:
+                part.write_into(tensors[part.name])
 
     def load(self, adapter: Adapter) -> None:
         self.slot.load_sampler(adapter, weights=self.weights)

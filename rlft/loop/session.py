@@ -411,7 +411,7 @@ def open_session(
             generator, engine = pool, config.generation.named(plan.engine)
             # An engine on the trainer's base makes the sums of base and adapter on which the policy learns
             # (`Roles.share_merged_weights`).
-            if engine.on_trainers_base and config.cluster.num_parts == 1:
+            if engine.on_trainers_base and config.cluster.num_parts == 1 and config.lora is not None:
                 pool.here = engine.open(engine_args(config, config.lora, roles))
         local = open_trainer(plan, roles, base)
         trainer = make_trainer(local, config.cluster, members.ranks, run.logger.note, again)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import traceback
@@ -19,11 +18,13 @@ from rlft.config.schema import RunConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import Engine, EngineArgs
 from rlft.generation.loaded_adapter import LoadedAdapter
+from rlft.generation.sending import Incoming, parts_of
 from rlft.generation.vllm.guest import DEAD_ENGINE
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args, load_teacher, wrap_with_environment
 from rlft.loop.parts import layers_of_rank, open_roles
-from rlft.model.backbone import load_backbone
+from rlft.model.backbone import load_backbone, read_backbone
+from rlft.model.full_weights import FollowingModel
 from rlft.model.roles import policy_alone
 from rlft.system.device import resolve_device
 from rlft.system.memory import keep_blocks
@@ -50,19 +51,39 @@ class EngineWorker:
         # Conversations are held here: each group continues with its own engine, without waiting for other engines.
         self._generator = wrap_with_environment(self._engine, chosen, environment, args)
         self._version: int | None = None
+        self._is_whole = config.lora is None
+        self._incoming = Incoming()
+
+    def load_part(self, number: int, sha256: str, weights: bytes) -> str:
+        """Takes the bucket of this number (`generation.sending`) of a version that `load` completes.
+
+        Returns the SHA-256 of all bytes of the version that have arrived. If it is another one, nothing was taken.
+        """
+        if number == 0:  # what has come of another version is void
+            self._incoming = Incoming()
+        return self._take(sha256, weights)
 
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
-        """Loads an adapter from the bytes of a safetensors file if their checksum is right.
+        """Takes the last or only bucket of a version, as `load_part`, and loads the version.
 
-        Returns (version, sha256 of the bytes that arrived).
+        Returns (version, SHA-256 of the bytes that arrived).
         """
-        from safetensors.torch import load
-
-        actual = hashlib.sha256(weights).hexdigest()
+        actual, arrived = self._take(sha256, weights), self._incoming.weights
+        self._incoming = Incoming()
         if actual == sha256:
-            self._generator.load(Adapter(version=version, weights=load(weights), config=config))
+            self._generator.load(Adapter(version=version, weights=arrived, config=config))
             self._version = version
         return version, actual
+
+    def _take(self, sha256: str, weights: bytes) -> str:
+        incoming = self._incoming
+        is_first = incoming.count(weights) == 1
+        if incoming.sha256 == sha256:
+            if self._is_whole and self._engine.loads_parts:
+                self._engine.load_parts(parts_of(weights), first=is_first)
+            else:
+                incoming.keep(weights)
+        return incoming.sha256
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
@@ -114,14 +135,12 @@ class EngineWorker:
         if not engine.on_trainers_base:
             return engine_args(config, config.lora)
         lora = config.lora
-        assert lora is not None, "plan/learner_rules.py refuses engines in other processes beside all weights"
-        # The adapter's weights arrive with the first version.
-        roles = policy_alone(
-            load_backbone(config.model),
-            replace(lora, path=None),
-            token_budget=config.token_budget,
-            seed=config.seed,
-            temperature=config.generation.temperature,
+        limits: dict[str, Any] = {"token_budget": config.token_budget, "temperature": config.generation.temperature}
+        # The policy's weights arrive with the first version.
+        roles = (
+            FollowingModel(read_backbone(config.model), **limits)
+            if lora is None
+            else policy_alone(load_backbone(config.model), replace(lora, path=None), seed=config.seed, **limits)
         )
         self._stack.callback(roles.close)
         return engine_args(config, config.lora, roles)

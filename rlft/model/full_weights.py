@@ -23,7 +23,7 @@ from rlft.model.forward import Forward
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
 from rlft.model.routing import Routing
 from rlft.model.teacher import TeacherEngine
-from rlft.types import Adapter
+from rlft.types import Adapter, require
 
 MODEL = "model"
 """The policy's folder in a checkpoint, a complete Hugging Face model; and its role where nothing else has one."""
@@ -168,13 +168,33 @@ class WholeModel(Networks):
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Does nothing: the engine's model is the trainer's."""
 
-    def sampler_tensors(self) -> tuple[None, list[str]]:
+    def sampler_tensors(self) -> tuple[dict[str, Tensor] | None, list[str]]:
         """(None, names of the weights that were written or replaced since the last publish)."""
         return None, [name for name, mark in self._marks().items() if self._published.get(name) != mark]
 
     def _marks(self) -> dict[str, tuple[int, int]]:
         """{name: (the weight's address, how often it was written into)}."""
         return {name: (parameter.data_ptr(), parameter._version) for name, parameter in self._own}
+
+
+class FollowingModel(WholeModel):
+    """The policy of a run in another process, which sends its weights: an engine here samples from its own copy.
+
+    Raises:
+        UserError: by the key cluster.engines: a checkpoint of this model has other tensors than the model itself.
+    """
+
+    def __init__(self, backbone: Backbone, **limits: Any) -> None:
+        super().__init__(backbone, **limits)
+        own = {parameter.untyped_storage().data_ptr() for _, parameter in self._own}
+        self._held = dict(self.publish(0).weights)
+        copies = [name for name, tensor in self._held.items() if tensor.untyped_storage().data_ptr() not in own]
+        problem = f"send tensors as a checkpoint has them, and those of a {self.model.config.model_type} are others"
+        remedy = "set it to 0, or use generation=vllm"
+        require(not copies, "cluster.engines", problem, got=next(iter(copies), ""), remedy=remedy)
+
+    def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
+        return self._held, []
 
 
 def _folder_of(role: str) -> str:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 NO_ADAPTER = "is an adapter, which stands on a frozen base, and lora=null changes that"
-ADAPTERS_ALONE = "processes are sent adapters only, and lora=null has none"
 
 
 def check_learner(config: RunConfig | SftConfig) -> None:
@@ -117,8 +116,9 @@ def _check_roles(config: RunConfig) -> None:
 
 
 def _check_processes(config: RunConfig) -> None:
-    engines, remedy = config.cluster.engines, "set it to 0, or train an adapter"
-    require(not engines, "cluster.engines", f"other {ADAPTERS_ALONE}", got=engines, remedy=remedy)
+    gpus, remedy = config.cluster.gpus_per_engine, "set it to 1, or train an adapter"
+    problem = "engines that divide the layers among GPUs are sent adapters only, and lora=null has none"
+    require(gpus == 1, "cluster.gpus_per_engine", problem, got=gpus, remedy=remedy)
 
 
 def _check_trainable(dtype: str) -> None:

@@ -23,9 +23,9 @@ from rlft.model.activations import activation_bytes, checkpointed_bytes, layer_s
 from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.plan.tower import TowerDemand
+from rlft.system.buckets import BUCKET
 from rlft.system.device import type_of
 from rlft.system.memory import LARGE_MICRO_BATCH
-from rlft.trainer.gradients import BUCKET
 from rlft.types import Batch
 
 TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY

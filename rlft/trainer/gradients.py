@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from rlft.system.buckets import BUCKET, Bucket, buckets
 from rlft.trainer.ranks import LaneShare
-
-BUCKET = 64 * 2**20
-"""Bytes of gradients that are sent at a time."""
-
-Bucket = list[tuple[int, int, int]]
-"""Parts of tensors: (number of the tensor, its first element, the one after its last)."""
 
 
 class LaneGradients:
@@ -74,7 +69,7 @@ class LaneGradients:
         result = next(iter(own.values()), None) or [
             torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters
         ]
-        for bucket in buckets(result) if share.exchange is not None else ():
+        for bucket in buckets(result, BUCKET) if share.exchange is not None else ():
             total = reduce(Tensor.add_, (share.sent(term, _flat(bucket, own.get(term), result)) for term in terms))
             places = _parts(bucket, result)
             for place, part in zip(places, total.split([len(place) for place in places]), strict=True):
@@ -87,22 +82,6 @@ def most_gradients(parts: int, ranks: int) -> int:
     """The most gradients that a rank holds at a time: those of its parts; rank 0 the sum so far and the next one's."""
     of_each = parts // ranks
     return of_each if ranks > 1 else min(2, of_each)
-
-
-def buckets(tensors: Sequence[Tensor]) -> list[Bucket]:
-    """All elements of contiguous tensors in their order, in buckets of one dtype and at most `BUCKET` bytes each."""
-    result: list[Bucket] = []
-    room, dtype = 0, None
-    for number, tensor in enumerate(tensors):
-        start = 0
-        while start < tensor.numel():
-            if not room or tensor.dtype != dtype:
-                result.append([])
-                room, dtype = BUCKET // tensor.itemsize, tensor.dtype
-            stop = min(tensor.numel(), start + room)
-            result[-1].append((number, start, stop))
-            start, room = stop, room - (stop - start)
-    return result
 
 
 def _parts(bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:

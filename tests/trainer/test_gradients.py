@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.trainer import gradients
-from rlft.trainer.gradients import LaneGradients, buckets
+from rlft.trainer.gradients import LaneGradients
 from rlft.trainer.ranks import Exchange, LaneShare
 
 LANES = 6
@@ -65,15 +65,3 @@ def test_the_sum_is_that_of_the_lanes_in_their_order(
         places = [(a.data_ptr(), b.data_ptr()) for a, b in zip(found[1:], own[1:], strict=False) if b is not None]
         assert all(a == b for a, b in places)
         assert bool(places) == bool(own)
-
-
-def test_buckets_have_all_elements_in_their_order_one_dtype_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 bytes: five numbers in 32 bits, two in 64, ten in 16."""
-    monkeypatch.setattr(gradients, "BUCKET", 20)
-    sizes = ((3, torch.float32), (9, torch.float32), (1, torch.float64), (0, torch.float64), (4, torch.float64),
-             (6, torch.float16))  # fmt: skip
-    assert buckets([torch.zeros(n, dtype=dtype) for n, dtype in sizes]) == [
-        [(0, 0, 3), (1, 0, 2)], [(1, 2, 7)], [(1, 7, 9)],
-        [(2, 0, 1), (4, 0, 1)], [(4, 1, 3)], [(4, 3, 4)],
-        [(5, 0, 6)],
-    ]  # fmt: skip

@@ -9,8 +9,8 @@ relies on the source of vLLM 0.33.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from rlft.generation.vllm.guest import (
 from rlft.generation.vllm.images import check_tokens, image_options, read_as_the_trainer, request
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots
-from rlft.generation.vllm.whole_model import load_whole, read_whole
+from rlft.generation.vllm.whole_model import Arriving, load_some, load_whole, read_whole
 from rlft.tokens.images import ImageProcessor, processor_of
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
 
     from rlft.generation.merged_weights import MergedWeights
+    from rlft.generation.sending import Part
     from rlft.generation.shared_base import Shape
     from rlft.generation.vllm.engine import VLLM
 
@@ -66,6 +67,8 @@ class VLLMGenerator(Generator):
     Raises:
         UserError: by the key generation.engine: vLLM cannot start.
     """
+
+    loads_parts = True
 
     def __init__(self, keys: VLLM, args: EngineArgs) -> None:
         self.max_sequence_tokens, self._ends = args.max_sequence_tokens, tuple(args.ends.ids)
@@ -125,7 +128,8 @@ class VLLMGenerator(Generator):
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._rows: dict[str, int] = {}  # {adapted module: rows of its B} of the adapter in use
-        self._shapes: dict[str, Shape] = {}  # {name: shape} of the weights in use that were loaded in place
+        self._shapes: Mapping[str, Shape] = {}  # {name: shape} of the weights in use that were loaded in place
+        self._arriving = Arriving()
         self._old_blocks: int | None = 0
         self._num_loads = 0
 
@@ -182,13 +186,26 @@ class VLLMGenerator(Generator):
             self._files.remove(old)
         self._check_addresses()
 
+    def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
+        if first:
+            self._arriving = Arriving()
+        with self._loading_whole():
+            for layer in self._arriving.layers(parts):
+                load_some(self._awake(), layer)
+
     def _load_whole(self, policy: Adapter) -> None:
+        arrived, self._arriving = self._arriving, Arriving()
+        with self._loading_whole():
+            load_whole(self._awake(), {**arrived.rest, **policy.weights})
+        self._forget_prefixes()
+        self._shapes = arrived.shapes | {name: tuple(weight.shape) for name, weight in policy.weights.items()}
+        self.version = policy.version
+
+    @contextmanager
+    def _loading_whole(self) -> Iterator[None]:
         key = None if self._shapes else "generation.engine"
         with explained("vLLM refuses the model's weights", "choose generation=transformers", key), guest(self._on_cpu):
-            load_whole(self._awake(), policy.weights)
-        self._forget_prefixes()
-        self._shapes = {name: tuple(weight.shape) for name, weight in policy.weights.items()}
-        self.version = policy.version
+            yield
 
     def _forget_prefixes(self) -> None:
         """Empties the prefix cache: blocks of older versions only take room, or with merged weights would be found."""

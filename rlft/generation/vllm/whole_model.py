@@ -6,28 +6,68 @@ nothing but the sign of zeros. This relies on the source of vLLM 0.32 and 0.33: 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, fingerprints
+from rlft.generation.sending import Assembly, Part
 from rlft.generation.shared_base import Rows, Shape, places_in
 from rlft.generation.vllm.slots import known_layout
 
 
-def load_whole(llm: Any, weights: Mapping[str, Tensor]) -> None:
-    """Makes these the weights of the engine (vLLM's `LLM`), one layer after the other, where its old ones lie.
+def load_some(llm: Any, weights: Mapping[str, Tensor]) -> None:
+    """Makes these weights of the engine (vLLM's `LLM`), one layer after the other, where its old ones lie.
 
     Args:
-        weights: {name in a checkpoint: tensor}; only a tensor that is tied to another one may be missing.
+        weights: {name in a checkpoint: tensor}. All tensors of a layer are loaded together; the others stay.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+
+
+def load_whole(llm: Any, weights: Mapping[str, Tensor]) -> None:
+    """As `load_some`, for the last or the only weights of a version; those of before that are in no call stay."""
+    load_some(llm, weights)
     for model in llm.apply_model(lambda model: model):
         for module in _packed_beside(model).values():
             module.quant_method.process_weights_after_loading(module)  # vLLM leaves a tied head packed as it was
+
+
+class Arriving:
+    """All weights on their way to vLLM, in parts: of those that are not loaded yet there is a layer, or one tensor.
+
+    Attributes:
+        shapes: {name: shape} of what has arrived.
+        rest: what has arrived and is not loaded.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, Shape] = {}
+        self.rest: dict[str, Tensor] = {}
+        self._assembly = Assembly()
+
+    def layers(self, parts: Iterable[Part]) -> Iterator[dict[str, Tensor]]:
+        """What these parts complete: it is whole once a tensor of the next layer comes, which is the `rest` then."""
+        for name, tensor in self._assembly.whole(parts):
+            self.shapes[name] = tuple(tensor.shape)
+            if self.rest and layer_of(name) != layer_of(next(iter(self.rest))):
+                loaded, self.rest = self.rest, {}
+                yield loaded
+            self.rest[name] = tensor
+
+
+def layer_of(name: str) -> str:
+    """What a tensor is loaded with: its name up to the layer's number, or else its module.
+
+    >>> layer_of("model.layers.1.mlp.up_proj.weight"), layer_of("model.norm.weight")
+    ('model.layers.1', 'model.norm')
+    """
+    numbered = re.match(r"(.*?\.\d+)\.", name)
+    return numbered[1] if numbered else name.rpartition(".")[0]
 
 
 @known_layout()
