@@ -95,7 +95,8 @@ class Outgoing:
             # Cloned: the file format refuses tensors that share storage, and the trainer's may be views.
             tensors[name] = values.to("cpu", copy=True).contiguous()
             layout.append((name, start, tuple(tensor.shape)))
-        return save(tensors, metadata={"format": "pt"} | ({PARTS: json.dumps(layout)} if len(self) > 1 else {}))
+        # One key: several would be in any order, and a bucket that is made again would be other bytes.
+        return save(tensors, metadata={"format": "pt"} if len(self) == 1 else {PARTS: json.dumps(layout)})
 
 
 def parts_of(file: bytes) -> list[Part]:

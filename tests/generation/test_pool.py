@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pool_engines import ThreadLauncher
+from pool_engines import BUCKET, ThreadLauncher, ThreadMember
 from run_processes import happens
 
 from rlft.generation import pool as engine_pool
+from rlft.generation import sending
 from rlft.generation.engine import FreshnessCheck, StaleEngineError
-from rlft.generation.pool import EngineError, EnginePool, units_of
+from rlft.generation.pool import EngineError, EnginePool, _Failed, units_of
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.system.process.member import MemberSpec
 from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Sampling, Turn, UserError
@@ -103,6 +104,83 @@ def test_an_adapter_is_sent_once_for_all_engines(open_pool: Open) -> None:
     pool.load(adapter(3))
     assert len(launcher_of(pool).shared) == 1
     assert [member.held.version for member in launcher_of(pool).members] == [3, 3, 3]
+
+
+def large(version: int) -> Adapter:
+    """Five numbers and a tensor of one: three buckets of two numbers each."""
+    weights = {"a": torch.arange(5.0) + version, "b": torch.full((1,), float(version))}
+    return Adapter(version=version, weights=weights, config={"r": 2})
+
+
+def check_holds(member: ThreadMember, version: int) -> None:
+    assert member.held.version == version
+    loaded, expected = member.held.loaded.weights, large(version).weights
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "BUCKET", 8)
+
+
+def test_a_large_version_is_sent_in_buckets_each_once_for_all_engines(open_pool: Open, small_buckets: None) -> None:
+    pool = open_pool({}, {}, {})
+    for version in (3, 4):
+        pool.load(large(version))
+        for member in launcher_of(pool).members:
+            check_holds(member, version)
+    assert len(launcher_of(pool).shared) == 2 * 3
+    [methods] = {tuple(member.methods) for member in launcher_of(pool).members}
+    assert methods == ("started", "load_part", "load_part", "load") * 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_that_dies_in_a_publish_is_replaced_and_gets_the_version_from_its_beginning(
+    number: int, open_pool: Open, small_buckets: None, notes: list[str]
+) -> None:
+    pool = open_pool({}, {"faults": {BUCKET - number: "die"}})
+    pool.load(large(3))
+    [note] = notes
+    assert note.startswith("engine-1 is replaced: engine-1 was killed by SIGKILL; its log is ")
+    first, _, new = launcher_of(pool).members
+    check_holds(first, 3)
+    check_holds(new, 3)
+    assert first.methods.count("load") == 1, "the others go on"
+
+
+def test_an_engine_that_joins_while_others_sample_gets_the_version_bucket_by_bucket(
+    open_pool: Open, small_buckets: None
+) -> None:
+    pool = open_pool({"delay_s": 0.1}, {"faults": {0: "die"}})
+    pool.load(large(3))
+    assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
+    pool.sleep()  # which waits until it has joined
+    check_holds(launcher_of(pool).members[2], 3)
+
+
+def test_a_version_that_comes_before_the_last_one_has_arrived_takes_its_place(
+    open_pool: Open, small_buckets: None
+) -> None:
+    """The new engine has one bucket of version 3 when version 4 is published."""
+    pool = open_pool({}, {"faults": {0: "die"}})
+    pool.load(large(3))
+    slot = pool._slots[1]
+    pool._replace(slot, _Failed("the test's"))
+    pool._finish([pool._join(slot)], lambda work, answers: None)
+    assert (slot.sent, slot.ready) == (1, False)
+    pool.load(large(4))
+    check_holds(launcher_of(pool).members[2], 4)
+
+
+def test_a_damaged_bucket_replaces_the_engine_before_the_next_one_is_sent(
+    open_pool: Open, small_buckets: None, notes: list[str]
+) -> None:
+    pool = open_pool({}, {"corrupt": True})
+    pool.load(large(3))
+    assert re.search(r"engine-1 is replaced: engine-1 has loaded version 3 with the sha256 \w{16} instead of", notes[0])
+    assert launcher_of(pool).members[1].methods == ["started", "load_part"]
+    check_holds(launcher_of(pool).members[2], 3)
 
 
 @pytest.mark.parametrize(

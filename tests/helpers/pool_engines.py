@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,12 @@ from typing import Any
 import torch
 
 from rlft.generation.loaded_adapter import LoadedAdapter
+from rlft.generation.sending import Incoming
 from rlft.system.process.member import MemberError, MemberSpec
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Sampling, Turn
+
+BUCKET = -10
+"""In `faults`, BUCKET - n is the arrival of a version's bucket n, unless that is its last one."""
 
 
 class CountingEngine:
@@ -28,15 +31,28 @@ class CountingEngine:
     def __init__(self, *, faults: Mapping[int, str], stale: Sequence[int], corrupt: bool, delay_s: float) -> None:
         self.faults, self.stale, self.corrupt, self.delay_s = dict(faults), stale, corrupt, delay_s
         self.version: int | None = None
+        self.incoming = Incoming()
         self.calls = 0
         self.closed = False
 
     def started(self) -> None:
         pass
 
+    def load_part(self, number: int, sha256: str, weights: bytes) -> str:
+        if self.faults.get(BUCKET - number) == "die":
+            raise Died("was killed by SIGKILL")
+        if number == 0:
+            self.incoming = Incoming()
+        self.incoming.count(weights[1:] if self.corrupt else weights)
+        self.incoming.keep(weights)
+        return self.incoming.sha256
+
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
         self.version = version
-        return version, hashlib.sha256(weights[1:] if self.corrupt else weights).hexdigest()
+        self.incoming.count(weights[1:] if self.corrupt else weights)
+        self.incoming.keep(weights)
+        self.loaded, self.incoming = self.incoming, Incoming()
+        return version, self.loaded.sha256
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> Any:
         fault = self.faults.get(self.calls)
