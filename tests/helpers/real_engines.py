@@ -23,7 +23,7 @@ from rlft.loop.engines import engine_args
 from rlft.loop.freshness import Freshness
 from rlft.loop.members import open_engines
 from rlft.model.backbone import Backbone
-from rlft.model.roles import Roles
+from rlft.model.networks import Networks
 from rlft.system.process.member import Launcher
 from rlft.system.process.placement import place
 from rlft.tokens.ends import TurnEnds
@@ -45,7 +45,7 @@ def open_vllm(model_path: Path | str, keys: VLLM | None = None, **changes: Any) 
     return (keys or vllm_engine()).open(EngineArgs(**{**args, **changes}))
 
 
-def opened_here(config: RunConfig, engine: str, roles: Roles, backbone: Backbone) -> Generator:
+def opened_here(config: RunConfig, engine: str, roles: Networks, backbone: Backbone) -> Generator:
     return config.generation.named(engine).open(engine_args(config, config.lora, roles))
 
 
@@ -59,7 +59,7 @@ def check_pool_against(
     launcher: Launcher,
     config: RunConfig,
     engine: str,
-    roles: Roles,
+    roles: Networks,
     prompts: Sequence[Prompt],
     notes: list[str],
     *disturbances: Callable[[EnginePool], None],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import signal
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,15 +14,21 @@ from typing import Any, cast
 import pytest
 import torch
 from real_engines import check_pool_against, opened_here, signal_to
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlft.config.schema import RunConfig
+from rlft.generation import sending
+from rlft.generation.loaded_adapter import LoadedAdapter, difference, published
+from rlft.generation.sending import Outgoing
 from rlft.loop import workers
 from rlft.loop.members import engine_specs
 from rlft.loop.workers import EngineWorker
-from rlft.model.backbone import Backbone
+from rlft.model.backbone import Backbone, read_backbone
+from rlft.model.full_weights import WholeModel
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement
-from rlft.types import Prompt, UserError
+from rlft.types import Adapter, Prompt, UserError
 
 KEYS = (
     "model.dtype=float32", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "group_size=4",
@@ -73,6 +81,162 @@ def test_a_member_answers_with_the_version_and_the_hash_of_what_has_come(config:
         assert worker.score([[3, 4, 5]]) != before
     finally:
         worker.close()
+
+
+# -- all weights -------------------------------------------------------------------------------------------------------
+WHOLE = [key for key in KEYS if not key.startswith("lora.")] + ["lora=null", "generation.vllm.max_num_seqs=8"]
+SMALL = 2**18
+"""Bytes of a bucket: the largest tensor has 384 x 128 numbers of 4 bytes, which is less, and all of them 3.4 MiB."""
+
+
+@pytest.fixture(scope="module")
+def whole(run_config: Callable[..., RunConfig]) -> RunConfig:
+    return run_config(*WHOLE)
+
+
+@pytest.fixture
+def policy(whole: RunConfig) -> WholeModel:
+    return WholeModel(read_backbone(whole.model))
+
+
+@torch.no_grad()
+def published_by(policy: WholeModel, version: int) -> Adapter:
+    """What an update might do, and its publish."""
+    noise = torch.Generator().manual_seed(version)
+    for _, parameter in policy.named_parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+    return policy.publish(version)
+
+
+def send(worker: EngineWorker, adapter: Adapter, lost: int | None = None) -> Outgoing:
+    """Has an engine load a version bucket by bucket, without `lost`, as if the digests were right."""
+    outgoing = Outgoing(adapter, lambda file: file)
+    arrived = hashlib.sha256()
+    for number in range(len(outgoing)):
+        file = outgoing.bucket(number)
+        if number == lost:
+            continue
+        arrived.update(file)
+        if number + 1 < len(outgoing):
+            assert worker.load_part(number, arrived.hexdigest(), file) == arrived.hexdigest()
+        else:
+            answer = worker.load(adapter.version, {}, arrived.hexdigest(), file)
+            assert answer == (adapter.version, arrived.hexdigest())
+    return outgoing
+
+
+def problem_of(worker: EngineWorker, adapter: Adapter, earlier: dict[int, Any] | None = None) -> str | None:
+    found = worker.loaded_adapter()
+    assert isinstance(found, LoadedAdapter)
+    return difference(adapter.version, found, published(adapter, found.dtype), earlier or {})
+
+
+@pytest.fixture
+def follower(whole: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineWorker]:
+    monkeypatch.setattr(sending, "BUCKET", SMALL)
+    worker = EngineWorker(**engine_specs(whole, "transformers", ON_THE_CPU)[0].arguments)
+    yield worker
+    worker.close()
+
+
+def test_all_weights_arrive_in_an_engine_to_the_last_bit(follower: EngineWorker, policy: WholeModel) -> None:
+    texts = [[3, 4, 5, 6], [7, 8, 9]]
+    for version in (1, 2):
+        adapter = published_by(policy, version)
+        assert len(send(follower, adapter)) > 10
+        assert problem_of(follower, adapter) is None
+        assert follower.score(texts) == policy.score(texts)
+
+
+def test_a_changed_bit_a_lost_bucket_and_a_stale_engine_are_seen(follower: EngineWorker, policy: WholeModel) -> None:
+    first = published_by(policy, 1)
+    send(follower, first)
+    tensors = published(first, "float32")
+    name = "model.layers.2.mlp.down_proj.weight"
+    flipped = first.weights[name].clone().view(torch.int32)
+    flipped[5, 7] ^= 1
+    moved = replace(first, weights={**first.weights, name: flipped.view(torch.float32)})
+    assert "1 of the 50 tensors that it was given are others, such as model.layers.2.mlp.down_proj" in str(
+        problem_of(follower, moved)
+    )
+    second = published_by(policy, 2)
+    assert str(problem_of(follower, second, {1: tensors})).endswith("; it still holds version 1")
+    send(follower, second, lost=3)
+    problem = str(problem_of(follower, second, {1: tensors}))
+    assert re.match(r"policy version 2: \d of the 50 tensors that it was given are others", problem)
+    before = follower.loaded_adapter()
+    outgoing = Outgoing(second, lambda file: file)
+    expected = [outgoing.bucket(number) and outgoing.sha256(number) for number in range(3)]
+    follower.load_part(0, expected[0], outgoing.bucket(0))
+    assert follower.load_part(2, expected[2], outgoing.bucket(2)) != expected[2]
+    assert follower.loaded_adapter() == before, "nothing was taken"
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor, in bytes, that is made inside."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return made
+
+
+def test_a_publish_of_all_weights_holds_a_few_buckets_on_either_side(
+    follower: EngineWorker, policy: WholeModel
+) -> None:
+    """Of Python's own memory, in which buckets are files, tensors' bytes, messages and pickles; and of torch's."""
+    adapter = published_by(policy, 1)
+    whole = sum(tensor.nbytes for tensor in adapter.weights.values())
+    assert whole > 12 * SMALL
+    tracemalloc.start()
+    try:
+        with Largest() as largest:
+            send(follower, adapter)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0 < largest.bytes <= SMALL
+    assert SMALL < peak < 6 * SMALL
+
+
+def test_an_engine_that_takes_no_parts_is_given_all_weights_together(
+    follower: EngineWorker, policy: WholeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Adapter] = []
+    monkeypatch.setattr(follower._engine, "loads_parts", False)
+    monkeypatch.setattr(follower._engine, "load", given.append)
+    adapter = published_by(policy, 1)
+    send(follower, adapter)
+    assert given[0].weights.keys() == adapter.weights.keys()
+    assert all(torch.equal(given[0].weights[name], tensor) for name, tensor in adapter.weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_members_that_follow_all_weights_are_killed_and_change_no_completion(
+    engine: str,
+    whole: RunConfig,
+    policy: WholeModel,
+    prompts: list[Prompt],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "BUCKET", SMALL)
+    published_by(policy, 1)
+    notes, launcher = list[str](), LocalProcesses(tmp_path)
+    here = opened_here(whole, engine, policy, policy.backbone)
+    killed = signal_to(0, signal.SIGKILL, 0.1, lambda member: member.pid)
+    try:
+        check_pool_against(here, launcher, whole, engine, policy, prompts, notes, killed)
+    finally:
+        launcher.close()
+        here.close()
+    assert notes[0].startswith("engine-0 is replaced: engine-0 was killed by SIGKILL")
 
 
 def test_a_member_that_is_closed_leaves_its_base_without_adapters(

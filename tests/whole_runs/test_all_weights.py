@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from run_folders import check_resumed, checkpoints, killed_at_each, metrics, whole_lines
-from run_processes import Nursery
+from run_folders import check_resumed, check_same, checkpoints, killed_at_each, metrics, whole_lines
+from run_processes import Nursery, happens, marked
 from safetensors.torch import load_file
 from slow_cases import slow, slow_but
 
 from rlft import cli
+from rlft.generation import sending
+from rlft.generation.pool import EnginePool
+from rlft.generation.sending import Outgoing
 
 RUN = (
     "lora=null", "trainer.lr=1e-4", "prompts_per_step=4", "group_size=4", "generation=transformers",
@@ -70,6 +75,94 @@ def test_killed_and_resumed_it_is_the_same_run(
     check_resumed(rough, tmp_path, undisturbed)
 
 
+# -- engines in other processes ----------------------------------------------------------------------------------------
+APART = ("+recipe=grpo_arithmetic", *RUN, "generation.transformers.batch_size=4", "checkpoint.every=1")
+
+
+@pytest.fixture(scope="module")
+def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("by one process") / "run"
+    assert cli.run(["train", *APART, "steps=3", "eval.every=2", f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+class Disturbed:
+    """Kills engines of a run in this process: in a publish, and while they sample.
+
+    Args:
+        publish: (version, bucket) at which the second engine is killed, before the bucket is sent.
+        unit: number of the call in which the first engine is killed, after it was sent.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, publish: tuple[int, int] | None, unit: int | None) -> None:
+        self.notes, self.calls = list[str](), 0
+        pools, start, bucket, begin = list[EnginePool](), EnginePool.__init__, Outgoing.bucket, EnginePool._begin
+
+        def started(pool: EnginePool, *args: Any, note: Any, **more: Any) -> None:
+            pools.append(pool)
+            start(pool, *args, note=self.notes.append, **more)
+
+        def sent(outgoing: Outgoing, number: int) -> Any:
+            nonlocal publish
+            if (outgoing.number, number) == publish:
+                publish = None
+                os.kill(cast(Any, pools[0]._slots[1].member).pid, signal.SIGKILL)
+            return bucket(outgoing, number)
+
+        def begun(pool: EnginePool, *args: Any) -> Any:
+            work = begin(pool, *args)
+            self.calls += 1
+            if self.calls == unit:
+                os.kill(cast(Any, work.slot.member).pid, signal.SIGKILL)
+            return work
+
+        patch.setattr(sending, "BUCKET", 2**20)
+        patch.setattr(EnginePool, "__init__", started)
+        patch.setattr(Outgoing, "bucket", sent)
+        patch.setattr(EnginePool, "_begin", begun)
+
+
+def test_engines_in_other_processes_change_no_bit(
+    by_one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is killed in the middle of a publish: four buckets of 1 MiB hold the weights."""
+    disturbed = Disturbed(monkeypatch, publish=(2, 1), unit=None)
+    words = ("steps=3", "eval.every=2", "cluster.engines=2", f"hydra.run.dir={tmp_path / 'run'}")
+    assert cli.run(["train", *APART, *words]) == 0
+    check_same(tmp_path / "run", by_one_process)
+    [note] = disturbed.notes
+    assert note.startswith("engine-1 is replaced: engine-1 was killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_samples_loses_no_step_and_no_bit(
+    by_one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturbed = Disturbed(monkeypatch, publish=None, unit=11)
+    words = ("steps=3", "eval.every=2", "cluster.engines=2", f"hydra.run.dir={tmp_path / 'run'}")
+    assert cli.run(["train", *APART, *words]) == 0
+    check_same(tmp_path / "run", by_one_process)
+    [note] = disturbed.notes
+    assert " is replaced: engine-" in note
+    assert "was killed by SIGKILL" in note
+
+
+@pytest.mark.slow
+def test_a_run_with_engines_that_is_killed_goes_on_with_any_number_of_them(
+    by_one_process: Path, rough: Nursery, tmp_path: Path
+) -> None:
+    words = ("train", *APART, "steps=3", "eval.every=2", "cluster.engines=2", "hydra.run.dir=run")
+    for event, command in (
+        ({"at": UPDATE, "call": 2, "do": "kill", "when": "after"}, words),
+        ({"at": PUBLISHED, "call": 2, "do": "kill"}, ("resume", "run", "cluster.engines=1")),
+    ):
+        started = rough.start(*command, cwd=tmp_path, events=[event])
+        assert started.wait().code == -9, started.wait().err
+        assert happens(lambda started=started: not marked(started.mark), within_s=60)
+    rough.run("resume", "run", "cluster.engines=0", cwd=tmp_path, ends=0)
+    check_same(tmp_path / "run", by_one_process)
+
+
 TRAINS = {
     "GRPO": "grpo_arithmetic",
     "an entropy bonus, tokens' values": "grpo_arithmetic algorithm.entropy_coef=0.01 token_values.every=1",
@@ -85,6 +178,7 @@ TRAINS = {
     "recomputed layers": "grpo_arithmetic model.gradient_checkpointing=true",
     "Muon": "grpo_arithmetic trainer.optimizer=muon",
     "two ranks": "grpo_arithmetic cluster.ranks=2",
+    "ranks and engines": "grpo_arithmetic cluster.ranks=2 cluster.engines=2 trainer.optimizer=muon",
     "Kimi": "kimi_arithmetic minibatches=2",
 }
 
