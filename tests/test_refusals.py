@@ -716,7 +716,11 @@ TABLE = [
     (f"{ALL} snapshot.reference=policy", "snapshot.reference", "lora=null changes that, got policy; use base"),
     (f"{ALL} algorithm=opd snapshot.teacher=policy", "snapshot.teacher", "lora=null changes that, got policy; use"),
     (f"{ALL} overlap.lag=1 algorithm.mismatch=token_truncate", "overlap.lag", "the update changes meanwhile, got 1"),
-    (f"{ALL} cluster.engines=2", "cluster.engines", "are sent adapters only, and lora=null has none, got 2; set"),
+    (
+        f"{ALL} generation=vllm cluster.engines=1 cluster.gpus_per_engine=2",
+        "cluster.gpus_per_engine",
+        "engines that divide the layers among GPUs are sent adapters only, and lora=null has none, got 2; set it to 1",
+    ),
     (
         f"{ALL} generation=transformers generation.transformers.weights=merged_bfloat16",
         "generation.transformers.weights",

@@ -15,6 +15,7 @@ class When(StrEnum):
         reading: while an image goes through a vision tower, before a step's other passes.
         annotating: during the passes without gradient over a step's rows, before its updates.
         stepping: while the optimizer changes the weights, after an update's passes.
+        publishing: while engines in other processes are sent a version, after a step's updates.
     """
 
     always = "always"
@@ -23,6 +24,7 @@ class When(StrEnum):
     annotating = "annotating"
     updating = "updating"
     stepping = "stepping"
+    publishing = "publishing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

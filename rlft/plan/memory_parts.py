@@ -95,6 +95,9 @@ TOP_K_FIELDS = 4
 EXCHANGED = 3
 """Copies of queries, keys, values, attention and its gradient that are alive where ranks exchange them: what is sent,
 what arrives, and the heads of all tokens."""
+SENDERS_BUCKETS, BUCKETS_OF_AN_ENGINE = 2, 5
+"""Copies of a bucket that are alive while weights are sent: its bytes and their pickle; and for each engine the message
+there and here, the pickle and the bytes in it, and its tensors."""
 CAPPED_LOGITS = 2
 """Further tensors of the size of a chunk's logits where these are capped: their slopes, also times the shares."""
 PADDED_LOGITS = 5
@@ -245,6 +248,9 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
         counted.append(always("frozen copies", demand.copies * model.base_bytes, "snapshot.reference"))
     if demand.engines_apart and demand.engine is not None and demand.engine.on_trainers_base:
         counted.append(always("bases of the engines", demand.engines_apart * model.base_bytes, "cluster.engines"))
+    if demand.engines_apart and demand.whole_model and demand.device == "cpu":
+        sent = (SENDERS_BUCKETS + BUCKETS_OF_AN_ENGINE * demand.engines_apart) * min(BUCKET, model.base_bytes)
+        counted.append(MemoryPart(name="weights on their way to engines", bytes=sent, when=When.publishing))
     if demand.beside:
         counted.append(always("learned rewards", demand.beside, "reward"))
     counted += tower_parts(model, demand)

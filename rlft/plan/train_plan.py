@@ -69,7 +69,9 @@ from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
+from rlft.system.buckets import BUCKET
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
+from rlft.system.disk import size_text
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
 from rlft.trainer.gradients import most_gradients
@@ -141,6 +143,7 @@ class TrainPlan(Plan):
             ("engine", self.engine, self.engine_reason),
             *self._mismatch_rows(),
             *self._cluster_rows(),
+            *self._publish_rows(facts),
             *facts.base_rows(),
             *facts.forward_rows(),
             ("prompts", f"{len(self.train_prompts.prompts):,}", f"train; {evaluated}"),
@@ -214,6 +217,15 @@ class TrainPlan(Plan):
         gpus = counted(placement.gpus, "GPU")
         location = "processes" if placement.kind == "processes" else f"{gpus}, {placement.kind}:"
         return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
+
+    def _publish_rows(self, facts: Facts) -> list[TableRow]:
+        """The row about what engines in other processes are sent; none without them, or where that is an adapter."""
+        run = self.config
+        if not run.cluster.engines or run.lora is not None:
+            return []
+        size = facts.base * resolve_dtype(run.model.dtype, resolve_device(run.model.device)).itemsize
+        words = f"all weights to each engine after each step, in buckets of at most {BUCKET // 2**20} MiB"
+        return [("publish", size_text(size), words)]
 
     def _sampling_demand(self) -> dict[str, Any]:
         """The demand of engines on the trainer's device; empty where they have GPUs of their own."""

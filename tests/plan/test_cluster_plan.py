@@ -18,6 +18,7 @@ from rlft.plan.fit import check_base, gpu_memory
 from rlft.plan.model_rules import check_shared_tokens
 from rlft.plan.sizes import CUDA_CONTEXT, sizes_of
 from rlft.plan.train_plan import TrainPlan
+from rlft.system.disk import size_text
 from rlft.types import UserError
 
 GIB = 2**30
@@ -113,6 +114,23 @@ def test_engines_on_a_cpu_count_as_often_as_they_are_there() -> None:
     assert three.notes[1:] == [
         "memory is that of the run's own process and its engines; the other rank takes as much again as this process"
     ]
+
+
+def test_engines_that_follow_all_weights_hold_them_and_are_sent_them_in_buckets() -> None:
+    """In 32 bits all weights are less than a bucket, of which two are held beside five for each engine."""
+    words = ("lora=null", "trainer.lr=1e-4", "model.device=cpu", "generation=transformers")
+    alone, three = planned(*words), planned(*words, "cluster.engines=3")
+    weights = 4 * three.model.parameters
+    assert bytes_of(three)["bases of the engines"] == 3 * bytes_of(alone)["base"] == 3 * weights
+    assert bytes_of(three)["weights on their way to engines"] == (2 + 5 * 3) * weights
+    assert row(three, "publish") == (
+        size_text(weights), "all weights to each engine after each step, in buckets of at most 64 MiB"
+    )  # fmt: skip
+    assert [name for name, *_ in alone.sizes if name == "publish"] == []
+    assert "weights on their way to engines" not in bytes_of(alone)
+    on_a_card = planned("lora=null", "trainer.lr=1e-4", *ON_A_CARD, "model.dtype=float32", "cluster.engines=1")
+    assert "weights on their way to engines" not in bytes_of(on_a_card), "they are in main memory"
+    assert row(on_a_card, "publish")[0] == size_text(weights)
 
 
 def test_ranks_that_train_all_weights_hold_their_lanes_gradients_and_a_part_of_the_averages() -> None:
