@@ -150,6 +150,11 @@ CASES: tuple[Case, ...] = (
         f"train +recipe=ppo_arithmetic {MODEL} {SAVING} {SAMPLING} {EVALUATION} {STEPS} {PROMPTS} lora=null "
         f"trainer.lr=1e-4 trainer.optimizer=muon critic.kind=shared cluster.ranks=2 cluster.lanes=4 {RUN}",
     ),
+    case(
+        "engines_of_all_weights",
+        f"train +recipe=grpo_arithmetic {MODEL} {SAVING} {SAMPLING} {EVALUATION} {STEPS} {PROMPTS} lora=null "
+        f"trainer.lr=1e-4 snapshot.reference=base algorithm.kl_coef=0.05 cluster.engines=2 cluster.ranks=2 {RUN}",
+    ),
     # -- data and rewards
     case("images", f"train +recipe=grpo_shapes {TRAIN} {PROMPTS} {RUN}"),
     case(

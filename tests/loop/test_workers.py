@@ -9,11 +9,12 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from real_engines import check_pool_against, opened_here, signal_to
+from real_engines import check_pool_against, opened_here, sampled, signal_to
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +23,8 @@ from rlft.generation import sending
 from rlft.generation.loaded_adapter import LoadedAdapter, difference, published
 from rlft.generation.sending import Outgoing
 from rlft.loop import workers
-from rlft.loop.members import engine_specs
+from rlft.loop.freshness import Freshness
+from rlft.loop.members import engine_specs, open_engines
 from rlft.loop.workers import EngineWorker
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.full_weights import WholeModel
@@ -217,9 +219,7 @@ def test_an_engine_that_takes_no_parts_is_given_all_weights_together(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_members_that_follow_all_weights_are_killed_and_change_no_completion(
-    engine: str,
     whole: RunConfig,
     policy: WholeModel,
     prompts: list[Prompt],
@@ -229,14 +229,40 @@ def test_members_that_follow_all_weights_are_killed_and_change_no_completion(
     monkeypatch.setattr(sending, "BUCKET", SMALL)
     published_by(policy, 1)
     notes, launcher = list[str](), LocalProcesses(tmp_path)
-    here = opened_here(whole, engine, policy, policy.backbone)
+    here = opened_here(whole, "transformers", policy, policy.backbone)
     killed = signal_to(0, signal.SIGKILL, 0.1, lambda member: member.pid)
     try:
-        check_pool_against(here, launcher, whole, engine, policy, prompts, notes, killed)
+        check_pool_against(here, launcher, whole, "transformers", policy, prompts, notes, killed)
     finally:
         launcher.close()
-        here.close()
     assert notes[0].startswith("engine-0 is replaced: engine-0 was killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_vllm_in_a_member_loads_all_weights_in_place_and_holds_every_bit(
+    whole: RunConfig, policy: WholeModel, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose output head is tied to its embeddings, in 14 buckets, some of which end inside a tensor."""
+    monkeypatch.setattr(sending, "BUCKET", SMALL)
+    config = replace(whole, cluster=replace(whole.cluster, engines=1))
+    notes, launcher = list[str](), LocalProcesses(tmp_path)
+    plan: Any = SimpleNamespace(config=config, engine="vllm", placement=ON_THE_CPU, environment=None)
+    pool = open_engines(plan, launcher, notes.append)
+    freshness = Freshness([prompt.token_ids for prompt in prompts[:2]], 1e-4, 1, notes.append)
+    try:
+        for version in (1, 2):
+            adapter = published_by(policy, version)
+            pool.load(adapter)
+            assert freshness.check(version, pool, policy, adapter) is not None
+            groups = sampled(pool, config, prompts[:2])
+            assert {r.policy_version for group in groups for r in group.rollouts} == {version}
+            [found] = pool._of_each("loaded_adapter").values()
+            assert found.tensors == published(adapter, "float32")
+            assert found.unread == found.faults == ()
+    finally:
+        pool.close()
+        launcher.close()
+    assert notes == []
 
 
 def test_a_member_that_is_closed_leaves_its_base_without_adapters(
