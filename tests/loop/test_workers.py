@@ -166,10 +166,10 @@ def test_a_changed_bit_a_lost_bucket_and_a_stale_engine_are_seen(follower: Engin
     send(follower, second, lost=3)
     problem = str(problem_of(follower, second, {1: tensors}))
     assert re.match(r"policy version 2: \d of the 50 tensors that it was given are others", problem)
-    before = follower.loaded_adapter()
-    outgoing = Outgoing(second, lambda file: file)
+    outgoing = Outgoing(published_by(policy, 3), lambda file: file)
     expected = [outgoing.bucket(number) and outgoing.sha256(number) for number in range(3)]
     follower.load_part(0, expected[0], outgoing.bucket(0))
+    before = follower.loaded_adapter()
     assert follower.load_part(2, expected[2], outgoing.bucket(2)) != expected[2]
     assert follower.loaded_adapter() == before, "nothing was taken"
 
