@@ -62,7 +62,6 @@ def policy(folder: str) -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.slow
 def test_a_real_model_is_made_answers_and_is_trained_by_the_recipe(smollm2: Path, here: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.tokenize("2024") == ["2", "0", "2", "4"]

@@ -56,7 +56,6 @@ def member(launcher: RayActors) -> RayMember:
     return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
-@pytest.mark.slow
 def test_calls_are_answered_in_order_on_another_machine(member: RayMember, launcher: RayActors) -> None:
     check_answers(member, launcher)
     facts = member.call("facts").result(ANSWER_S)
@@ -79,7 +78,6 @@ def test_an_object_that_cannot_be_made_fails_every_call(launcher: RayActors) -> 
     check_what_cannot_be_made(launcher)
 
 
-@pytest.mark.slow
 def test_a_dead_member_says_what_it_said_last(launcher: RayActors) -> None:
     check_death(launcher, "has died")
 
