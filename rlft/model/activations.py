@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import OFFLOAD, Recompute
@@ -84,11 +85,14 @@ class LayerModules:
         kept_twice: initials of queries, keys and values that attention keeps twice: before their norm, or in the output
             that a single layer gives for all three, and as they are attended to.
         gate: how the MLP is gated: `silu` (one function of rlft), `other`, or `none`.
+        activation: number of tensors of its width that an MLP for which rlft has no function keeps of its activation,
+            with what it returns.
     """
 
     norms: int = 2
     kept_twice: str = ""
     gate: Literal["silu", "other", "none"] = "silu"
+    activation: int = 2
 
 
 def layer_modules(layers: Sequence[nn.Module]) -> LayerModules:
@@ -98,7 +102,7 @@ def layer_modules(layers: Sequence[nn.Module]) -> LayerModules:
     """
     if any(isinstance(module, nn.Conv1d) for layer in layers for module in layer.modules()):
         return LayerModules()
-    norms, twice, gates = 2, set[str](), set[str]()
+    norms, twice, gates, activation = 2, set[str](), set[str](), 0
     for layer in layers:
         norms = max(norms, sum(_is_norm(child) for child in layer.children()))
         for name, child in layer.named_children():
@@ -107,8 +111,25 @@ def layer_modules(layers: Sequence[nn.Module]) -> LayerModules:
                 twice |= set("qk") if sum(isinstance(module, nn.Linear) for module in child.children()) == 2 else set()
             elif any(part in name for part in ("mlp", "feed_forward", "ffn", "fc")):
                 gates.add(_gate_of(child))
+        activation = max([activation, *map(_kept_by, _activations(layer))])
     gate = next((kind for kind in ("other", "none", "silu") if kind in gates), "silu")
-    return LayerModules(norms=norms, kept_twice="".join(sorted(twice)), gate=cast(Any, gate))
+    kept_twice = "".join(sorted(twice))
+    return LayerModules(norms=norms, kept_twice=kept_twice, gate=cast(Any, gate), activation=activation or 2)
+
+
+def _activations(layer: nn.Module) -> Iterator[nn.Module]:
+    """The functions of a layer that are modules."""
+    for name, module in layer.named_modules():
+        if "act" in name.rpartition(".")[2] and not list(module.children()) and not list(module.parameters()):
+            yield module
+
+
+def _kept_by(activation: nn.Module) -> int:
+    """Number of tensors of its input's size that are alive between an activation's forward and its backward."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        kept.append(activation(torch.ones(2, requires_grad=True)))
+    return len({tensor.data_ptr() for tensor in kept if tensor.numel() == 2})
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -319,7 +340,8 @@ def activation_bytes(
     of_a_norm = itemsize if device == "cuda" and not plain else 4
     norm = text.hidden_size * (itemsize + of_a_norm)
     sizes = layer_sizes(config)
-    copies = {"other": 4, "none": 2, "silu": 4 if plain else 2 if joint else 3}[modules.gate]
+    fused = 4 if plain else 2 if joint else 3
+    copies = {"other": 2 + modules.activation, "none": modules.activation, "silu": fused}[modules.gate]
     further = (modules.norms - 2) * text.hidden_size * of_a_norm
     mlps = [norm + further + copies * layer.mlp * itemsize for layer in sizes]
     attentions = 0

@@ -170,6 +170,12 @@ def test_unlike_layers_have_sizes_of_their_own() -> None:
         ("olmo2", {}, LayerModules(kept_twice="kq")),
         ("phi3", {}, LayerModules(kept_twice="kq", gate="other")),
         ("starcoder2", {}, LayerModules(gate="none")),
+        ("phi", {}, LayerModules(gate="none", activation=5)),  # a formula in single operations
+        (
+            "opt",
+            {"ffn_dim": 64, "word_embed_proj_dim": 32},
+            LayerModules(gate="none", activation=1),
+        ),  # its result alone
         ("gpt_oss", attention_families.EXPERTS, LayerModules()),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, LayerModules()),
     ],

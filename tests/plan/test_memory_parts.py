@@ -229,7 +229,8 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
     assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []
     beside = [
-        MemoryPart(name=when, bytes=size, when=when) for when, size in zip(When, (1, 9, 20, 400, 300, 200), strict=True)
+        MemoryPart(name=when, bytes=size, when=when)
+        for when, size in zip(When, (1, 9, 20, 400, 300, 200, 100), strict=True)
     ]
     assert (peak(beside), busiest(beside)) == (401, When.annotating)
 

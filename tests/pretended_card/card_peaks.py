@@ -100,6 +100,7 @@ CASES = {
     "norms behind branches": Case(kind="olmo2", intermediate_size=768),
     "one layer for queries, keys and values": Case(kind="phi3", intermediate_size=768),
     "an MLP without a gate": Case(kind="starcoder2", intermediate_size=768),
+    "an activation of which its result alone is kept": Case(kind="opt", ffn_dim=768, word_embed_proj_dim=256),
 }
 NARROW = Size(hidden=96, layers=4, heads=12, key_heads=2, intermediate=560, vocabulary=4748)
 """A sixteenth of Qwen2.5-1.5B in width, with a small vocabulary and fewer of its 28 layers."""

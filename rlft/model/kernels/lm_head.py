@@ -105,12 +105,12 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs `[M]`, entropy in nats `[M]` or None), float32, or float64 if the hidden states are.
 
-    A head that is more than a frozen matrix goes through autograd.
+    A head that is more than a frozen linear layer goes through autograd.
     """
     module = head.module
-    if type(module) is nn.Linear and module.bias is None and not module.weight.requires_grad:
+    if type(module) is nn.Linear and not any(weight.requires_grad for weight in module.parameters()):
         settings = (temperature, entropy, head.scale, head.cap)
-        logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, module.weight, target_M, *settings)
+        logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, module.weight, module.bias, target_M, *settings)
         return logprobs_M, entropy_M if entropy else None
     logprobs_M, *rest = _in_chunks(_of_targets, head, (hidden_MH, target_M), temperature, entropy)
     return logprobs_M, rest[0] if rest else None
@@ -122,6 +122,7 @@ class _FrozenHead(torch.autograd.Function):
         ctx: Any,
         hidden_MH: Tensor,
         weight_VH: Tensor,
+        bias_V: Tensor | None,
         target_M: Tensor,
         temperature: float,
         entropy: bool,
@@ -140,7 +141,11 @@ class _FrozenHead(torch.autograd.Function):
             chunk = slice(start, start + size)
             target_C = target_M[chunk]
             # Every step is in place: a chunk's logits become log-probs or, if those are not needed again, probs.
-            logits_CV = torch.mm(hidden_MH[chunk], weight_VH.t(), out=buffer_CV[: len(target_C)])
+            out_CV = buffer_CV[: len(target_C)]
+            if bias_V is None:
+                logits_CV = torch.mm(hidden_MH[chunk], weight_VH.t(), out=out_CV)
+            else:  # the same for all hidden states, so that it is in no slope
+                logits_CV = torch.addmm(bias_V, hidden_MH[chunk], weight_VH.t(), out=out_CV)
             factor_CV = None
             if cap is not None:
                 logits_CV, factor_CV = _capped(logits_CV, scale, cap, bool(slopes))
@@ -175,7 +180,7 @@ class _FrozenHead(torch.autograd.Function):
         for slope_MH, grad_M in zip(ctx.saved_tensors, grad_outputs, strict=False):
             part = slope_MH * grad_M[:, None].to(slope_MH.dtype)
             total = part if total is None else total.add_(part)
-        return total, None, None, None, None, None, None
+        return total, *(None,) * 7
 
 
 @fused

@@ -220,7 +220,7 @@ def started(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def start(moves: bool = False, **changes: Any) -> tuple[VLLMGenerator, FakeLLM, dict[str, Any]]:
         fake, given = FakeLLM(model, moves), {}
-        monkeypatch.setattr(vllm_generator, "_start", lambda options, further: given.update(options) or fake)
+        monkeypatch.setattr(vllm_generator, "_start", lambda options, *_: given.update(options) or fake)
         keys = engine(max_num_seqs=4, sleep=True, **changes)
         generators.append(open_vllm("x", keys, dtype="bfloat16", lora_rank=6, max_sequence_tokens=64))
         return generators[-1], fake, given

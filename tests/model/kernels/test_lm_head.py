@@ -73,9 +73,10 @@ def test_16_bits_give_float32_and_huge_logits_no_nan():
     assert hidden.grad.isfinite().all()
 
 
-def test_what_is_kept_for_backward_does_not_grow_with_the_vocabulary():
+@each("bias", (False, True))
+def test_what_is_kept_for_backward_does_not_grow_with_the_vocabulary(bias):
     def kept(vocabulary):
-        head = nn.Linear(8, vocabulary, bias=False).requires_grad_(False)
+        head = nn.Linear(8, vocabulary, bias=bias).requires_grad_(False)
         hidden, sizes = torch.randn(50, 8, requires_grad=True), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             head_logprobs(Head(head), hidden, torch.zeros(50, dtype=torch.int64), 1.0, True)
