@@ -167,7 +167,9 @@ class VLLM(Engine):
         if importlib.util.find_spec("torchvision") is not None:
             return None
         problem = "vLLM reads images with torchvision, which is not installed"
-        return Missing(problem, f"{pip_install('torchvision')}, or use generation=transformers")
+        # Another one would break transformers.
+        build = f"install the torchvision that is built for torch {metadata.version('torch')}"
+        return Missing(problem, f"use generation=transformers, or {build}")
 
     def serves_experts(self, device: str) -> bool:
         return self.weights == "merged" or device != "cpu"  # with adapters its experts are Triton's
