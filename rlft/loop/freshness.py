@@ -328,9 +328,9 @@ def check_decoding(
     """
     max_tokens, token_budget = config.generation.max_tokens, config.token_budget
     probes = _probes(prompts, config.prompts.max_tokens, max_tokens)
-    if prompts.shows_most is not None:
+    if prompts.longest_with_images is not None:
         turn = NextTurn(turn=0, seed=0, max_tokens=min(LENGTHS[0][1], max_tokens))
-        probes.append(replace(prompts.prompts[prompts.shows_most], next_turn=turn))
+        probes.append(replace(prompts.prompts[prompts.longest_with_images], next_turn=turn))
     if not any(generator.score([probes[0].token_ids[:2]])):
         return None
     sampling = Sampling(max_tokens=max_tokens, temperature=1.0)

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlft.config.model import OFFLOAD, Recompute
 from rlft.model.checkpointing import TiledCheckpoint, drawing_again
@@ -127,7 +128,10 @@ def _activations(layer: nn.Module) -> Iterator[nn.Module]:
 def _kept_by(activation: nn.Module) -> int:
     """Number of tensors of its input's size that are alive between an activation's forward and its backward."""
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    noting = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with torch.enable_grad(), noting:
         kept.append(activation(torch.ones(2, requires_grad=True)))
     return len({tensor.data_ptr() for tensor in kept if tensor.numel() == 2})
 
@@ -139,6 +143,8 @@ def _is_norm(module: nn.Module) -> bool:
 def _gate_of(mlp: nn.Module) -> str:
     if elementwise.can_be_gated(mlp) or hasattr(mlp, "experts"):
         return "silu"  # what experts keep is in LayerSizes.mlp
+    if any(isinstance(module, Conv1D) for module in mlp.modules()):
+        return "none"  # GPT-2's linear layers
     linear = [module for module in mlp.modules() if isinstance(module, nn.Linear)]
     if not linear:
         return "silu"

@@ -67,10 +67,11 @@ def tower_demand(
 
     `config` is the model's. The images go through a tower of this shape whose numbers are not computed.
     """
-    shown = [each for each in sets if each is not None and each.shows_most is not None]
+    places = [(each.prompts, each.longest_with_images) for each in sets if each is not None]
+    shown = [prompts[index] for prompts, index in places if index is not None]
     if not shown:
         return None
-    longest = max((each.prompts[each.shows_most or 0] for each in shown), key=lambda prompt: len(prompt.token_ids))
+    longest = max(shown, key=lambda prompt: len(prompt.token_ids))
     with no_init_weights():
         tower = tower_class(config)._from_config(tower_config(config), dtype=dtype).eval().base_model
     reading, vectors = 0, 0

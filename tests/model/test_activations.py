@@ -170,6 +170,7 @@ def test_unlike_layers_have_sizes_of_their_own() -> None:
         ("olmo2", {}, LayerModules(kept_twice="kq")),
         ("phi3", {}, LayerModules(kept_twice="kq", gate="other")),
         ("starcoder2", {}, LayerModules(gate="none")),
+        ("gpt2", {}, LayerModules(gate="none", activation=5)),
         ("phi", {}, LayerModules(gate="none", activation=5)),  # a formula in single operations
         (
             "opt",

@@ -38,7 +38,7 @@ def load_whole(llm: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 class Arriving:
-    """All weights on their way to vLLM, in parts: of those that are not loaded yet there is a layer, or one tensor.
+    """All weights on their way to vLLM, in parts; what has arrived and is not loaded yet is at most one layer.
 
     Attributes:
         shapes: {name: shape} of what has arrived.
