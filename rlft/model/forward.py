@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from rlft.batch import select, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
-from rlft.model.kernels import decoder_layer, recurrent
+from rlft.model.kernels import decoder_layer, recurrent, state_functions
 from rlft.model.kernels.attention import (
     NAME,
     LayerAttention,
@@ -440,13 +440,18 @@ def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
             found = packed_forward(model, batch, 1.0, False, layout=packed).logprobs[mask]
             problem = _difference(found, expected, model.dtype)
             if problem is None:
-                words = ("packed rows, each prompt once per group", on_this_device(model))
+                words = ("packed rows, each prompt once per group", on_this_device(model), _in_torch(model))
                 return Forward(model=model, packed=True, reason=", ".join(filter(None, words)))
             reason = f"packed and padded log-probs differ by {problem} for {type(model).__name__}"
         problem = _difference(padded_forward(placed, batch, 1.0, False).logprobs[mask], expected, model.dtype)
     if problem is not None:
         kernels.remove(f"log-probs differ by {problem} from those of transformers' modules for {type(model).__name__}")
     return _padded(model, reason)
+
+
+def _in_torch(model: PreTrainedModel) -> str:
+    why = state_functions.obstacle(model)
+    return "" if why is None or model.device.type == "cpu" else f"gated delta rules in torch, since {why}"
 
 
 def _padded(model: PreTrainedModel, reason: str) -> Forward:

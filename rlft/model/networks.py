@@ -27,6 +27,7 @@ from rlft.model.critic import CRITIC, Critic, ScalarHead
 from rlft.model.forward import Forward, choose, scale_down
 from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.packing import Layout
+from rlft.model.rounding import rounded_once_more
 from rlft.model.routing import Routing
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.types import Adapter, Batch, ImageRows, Outputs, Prompt, UserError
@@ -328,9 +329,12 @@ class Networks(ABC):
                 result[part] = outputs.logprobs.to(result)
         return result
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check."""
-        with torch.no_grad():
+    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check.
+
+        `rounded`: with one more rounding in each layer.
+        """
+        with torch.no_grad(), rounded_once_more(self.backbone.model) if rounded else nullcontext():
             return score_sequences(self.model, sequences, self.backbone.device)
 
     def images_of(self, prompts: Sequence[Prompt]) -> ImageRows | None:

@@ -6,6 +6,7 @@ followed by its backward before any switch, and `check_gradients` checks after t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -119,6 +120,11 @@ class Roles(Networks):
             tensor.copy_(found[name])
 
     def adapter_config(self) -> dict[str, Any]:
+        return dict(self._folder_fields)
+
+    @functools.cached_property
+    def _folder_fields(self) -> dict[str, Any]:
+        """They stay as they are: on a GPU's host they took a tenth of a second of each publish and checkpoint."""
         names = map(self.names.outside, self.tensors(POLICY))
         fields = folder_fields(self.model.peft_config[POLICY], names, self.backbone.model)
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}

@@ -98,8 +98,11 @@ class Trainer(Protocol):
         """The policy's current adapter, for an engine."""
         ...
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """The policy's log-probs (temperature 1) of every token but the first, for the freshness check."""
+    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
+        """The policy's log-probs (temperature 1) of every token but the first, for the freshness check.
+
+        `rounded`: with one more rounding in each layer.
+        """
         ...
 
     def after_freshness_check(self) -> None:
@@ -304,8 +307,8 @@ class LocalTrainer:
     def publish(self, version: int) -> Adapter:
         return self.roles.publish(version)
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return self.roles.score(sequences)
+    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
+        return self.roles.score(sequences, rounded=rounded)
 
     def after_freshness_check(self) -> None:
         if self.share.parts == 1:  # other ranks have no sampler's weights to use, and must get the same bits

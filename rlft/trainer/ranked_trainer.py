@@ -173,8 +173,8 @@ class RankedTrainer:
     def publish(self, version: int) -> Adapter:
         return self._local.publish(version)
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return self._local.score(sequences)
+    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
+        return self._local.score(sequences, rounded=rounded)
 
     def after_freshness_check(self) -> None:
         self._local.after_freshness_check()

@@ -34,12 +34,12 @@ SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
 class Fixed(Generator):
     """Scores that were written down, as an engine or a trainer would give them."""
 
-    def __init__(self, *values):
-        self.values, self.calls = values, 0
+    def __init__(self, *values, noise=0.0):
+        self.values, self.calls, self.noise = values, 0, noise
 
-    def score(self, sequences):
+    def score(self, sequences, *, rounded=False):
         self.calls += 1
-        return [list(self.values)]
+        return [[value + self.noise if rounded else value for value in self.values]]
 
 
 @pytest.fixture
@@ -356,6 +356,47 @@ def test_in_bfloat16_an_engine_with_another_adapter_stops_the_run(spread, share)
             stopped.value
         )
         assert "allowed is a mean of 0.1 or a 99th percentile of 1.5" in str(stopped.value)
+
+
+def test_a_model_that_amplifies_its_roundings_has_limits_of_its_own():
+    """As SmolLM2 with vLLM on an H100: a healthy engine is 0.102 nats from the trainer."""
+    notes, gaps = [], torch.full((FIXED_TOKENS,), 0.102, dtype=torch.float64)
+    engine, trainer = scored(gaps)
+    trainer.noise = 0.079
+    freshness = Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1, notes.append)
+    for version in range(3):
+        assert freshness.check(version, engine, trainer) == pytest.approx(0.102, abs=1e-9)
+    freshness.check_again(2, engine)
+    assert notes == [
+        "freshness: one more rounding in each layer moves this model's log-probs by 0.079 nats on average, so that an "
+        "engine may differ by a mean of 0.237 or a 99th percentile of 1.5"
+    ]
+    far = Fixed(*(value + 0.25 for value in trainer.values))
+    with pytest.raises(StaleAdapterError, match=r"\(mean gap 2\.50e-01, .*allowed is a mean of 0\.237"):
+        freshness.check(3, far, trainer)
+    trainer.noise = 0.01  # the policy has other weights by now
+    with pytest.raises(StaleAdapterError, match=r"\(mean gap 1\.02e-01, .*allowed is a mean of 0\.1 ") as stopped:
+        freshness.check(4, engine, trainer)
+    assert "it still holds" not in str(stopped.value)
+
+
+def test_roundings_are_measured_where_an_engine_exceeds_the_limits_of_its_dtype_alone():
+    engine, trainer = scored(bfloat16_gaps(FIXED_TOKENS, 0))
+    Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1).check(0, engine, trainer)
+    assert trainer.calls == 1
+    for threshold in (1e-3, LIMITS_IN_32_BITS):  # a threshold of the user's, and float32
+        trainer = Fixed(-1.0, noise=0.5)
+        with pytest.raises(StaleAdapterError):
+            Freshness(SEQUENCES, threshold, 1).check(0, Fixed(-1.2), trainer)
+        assert trainer.calls == 1
+
+
+@pytest.mark.parametrize("noise", [math.nan, math.inf])
+def test_a_model_without_finite_log_probs_when_rounded_keeps_the_limits_of_its_dtype(noise):
+    engine, trainer = scored(torch.full((FIXED_TOKENS,), 0.11, dtype=torch.float64))
+    trainer.noise = noise
+    with pytest.raises(StaleAdapterError, match=r"allowed is a mean of 0\.1 "):
+        Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1).check(0, engine, trainer)
 
 
 def test_in_bfloat16_the_version_that_a_stale_engine_holds_is_named():

@@ -72,12 +72,15 @@ def gap_rows(trial: MachineTrial) -> list[CheckRow]:
     """The log-prob gap of fixed tokens, as in the freshness check, and that of sampled tokens."""
     session = trial.session
     sequences = fixed_sequences(trial)
-    fixed = Gap.between(flatten(session.generator.score(sequences)), flatten(session.trainer.score(sequences)))
+    expected, freshness = flatten(session.trainer.score(sequences)), session.freshness
+    fixed = Gap.between(flatten(session.generator.score(sequences)), expected)
+    if not freshness.limits.allow(fixed):
+        freshness.measure_roundings(session.trainer, expected)
     batch = trial.collated(session.sample(0))
     logprobs = trial.roles.logprobs(batch, POLICY)[batch.loss_mask]
     sampled = Gap.between(batch.sampled_logprobs[batch.loss_mask].tolist(), logprobs.tolist())
     alarms = trial.config.alarms
-    return [gap_row(fixed, sampled, session.freshness.limits, None if alarms is None else alarms.logprob_gap)]
+    return [gap_row(fixed, sampled, freshness.model_limits, None if alarms is None else alarms.logprob_gap)]
 
 
 def gap_row(fixed: Gap, sampled: Gap, limits: Limits, alarm: float | None) -> CheckRow:
@@ -104,7 +107,7 @@ def gap_row(fixed: Gap, sampled: Gap, limits: Limits, alarm: float | None) -> Ch
 
 def swap_rows(trial: MachineTrial) -> list[CheckRow]:
     session = trial.session
-    return [swap_row(session.generator, trial.roles, fixed_sequences(trial), session.freshness.limits)]
+    return [swap_row(session.generator, trial.roles, fixed_sequences(trial), session.freshness.model_limits)]
 
 
 def swap_row(generator: Generator, roles: Roles, sequences: list[list[int]], limits: Limits) -> CheckRow:

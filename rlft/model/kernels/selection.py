@@ -21,7 +21,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
-from rlft.model.kernels import attention, decoder_layer, elementwise, lora_experts, lora_linear, recurrent
+from rlft.model.kernels import (
+    attention,
+    decoder_layer,
+    elementwise,
+    lora_experts,
+    lora_linear,
+    recurrent,
+    state_functions,
+)
 from rlft.model.kernels.decoder_layer import FAMILIES, TESTED, Family
 
 Replaced = tuple[nn.Module, Any, Any]
@@ -131,6 +139,7 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
 
     `own_attention` is False if the user has chosen another attention (`model.attn_implementation`).
     """
+    state_functions.install(model)
     decision = decide(setting, model.config.model_type)
     if decision.choice is KernelChoice.plain:
         if own_attention:

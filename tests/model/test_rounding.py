@@ -1,0 +1,48 @@
+"""One more rounding in each layer: the size of what it does to log-probs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlft.model.backbone import load_backbone
+from rlft.model.rounding import rounded_once_more
+
+SEQUENCES = [[5, 6, 7, 8, 9, 12, 40], [9, 10, 11, 77]]
+
+
+def gaps(one, other) -> torch.Tensor:
+    return torch.tensor(
+        [abs(x - y) for row, also in zip(one, other, strict=True) for x, y in zip(row, also, strict=True)]
+    )
+
+
+def test_each_layers_output_is_off_by_up_to_half_a_unit_in_the_last_place(make_roles):
+    model = make_roles().backbone.model
+    layer, seen = model.model.layers[0], []
+    ids = torch.tensor([SEQUENCES[0]])
+    keep = layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        model(ids)
+        keep.remove()
+        with rounded_once_more(model):
+            keep = layer.register_forward_hook(lambda module, args, output: seen.append(output))
+            model(ids)
+            keep.remove()
+        model(ids)
+    exact, off = seen
+    errors = ((off - exact) / exact).abs() / torch.finfo(exact.dtype).eps
+    assert errors.max() <= 1.0  # half of it, rounded to a number of this dtype
+    assert (errors > 0.25).float().mean() > 0.25
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-8, 1e-5), ("bfloat16", 1e-4, 0.1)])
+def test_log_probs_move_by_the_roundings_of_the_dtype_and_the_same_each_time(
+    make_roles, model_config, dtype, least, most
+):
+    roles = make_roles(backbone=load_backbone.__wrapped__(model_config(dtype=dtype)), noise=0.02)
+    exact, rounded, again = (roles.score(SEQUENCES, rounded=rounded) for rounded in (False, True, True))
+    assert rounded == again
+    assert least < gaps(rounded, exact).mean() < most
+    assert roles.score(SEQUENCES) == exact
