@@ -39,7 +39,7 @@ from rlft.system.device import free_bytes, has_own_memory, resolve_device, resol
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
 from rlft.system.terminal import pip_install
-from rlft.types import UserError
+from rlft.types import UserError, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ class Planned:
     Attributes:
         parameters: {role: number of parameters}.
         process: bytes that the process takes besides models and batches.
-        reward_try: what rlft's own rewards give texts that a policy may find, in two lines.
+        reward_try: what rlft's own rewards give texts that a policy may find, in two or three lines.
         named_limit: whether device_memory= named that limit.
         disk: {part of the run's folder: the most bytes that it may take}.
         duration: an estimate, or why there is none.
@@ -255,12 +255,26 @@ def trials_of(plan: Plan) -> list[RewardTrial]:
 
 
 def reward_try_of(plan: Plan) -> list[str]:
-    """What the rewards pay for texts that a policy may find, in two lines; none unless all are rules of rlft's own."""
+    """What the rewards pay for texts that a policy may find, in two or three lines; none unless all are rules of
+    rlft's own."""
     prompts = plan.scored_prompts
     if prompts is None:
         return []
     tried = prompts.prompts[:TRIED_PROMPTS]
-    return brief_summary(plan.config, specs(plan.config.reward), tried, *_texts_of(plan))
+    found = brief_summary(plan.config, specs(plan.config.reward), tried, *_texts_of(plan))
+    return found and [*found, *most_common_answer([prompt.answer for prompt in prompts.prompts])]
+
+
+def most_common_answer(answers: Sequence[str]) -> list[str]:
+    """What a policy gets that answers all prompts alike, which a small model learns first; nothing if no two answers
+    are the same."""
+    [(answer, number)] = Counter(answers).most_common(1)
+    if number == 1:
+        return []
+    share = f"{number / len(answers):.1%} of the {counted(len(answers), 'prompt')}"
+    return [
+        f"most common answer: '{one_line(answer, SHOWN_CHARACTERS)}', of {share}: always written, it is right as often"
+    ]
 
 
 def _texts_of(plan: Plan) -> tuple[PreTrainedTokenizerBase, TurnEnds]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from run_processes import Nursery
 
 from rlft import cli
 from rlft.commands import reward
+from rlft.commands.plan import most_common_answer
 from rlft.config import catalog
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -161,8 +163,18 @@ def test_the_rewards_of_a_recipe_have_no_fault(recipe: str, monkeypatch: pytest.
         assert wrong == []
 
 
-def test_a_plan_says_in_two_lines_what_the_rewards_pay_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_in_three_lines_what_the_rewards_pay_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "+recipe=grpo_arithmetic", "--json"]) == 0
-    accepted, cheapest = json.loads(capsys.readouterr().out)["reward_try"]
+    accepted, cheapest, common = json.loads(capsys.readouterr().out)["reward_try"]
     assert accepted.endswith("wrong texts accepted: none")
     assert "<think>-</think><answer>41</answer>" in cheapest
+    assert re.fullmatch(
+        r"most common answer: '\d+', of \d\.\d% of the \d+ prompts: always written, it is right as often", common
+    )
+
+
+def test_the_most_common_answer_is_named_where_two_prompts_have_the_same() -> None:
+    assert most_common_answer(["4", "1", "4", "2"]) == [
+        "most common answer: '4', of 50.0% of the 4 prompts: always written, it is right as often"
+    ]
+    assert most_common_answer(["4", "1"]) == most_common_answer(["4"]) == []
