@@ -31,16 +31,16 @@ def test_each_layers_output_is_off_by_up_to_half_a_unit_in_the_last_place(make_r
             keep.remove()
         model(ids)
     exact, off = seen
-    errors = ((off - exact) / exact).abs() / torch.finfo(exact.dtype).eps
-    assert errors.max() <= 1.0  # half of it, rounded to a number of this dtype
-    assert (errors > 0.25).float().mean() > 0.25
+    errors = ((off - exact) / exact).abs() / torch.finfo(torch.bfloat16).eps
+    assert 0.49 < errors.max() < 0.501
+    assert (errors > 0.25).float().mean() == pytest.approx(0.5, abs=0.1)
     assert not any(layer._forward_hooks for layer in model.model.layers)
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-8, 1e-5), ("bfloat16", 1e-4, 0.1)])
-def test_log_probs_move_by_the_roundings_of_the_dtype_and_the_same_each_time(
-    make_roles, model_config, dtype, least, most
-):
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("float32", 1e-4, 0.1), ("bfloat16", 1e-4, 0.1), ("float16", 1e-5, 0.02)]
+)
+def test_log_probs_move_by_roundings_to_16_bits_and_the_same_each_time(make_roles, model_config, dtype, least, most):
     roles = make_roles(backbone=load_backbone.__wrapped__(model_config(dtype=dtype)), noise=0.02)
     exact, rounded, again = (roles.score(SEQUENCES, rounded=rounded) for rounded in (False, True, True))
     assert rounded == again

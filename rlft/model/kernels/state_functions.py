@@ -50,7 +50,8 @@ def why_no_gradients() -> str | None:
     mended = getattr(utils, "TRITON_ABOVE_3_7_1", False)
     if mended or not (getattr(utils, "IS_NVIDIA_HOPPER", False) and getattr(utils, "TRITON_ABOVE_3_4_0", False)):
         return None
-    return "flash-linear-attention has no right gradients on Hopper GPUs with this Triton (triton>=3.7.1 mends it)"
+    mend = "triton>=3.7.1 and flash-linear-attention>=0.6 mend it"
+    return f"flash-linear-attention has no right gradients on Hopper GPUs with this Triton ({mend})"
 
 
 class _Choice:
