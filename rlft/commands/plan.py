@@ -261,8 +261,8 @@ def reward_try_of(plan: Plan) -> list[str]:
     if prompts is None:
         return []
     tried = prompts.prompts[:TRIED_PROMPTS]
-    found = brief_summary(plan.config, specs(plan.config.reward), tried, *_texts_of(plan))
-    return found and [*found, *most_common_answer([prompt.answer for prompt in prompts.prompts])]
+    lines = brief_summary(plan.config, specs(plan.config.reward), tried, *_texts_of(plan))
+    return lines and [*lines, *most_common_answer([prompt.answer for prompt in prompts.prompts])]
 
 
 def most_common_answer(answers: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ NOT_READ_BACK = "freshness.read_back=false compares log-probs alone"
 FIXED_TOKENS = 512
 """Number of fixed tokens that are compared in 16 bits, where there are as many: 5 lie above the 99th percentile."""
 OWN_ROUNDINGS = 3.0
-"""How much farther than one more rounding in each layer moves a model's log-probs an engine may lie from the trainer.
+"""How many times as far as one more rounding in each layer moves log-probs an engine's may lie from the trainer's.
 
 SmolLM2-135M in bfloat16, the mean over 542 tokens in nats: one more rounding 0.079; two attentions of transformers
 0.062; vLLM on an H100 0.102, while it held the published adapter (tests/model/test_rounding.py, docs/vllm.md).
@@ -92,7 +92,7 @@ class Limits:
     by 0.5 to 1.6 (huggingface/trl#6789, torchtitan's notes on RL). Whatever the shape of the tail, their mean is then
     at most 0.05, and known to 0.0022 from FIXED_TOKENS tokens; the limit of the mean is twice that. More than 5 of 512
     tokens beyond 1.5 do not occur. float16 rounds 8 times as finely, and its limits are an eighth. Some models amplify
-    their roundings more than that; theirs are measured where an engine exceeds these limits (`beside`).
+    their roundings more than that; theirs are measured where an engine exceeds these limits (`widened_by`).
     """
 
     largest: float = math.inf
@@ -122,7 +122,7 @@ class Limits:
             and percentile <= times * self.percentile_99
         )
 
-    def beside(self, noise: Gap) -> Limits:
+    def widened_by(self, noise: Gap) -> Limits:
         """The limits for a model whose log-probs one more rounding in each layer moves by `noise`.
 
         What is judged by the largest gap is not judged by roundings.
@@ -269,7 +269,7 @@ class Freshness:
         if math.isfinite(self.limits.largest) or self.model_limits != self.limits:
             return
         noise = Gap.between(flatten(trainer.score(self.sequences, rounded=True)), expected)
-        self.model_limits = self.limits.beside(noise)
+        self.model_limits = self.limits.widened_by(noise)
         if self.model_limits != self.limits and "roundings" not in self._noted:
             self._noted.add("roundings")
             self._note(
@@ -415,7 +415,7 @@ def _check(groups: Sequence[Group], learner: Networks, token_budget: int, limits
     batch = learner.backbone.collated(groups, Scores(total=torch.zeros(shape), by_reward={}))
     gap = _gap(batch, learner, token_budget, training=True)
     if not limits.allow(gap):
-        limits = limits.beside(_noise(batch, learner, token_budget))
+        limits = limits.widened_by(_noise(batch, learner, token_budget))
     if limits.allow(gap):
         return gap.largest
     model, only_in_training = learner.backbone.model, ""

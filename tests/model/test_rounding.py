@@ -21,7 +21,9 @@ def test_each_layers_output_is_off_by_up_to_half_a_unit_in_the_last_place(make_r
     model = make_roles().backbone.model
     layer, seen = model.model.layers[0], []
     ids = torch.tensor([SEQUENCES[0]])
-    hooks = [list(layer._forward_hooks) for layer in model.model.layers]  # other tests share this model
+    hooks = [
+        list(layer._forward_hooks) for layer in model.model.layers
+    ]  # transformers leaves one where hidden states were read
 
     def computed() -> torch.Tensor:
         keep = layer.register_forward_hook(lambda module, args, output: seen.append(output))

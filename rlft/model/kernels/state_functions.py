@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def install(model: nn.Module) -> None:
-    """Lets the functions that the model's layers call look where their tensors are. Nothing is done twice."""
+    """Makes the functions that the model's layers call choose by the device of their tensors; nothing is done twice."""
     for functions, name, function in _functions(model):
         is_one = inspect.isfunction(function) and hasattr(function, "__wrapped__")
         if is_one and inspect.getfile(function.__code__) == hub_kernels.__file__:
@@ -37,15 +37,12 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def why_no_gradients() -> str | None:
-    """Why flash-linear-attention has no gradients of gated delta rules on this GPU; None if it has, or is not there.
+    """Why flash-linear-attention has no gradients of gated delta rules on this GPU; None if it has, or is not in use.
 
     Triton 3.4 to 3.7.0 computes wrong ones on Hopper GPUs (issue 640 of flash-linear-attention).
     """
-    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("tilelang") is not None:
-        return None
-    try:
-        from fla import utils  # type: ignore[import-not-found]
-    except Exception:  # it needs Triton and a GPU; transformers takes its own functions then
+    utils = sys.modules.get("fla.utils")  # transformers has imported it if it can be
+    if utils is None or importlib.util.find_spec("tilelang") is not None:
         return None
     mended = getattr(utils, "TRITON_ABOVE_3_7_1", False)
     if mended or not (getattr(utils, "IS_NVIDIA_HOPPER", False) and getattr(utils, "TRITON_ABOVE_3_4_0", False)):

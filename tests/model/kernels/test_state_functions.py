@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import inspect
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -25,16 +26,16 @@ def on_a_gpu(query, *args, **kwargs):
 
 @pytest.fixture
 def package(monkeypatch) -> ModuleType:
-    """A flash-linear-attention that computes on a GPU alone, which transformers' Qwen3.5 has found."""
+    """A flash-linear-attention that computes on a GPU alone, which transformers' Qwen3.5 has imported."""
     fla = ModuleType("fla")
-    fla.__spec__ = importlib.machinery.ModuleSpec("fla", None)
     fla.chunk_gated_delta_rule = on_a_gpu
     fla.utils = SimpleNamespace(IS_NVIDIA_HOPPER=False, TRITON_ABOVE_3_4_0=True)
     monkeypatch.setitem(sys.modules, "fla", fla)
-    in_torch = getattr(modeling_qwen3_5, NAME)
-    in_torch = getattr(in_torch, "in_torch", in_torch.__wrapped__)
-    found = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(in_torch)
-    monkeypatch.setattr(modeling_qwen3_5, NAME, found)
+    monkeypatch.setitem(sys.modules, "fla.utils", fla.utils)
+    monkeypatch.setitem(sys.modules, "tilelang", None)  # not installed
+    in_torch = inspect.unwrap(getattr(modeling_qwen3_5, NAME))
+    wrapped = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(in_torch)
+    monkeypatch.setattr(modeling_qwen3_5, NAME, wrapped)
     return fla
 
 
@@ -78,5 +79,6 @@ def test_gradients_are_right_on_other_gpus_with_other_tritons_and_by_tilelang(pa
     assert state_functions.why_no_gradients() is None
 
 
-def test_nothing_is_asked_where_there_is_no_package():
+def test_a_package_that_is_not_in_use_is_no_obstacle(monkeypatch):
+    monkeypatch.delitem(sys.modules, "fla.utils", raising=False)
     assert state_functions.why_no_gradients() is None
