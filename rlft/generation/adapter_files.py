@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.system import locks
+from rlft.system.device import on_host
 from rlft.system.disk import BLOCK, writing
 from rlft.types import Adapter
 
@@ -48,8 +49,7 @@ class AdapterFiles:
 
         self._count += 1
         folder = self.root / f"{self._count}-v{adapter.version}"
-        # Each is cloned: the file format refuses tensors that share storage, and the trainer's may be views.
-        weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.weights.items()}
+        weights = on_host(adapter.weights)  # the file format refuses tensors that share storage
         config = json.dumps(dict(adapter.config), default=_plain)
         with writing(folder, sum(w.numel() * w.element_size() for w in weights.values()) + 3 * BLOCK):
             folder.mkdir()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,11 +61,8 @@ class LoadedAdapter:
 
 def published(adapter: Adapter, dtype: str) -> dict[str, Fingerprint]:
     """What an engine that rounds to this dtype has to hold of the adapter."""
-    rounded = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in adapter.weights.items()}
-    for name in adapter.weights:
-        if name.endswith(UP):
-            rounded[name] = rounded[name] * scale_of(adapter.config, name.removesuffix(UP))
-    return fingerprints(rounded)
+    scales = {name: scale_of(adapter.config, name.removesuffix(UP)) for name in adapter.weights if name.endswith(UP)}
+    return fingerprints(adapter.weights, getattr(torch, dtype), scales)
 
 
 def scale_of(config: Mapping[str, Any], module: str) -> float:
@@ -85,20 +82,30 @@ def _is_of(pattern: str, module: str) -> bool:
 
 
 @torch.no_grad()
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+def fingerprints(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, scales: Mapping[str, float] | None = None
+) -> dict[str, Fingerprint]:
     """The fingerprint of each tensor. Those of one shape are computed together, and waited for once.
 
     The checksum is the sum of bits times odd weights that differ by position, modulo 2^64, as `shared_base.checksum`.
+
+    Args:
+        tensors: {name: tensor}.
+        dtype: what they are rounded to first; None: they are read as they are.
+        scales: {name: what a tensor is multiplied with after that}.
     """
-    by_kind: dict[object, list[str]] = defaultdict(list)
+    by_kind: dict[tuple[float | None, torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        by_kind[tensor.shape, tensor.dtype, tensor.device].append(name)
+        scale = None if scales is None else scales.get(name)
+        by_kind[scale, tensor.shape, tensor.dtype, tensor.device].append(name)
     results = []
-    for names in by_kind.values():
+    for (scale, *_), names in by_kind.items():
         at_once = max(1, CHUNK // max(1, tensors[names[0]].numel()))
         for start in range(0, len(names), at_once):
             batch = names[start : start + at_once]
-            results.append((batch, *_sums([_rank_first(name, tensors[name]) for name in batch])))
+            rows = torch.stack([_rank_first(name, tensors[name].detach()) for name in batch])
+            rows = rows if dtype is None else rows.to(dtype)
+            results.append((batch, *_sums(rows if scale is None else rows * scale)))
     read = ((batch, sums.tolist(), norms.tolist()) for batch, sums, norms in results)
     found = {
         name: Fingerprint(f"{total % 2**64:016x}", norm)
@@ -113,9 +120,9 @@ def _rank_first(name: str, tensor: Tensor) -> Tensor:
     return tensor.t() if name.endswith(UP) else tensor
 
 
-def _sums(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum of weighted bits int64 `[N]`, norms `[N]`) of N tensors of one kind."""
-    rows = torch.stack(list(tensors)).reshape(len(tensors), -1).add_(0)  # -0 becomes 0
+def _sums(tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of weighted bits int64 `[N]`, norms `[N]`) of N tensors `[N, ..]`, which may be written into."""
+    rows = tensors.reshape(len(tensors), -1).add_(0)  # -0 becomes 0
     bits, sums = rows.view(INTEGERS[rows.element_size()]), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     for start in range(0, rows.shape[1], CHUNK):
         part = bits[:, start : start + CHUNK].to(torch.int64)

@@ -41,6 +41,7 @@ from rlft.model.packing import Layout
 from rlft.model.routing import Routing
 from rlft.model.teacher import TeacherEngine
 from rlft.model.text_model import names_of
+from rlft.system.device import copied, copy_each
 from rlft.system.seeds import derive
 from rlft.types import Adapter, Batch, UserError, counted
 
@@ -101,7 +102,7 @@ class Roles(Networks):
     # -- what checkpoints keep ---------------------------------------------------------------------------------------
     def weights(self, role: str) -> dict[str, Tensor]:
         """The adapter's tensors under the names that PEFT gives them on the folder's own class, detached copies."""
-        return {self.names.outside(name): tensor.clone() for name, tensor in self.tensors(role).items()}
+        return copied({self.names.outside(name): tensor for name, tensor in self.tensors(role).items()})
 
     def kept(self, roles: Sequence[str]) -> Kept:
         return Kept(adapters={role: self.weights(role) for role in roles})
@@ -116,8 +117,7 @@ class Roles(Networks):
         """Sets one adapter to these tensors, under PEFT's names on the folder's own class or on the trained model."""
         own, found = self.tensors(role), self.names.all_inside(weights)
         assert own.keys() == found.keys(), f"these are another adapter's: {sorted(own.keys() ^ found.keys())[:3]}"
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+        copy_each(list(own.values()), [found[name] for name in own])
 
     def adapter_config(self) -> dict[str, Any]:
         return dict(self._folder_fields)

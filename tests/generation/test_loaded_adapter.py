@@ -54,6 +54,16 @@ def test_any_changed_bit_changes_a_fingerprint_and_tensors_of_one_shape_have_the
         assert [name for name in tensors if again[name].checksum != found[name].checksum] == ["2"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensors_are_rounded_and_then_multiplied_each_by_its_own_scale(dtype: torch.dtype) -> None:
+    dice = torch.Generator().manual_seed(0)
+    tensors = {str(i): torch.randn(5, 6, generator=dice) for i in range(5)}
+    scales = {"1": 5 / 3, "2": 5 / 3, "4": 0.3}
+    one_by_one = {name: t.to(dtype) * scales[name] if name in scales else t.to(dtype) for name, t in tensors.items()}
+    assert fingerprints(tensors, dtype, scales) == fingerprints(one_by_one)
+    assert fingerprints(tensors, dtype) == fingerprints({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
 def test_the_scale_is_pefts_also_by_pattern_and_for_rslora() -> None:
     from peft import LoraConfig, get_peft_model
     from torch import nn

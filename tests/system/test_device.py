@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlft.config.trainer import ClusterConfig
 from rlft.model.kernels.flash_attention import obstacle
@@ -11,9 +15,11 @@ from rlft.plan.rules import check_cluster_has_devices
 from rlft.system import device as devices
 from rlft.system.device import (
     KINDS,
+    copied,
     fork_rng,
     free_bytes,
     kind_of,
+    on_host,
     peak_memory_bytes,
     resolve_device,
     resolve_dtype,
@@ -120,3 +126,41 @@ def test_random_numbers_of_the_host_and_of_one_device_are_forked(monkeypatch, re
         assert asked == of_cards
         assert torch.equal(torch.get_rng_state(), before)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("copies", [copied, on_host])
+def test_copies_are_equal_apart_and_made_by_as_many_operations_for_any_number_of_tensors(copies) -> None:
+    dice = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 8, generator=dice, requires_grad=True)
+    tensors = {f"half {i}": whole[i] for i in range(6)} | {
+        "turned": whole.t(),
+        "16 bits": torch.ones(3, dtype=torch.bfloat16),
+        "none": torch.ones(0, 4),
+        "number": torch.tensor(1.5),
+    }
+    made = copies(tensors)
+    assert list(made) == list(tensors)
+    for name, copy in made.items():
+        assert copy.dtype == tensors[name].dtype
+        assert torch.equal(copy, tensors[name]), name
+        assert not copy.requires_grad
+    storages = {copy.untyped_storage().data_ptr() for copy in made.values() if copy.numel()}
+    assert len(storages) == len(tensors) - 1
+    assert whole.untyped_storage().data_ptr() not in storages
+    few, many = (launched(lambda n=n: copies({str(i): torch.ones(4) for i in range(n)})) for n in (2, 30))
+    assert few == many
+    assert copies({}) == {}
+
+
+def launched(call: Callable[[], object]) -> Counter[str]:
+    """How often each operation that a device would have to be sent is called; clones on the host are not sent."""
+    seen: Counter[str] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen[function.overloadpacket.__name__] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        call()
+    return Counter({name: n for name, n in seen.items() if name in ("_foreach_copy_", "copy_", "_to_copy", "cat")})

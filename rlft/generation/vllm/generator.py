@@ -1,7 +1,8 @@
 """Sampling with vLLM, in this process: nothing is started that could outlive the run.
 
-Adapters reach the engine as folders (`adapter_files`), each under a name, an id and a path never used before. vLLM
-finds weights by id and its prefix cache by name and path; reuse of either means stale answers. With merged weights
+The first adapter reaches the engine as a folder (`adapter_files`), under an id and a path never used before; later
+versions of the same shape are written into the tensors that its kernels multiply with (`slots`), where those are known.
+vLLM finds its prefix cache by the adapter's name, which is never used twice. With merged weights
 (`merged_weights`) they reach it through the base that it shares with the trainer. All weights of a model are loaded in
 place (`whole_model`). What vLLM does to the process that it lives in is undone by `vllm_guest`. This
 relies on the source of vLLM 0.33.
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.engine import EngineArgs, Generator, TokenCallback
-from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter
+from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter, scale_of
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm.experts import of_experts, one_by_one
 from rlft.generation.vllm.guest import (
@@ -32,7 +33,7 @@ from rlft.generation.vllm.guest import (
 )
 from rlft.generation.vllm.images import check_tokens, image_options, read_as_the_trainer, request
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
-from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots
+from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots, write_slots
 from rlft.generation.vllm.whole_model import Arriving, load_some, load_whole, read_whole
 from rlft.tokens.images import ImageProcessor, processor_of
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
@@ -127,8 +128,7 @@ class VLLMGenerator(Generator):
         self._base = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
-        self._rows: dict[str, int] = {}  # {adapted module: rows of its B} of the adapter in use
-        self._shapes: Mapping[str, Shape] = {}  # {name: shape} of the weights in use that were loaded in place
+        self._shapes: Mapping[str, Shape] = {}  # {name: shape} of the adapter's or model's weights in use
         self._arriving = Arriving()
         self._old_blocks: int | None = 0
         self._num_loads = 0
@@ -166,9 +166,16 @@ class VLLMGenerator(Generator):
             return
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-        folder = self._files.write(self._as_it_reads(adapter))
         self._num_loads += 1
-        request = LoRARequest(f"policy-v{adapter.version}-{self._num_loads}", self._num_loads, str(folder))
+        name = f"policy-v{adapter.version}-{self._num_loads}"
+        if self._lora is not None and self._overwrite(self._lora.lora_int_id, adapter):
+            self._lora = LoRARequest(name, self._lora.lora_int_id, self._lora.lora_path)
+            self._forget_prefixes()
+            self.version = adapter.version
+            self._check_addresses()
+            return
+        folder = self._files.write(self._as_it_reads(adapter))
+        request = LoRARequest(name, self._num_loads, str(folder))
         remedy = "change the adapter's settings, or choose generation=transformers"
         try:
             # What it took once it takes again: a later error is the machine's, and a cluster replaces the engine.
@@ -180,11 +187,24 @@ class VLLMGenerator(Generator):
             raise
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
         self._forget_prefixes()
-        self._rows = {name.removesuffix(UP): len(up) for name, up in adapter.weights.items() if name.endswith(UP)}
+        self._shapes = {name: tuple(weight.shape) for name, weight in adapter.weights.items()}
         old, self._folder, self._lora, self.version = self._folder, folder, request, adapter.version
         if old is not None:
             self._files.remove(old)
         self._check_addresses()
+
+    def _overwrite(self, lora_id: int, adapter: Adapter) -> bool:
+        """Writes the adapter over the one with this id; False, and nothing is written, where that is not possible."""
+        if {name: tuple(weight.shape) for name, weight in adapter.weights.items()} != self._shapes:
+            return False
+        if self._num_processes > 1:
+            return False
+        [model] = self._awake().apply_model(_itself)
+        try:
+            write_slots(model, lora_id, adapter.weights, {name: scale_of(adapter.config, name) for name in self._rows})
+        except UnknownLayoutError:
+            return False
+        return True
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         if first:
@@ -225,16 +245,26 @@ class VLLMGenerator(Generator):
             return LoadedAdapter.of(self._merged_weights.tensors(), faults)
         if self._lora is None and not self._shapes:
             return LoadedAdapter.of({})
-        models = self._awake().apply_model(_itself)
-        if len(models) > 1:
-            return f"vLLM divides its layers among {len(models)} processes"
+        if self._num_processes > 1:
+            return f"vLLM divides its layers among {self._num_processes} processes"
+        [model] = self._awake().apply_model(_itself)
         try:
             if self._lora is None:
-                return read_whole(models[0], self._shapes, tuple(faults))
+                return read_whole(model, self._shapes, tuple(faults))
             unread = [module + end for module in self._rows if EXPERTS in module for end in (DOWN, UP)]
-            return LoadedAdapter.of(read_slots(models[0], self._lora.lora_int_id, self._rows), faults, unread)
+            return LoadedAdapter.of(read_slots(model, self._lora.lora_int_id, self._rows), faults, unread)
         except UnknownLayoutError as error:
             return f"this vLLM keeps adapters in another way ({error})"
+
+    @property
+    def _num_processes(self) -> int:
+        """Of the engine. Others than this one would send their part of the model if they were asked for it."""
+        return self._awake().llm_engine.vllm_config.parallel_config.world_size
+
+    @property
+    def _rows(self) -> dict[str, int]:
+        """{adapted module: rows of its B} of the adapter in use."""
+        return {name.removesuffix(UP): shape[0] for name, shape in self._shapes.items() if name.endswith(UP)}
 
     def _as_it_reads(self, adapter: Adapter) -> Adapter:
         """The adapter, with experts one by one unless this model of vLLM's takes them stacked."""

@@ -1,4 +1,4 @@
-"""Reads back what vLLM holds of an adapter: the tensors of its LoRA layers that its kernels multiply with.
+"""Reads back what vLLM holds of an adapter, and writes versions into it: the tensors that its kernels multiply with.
 
 vLLM rounds A and B to one dtype, multiplies B by the adapter's scale, fills both up with zeros to `max_lora_rank`, and
 keeps layers that read the same input (q, k and v; gate and up) as slices of one layer. Matrices of experts lie
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlft.generation.loaded_adapter import DOWN, PREFIX, UP
 from rlft.generation.shared_base import name_in
+from rlft.system.device import copy_each, zero_each
 
 EXPERTS = ".experts"
 
@@ -37,6 +38,8 @@ def known_layout() -> Iterator[None]:
 def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[str, Tensor]:
     """{PEFT's name: A `[rank, in]` or s B `[out, rank]`} of the adapter with this id; empty if it is in no slot.
 
+    A layer whose slices differ in A is left out.
+
     Args:
         model: vLLM's model.
         lora_id: the id by which the adapter was loaded.
@@ -45,39 +48,82 @@ def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[
     Raises:
         UnknownLayoutError: this vLLM keeps adapters in another way.
     """
-    manager: Any = model.lora_manager
-    if lora_id not in manager.lora_index_to_id:
-        return {}
-    slot = manager.lora_index_to_id.index(lora_id)
-    modules = {name_in(model, module.removeprefix(PREFIX)): module for module in rows if EXPERTS not in module}
     tensors: dict[str, Tensor] = {}
-    for name, layer in manager.modules.items():
-        parts = {part: modules.get(part) for part in manager.packed_modules.get(name, [name])}
-        if not any(parts.values()):
-            continue
-        sizes = [rows.get(module or "") for module in parts.values()]
-        for module, (down, up) in zip(parts.values(), _parts(layer, slot, sizes), strict=True):
-            if module is not None and down is not None:
-                tensors |= {module + DOWN: down, module + UP: up}
+    for module, downs, ups in _layers(model, lora_id, rows):
+        if all(torch.equal(downs[0], other) for other in downs[1:]):
+            tensors |= {module + DOWN: downs[0], module + UP: ups[0] if len(ups) == 1 else torch.cat(ups)}
     return tensors
 
 
-def _parts(layer: Any, slot: int, sizes: list[int | None]) -> Iterator[tuple[Tensor | None, Tensor]]:
-    """(A, s B) of each part of a layer, whose B has so many rows (None: no adapter); A is None if slices differ in it.
+@known_layout()
+@torch.no_grad()
+def write_slots(model: nn.Module, lora_id: int, weights: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+    """Writes A and s B of another version into the slot of the adapter with this id, as vLLM rounds and multiplies.
 
-    A part may have several slices, as q, k and v of a linear attention that reads them by one projection.
+    Args:
+        model: vLLM's model.
+        lora_id: the id by which an adapter with the same layers and shapes was loaded.
+        weights: {PEFT's name: A or B}.
+        scales: {the adapted module in PEFT's names: s}.
+
+    Raises:
+        UnknownLayoutError: this vLLM keeps adapters in another way, or has no such slot; nothing has been written.
     """
-    downs, ups = (
-        [_of_slot(each, slot) for each in stacked] for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
-    )
-    first = 0
-    for size in sizes:
-        last = first + 1
-        while size is not None and last < len(ups) and sum(map(len, ups[first:last])) < size:
-            last += 1
-        same = all(torch.equal(downs[first], other) for other in downs[first + 1 : last])
-        yield downs[first] if same else None, ups[first] if last == first + 1 else torch.cat(ups[first:last])
-        first = last
+    slots, down_slots, downs, up_slots, ups, factors = [], [], [], [], [], []
+    rows = {module: len(weights[module + UP]) for module in scales}
+    unwritten = set(scales)
+    for module, of_downs, of_ups in _layers(model, lora_id, rows):
+        down, up = weights[module + DOWN], weights[module + UP]
+        if sum(map(len, of_ups)) != len(up):
+            raise UnknownLayoutError(f"its slots for {module} have other shapes")
+        down_slots += [slot[: len(down)] for slot in of_downs]
+        downs += [down] * len(of_downs)
+        up_slots += [slot[:, : up.shape[1]] for slot in of_ups]
+        ups += up.split([len(slot) for slot in of_ups])
+        factors += [scales[module]] * len(of_ups)
+        slots += of_downs + of_ups
+        unwritten.discard(module)
+    if unwritten:
+        raise UnknownLayoutError(f"there is no slot for {min(unwritten)}")
+    zero_each(slots)  # also what fills up the rank
+    copy_each(down_slots + up_slots, downs + _scaled(ups, factors, slots[0].dtype))
+
+
+def _scaled(ups: list[Tensor], factors: list[float], dtype: torch.dtype) -> list[Tensor]:
+    """Each B rounded to the dtype, then times its factor and rounded again; all at once if they have one factor."""
+    if len(set(factors)) > 1:
+        return [up.to(dtype) * factor for up, factor in zip(ups, factors, strict=True)]
+    flat = torch.cat([up.reshape(-1) for up in ups]).to(dtype) * factors[0]
+    return [part.view_as(up) for part, up in zip(flat.split([up.numel() for up in ups]), ups, strict=True)]
+
+
+def _layers(
+    model: nn.Module, lora_id: int, rows: Mapping[str, int]
+) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+    """(the adapted module in PEFT's names, the slots of its A, those of its B one below the other) of each module.
+
+    A module may have several slices, as q, k and v of a linear attention that reads them by one projection.
+    """
+    manager: Any = model.lora_manager
+    if lora_id not in manager.lora_index_to_id:
+        return
+    index = manager.lora_index_to_id.index(lora_id)
+    modules = {name_in(model, module.removeprefix(PREFIX)): module for module in rows if EXPERTS not in module}
+    for name, layer in manager.modules.items():
+        parts = [modules.get(part) for part in manager.packed_modules.get(name, [name])]
+        if not any(parts):
+            continue
+        downs, ups = (
+            [_of_slot(each, index) for each in stacked] for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
+        )
+        first = 0
+        for module in parts:
+            last = first + 1
+            while module is not None and last < len(ups) and sum(map(len, ups[first:last])) < rows[module]:
+                last += 1
+            if module is not None:
+                yield module, downs[first:last], ups[first:last]
+            first = last
 
 
 def _of_slot(stacked: Tensor, slot: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from in_one_test import each
 from peft import set_peft_model_state_dict
 
+from rlft.generation.loaded_adapter import DOWN, PREFIX, UP
 from rlft.generation.vllm import slots
 from rlft.generation.vllm.generator import VLLMGenerator
+from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, read_slots, write_slots
 from rlft.loop.freshness import Freshness, StaleAdapterError, limits_of
 from rlft.types import Adapter, Prompt, Sampling
 from tests.generation.vllm.test_engine import MODEL, Trainer, new_generator
@@ -189,6 +192,21 @@ def test_a_vllm_that_keeps_adapters_in_another_way_is_said_once_and_judged_by_lo
     assert "packed_modules" in bench.notes[0]
 
 
+def test_an_engine_whose_layers_are_divided_loads_files_and_is_never_asked_for_its_model(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes; in reality each of them has a part."""
+    llm, files = bench.generator._llm, bench.generator._files
+    monkeypatch.setattr(llm.llm_engine.vllm_config.parallel_config, "world_size", 2)
+    monkeypatch.setattr(llm, "apply_model", None)
+    folders = files._count
+    bench.publish()
+    bench.publish()
+    assert files._count == folders + 2
+    [note] = bench.notes
+    assert note.endswith("vLLM divides its layers among 2 processes")
+
+
 def test_layers_that_cannot_be_read_are_said_once_and_the_others_are_compared(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,17 +220,78 @@ def test_layers_that_cannot_be_read_are_said_once_and_the_others_are_compared(
         bench.publish(lambda new, old: replace(new, weights=swapped(new.weights, "k_proj", "v_proj")))
 
 
-def test_a_layer_whose_part_has_several_slices_is_read_as_one() -> None:
-    from rlft.generation.vllm.slots import _parts
+class Stacked:
+    """A layer of vLLM's whose first part has three slices and whose second part has one."""
 
-    class Layer:
-        lora_a_stacked: Sequence[torch.Tensor] = [torch.ones(1, 1, 8, 5)] * 3 + [torch.zeros(1, 1, 8, 5)]
-        lora_b_stacked: Sequence[torch.Tensor] = [torch.full((1, 1, n, 8), float(n)) for n in (4, 2, 2, 6)]
+    lora_a_stacked: Sequence[torch.Tensor] = [torch.ones(1, 1, 8, 5)] * 3 + [torch.zeros(1, 1, 8, 5)]
+    lora_b_stacked: Sequence[torch.Tensor] = [torch.full((1, 1, n, 8), float(n)) for n in (4, 2, 2, 6)]
 
-    (down, up), (last_down, last_up) = _parts(Layer(), 0, [8, 6])
-    assert down is not None
-    assert last_down is not None
-    assert (down.sum(), up[:, 0].tolist()) == (40, [4.0] * 4 + [2.0] * 4)
-    assert (last_down.sum(), last_up.shape) == (0, (6, 8))
-    Layer.lora_a_stacked = [torch.zeros(1, 1, 8, 5), torch.ones(1, 1, 8, 5), *Layer.lora_a_stacked[2:]]
-    assert next(_parts(Layer(), 0, [8, 6]))[0] is None  # its slices read by different projections
+
+class OneLayer(torch.nn.Module):
+    lora_manager = SimpleNamespace(
+        lora_index_to_id=[7], modules={"both": Stacked()}, packed_modules={"both": ["first", "second"]}
+    )
+
+
+def test_a_layer_whose_part_has_several_slices_is_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {f"{PREFIX}first": 8, f"{PREFIX}second": 6}
+    first_down, first_up, second_down, second_up = read_slots(OneLayer(), 7, rows).values()
+    assert (first_down.sum(), first_up[:, 0].tolist()) == (40, [4.0] * 4 + [2.0] * 4)
+    assert (second_down.sum(), second_up.shape) == (0, (6, 8))
+    others = [torch.zeros(1, 1, 8, 5), torch.ones(1, 1, 8, 5), *Stacked.lora_a_stacked[2:]]
+    monkeypatch.setattr(Stacked, "lora_a_stacked", others)  # its slices read by different projections
+    assert list(read_slots(OneLayer(), 7, rows)) == [f"{PREFIX}second{end}" for end in (DOWN, UP)]
+
+
+@each("last_scale", [1.7, 0.3])
+def test_a_layer_whose_part_has_several_slices_is_written_in_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, last_scale: float
+) -> None:
+    for name in ("lora_a_stacked", "lora_b_stacked"):
+        monkeypatch.setattr(Stacked, name, [slot.to(torch.bfloat16) for slot in getattr(Stacked, name)])
+    scales = {f"{PREFIX}first": 0.3, f"{PREFIX}second": last_scale}
+    shapes = {name: (rows, columns) for name, rows, columns in ((f"{PREFIX}first", 8, 5), (f"{PREFIX}second", 6, 5))}
+    weights = {module + DOWN: torch.randn(3, columns) for module, (_, columns) in shapes.items()}
+    weights |= {module + UP: torch.randn(rows, 3) for module, (rows, _) in shapes.items()}
+    write_slots(OneLayer(), 7, weights, scales)
+    held = read_slots(OneLayer(), 7, {module: rows for module, (rows, _) in shapes.items()})
+    assert held.keys() == weights.keys()
+    for name, slot in held.items():
+        expected = weights[name].bfloat16() * scales.get(name.removesuffix(UP), 1.0)
+        filled = torch.zeros_like(slot)
+        filled[: expected.shape[0], : expected.shape[1]] = expected
+        assert torch.equal(slot, filled), name
+    before = [slot.clone() for slot in (*Stacked.lora_a_stacked, *Stacked.lora_b_stacked)]
+    for wrong in ({f"{PREFIX}third": 1.0}, {f"{PREFIX}first{EXPERTS}": 1.0}):
+        more = {module + end: torch.ones(8, 8) for module in wrong for end in (DOWN, UP)}
+        with pytest.raises(UnknownLayoutError, match="no slot for"):
+            write_slots(OneLayer(), 7, weights | more, scales | wrong)
+    with pytest.raises(UnknownLayoutError, match="other shapes"):
+        write_slots(OneLayer(), 7, weights | {f"{PREFIX}first{UP}": torch.ones(9, 3)}, scales)
+    after = (*Stacked.lora_a_stacked, *Stacked.lora_b_stacked)
+    assert all(map(torch.equal, before, after)), "a refused version writes nothing"
+
+
+def test_versions_after_the_first_are_written_where_the_first_one_lies(bench: Bench) -> None:
+    """They compute what an engine gives that has loaded them from a file, and find none of each other's prefixes."""
+    prompts = [Prompt(id="0", messages=(), answer="", token_ids=tuple(range(10, 80)))]
+
+    def sampled() -> tuple[object, ...]:
+        [group] = bench.generator.sample(prompts, 3, [0], Sampling(max_tokens=6, temperature=1.0))
+        return tuple((r.completion.token_ids, r.completion.logprobs) for r in group.rollouts)
+
+    bench.publish()
+    bench.generator.sample(prompts, 3, [0], Sampling(max_tokens=6, temperature=1.0))
+    assert bench.published is not None
+    large = {name: tensor + 0.02 * (UP in name) for name, tensor in bench.published.weights.items()}
+    other = replace(bench.published, weights=large)
+    files, folders = bench.generator._files, bench.generator._files._count
+    bench.generator.load(other)
+    assert files._count == folders, "no file is written"
+    in_place = sampled()
+    bench.generator._shapes = {}  # as if it were the first
+    bench.generator.load(other)
+    assert files._count == folders + 1
+    assert sampled() == in_place
+    bench.generator.load(bench.published)
+    assert sampled() != in_place
