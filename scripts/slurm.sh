@@ -27,9 +27,10 @@ rlft train +recipe=grpo_gsm8k resume=auto hydra.run.dir=runs/gsm8k checkpoint.on
 run=$!
 trap 'kill -TERM "$run"' TERM
 while kill -0 "$run" 2>/dev/null; do
-  wait "$run"
-  code=$?
+  wait "$run"  # which a signal to this script ends, before the run has ended
 done
+wait "$run"
+code=$?
 ray stop
 [ "$code" -eq 130 ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

@@ -6,12 +6,15 @@ in them are run as far as they need nothing but Python.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,6 +24,7 @@ import nbformat
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
+from in_one_test import each
 from nbclient import NotebookClient
 
 from rlft.config.compose import compose
@@ -162,6 +166,47 @@ def test_the_batch_script_is_the_one_that_the_page_explains(tmp_path: Path) -> N
     script = (REPOSITORY / "scripts" / "slurm.sh").read_text()
     assert f"```sbatch rlft.sbatch\n{script}```\n" in (REPOSITORY / "docs" / "cluster.md").read_text()
     check_shell(script, tmp_path)
+
+
+STUBS = {
+    "ray": 'if [ "$1" = status ]; then echo " node_1"; fi',
+    "srun": "",
+    "scontrol": 'echo "$@" > requeued',
+    "rlft": "{run}",
+}
+UNTIL_TERM = "trap 'exit 130' TERM; touch started; while true; do sleep 0.05; done"
+
+
+@each(("run", "code"), [("exit 3", 3), ("exit 0", 0), (UNTIL_TERM, 130)])
+def test_the_batch_script_ends_as_its_run_and_asks_for_another_place_after_a_signal(
+    tmp_path: Path, run: str, code: int
+) -> None:
+    for name, body in STUBS.items():
+        file = tmp_path / name
+        file.write_text(f"#!/bin/bash\n{body.replace('{run}', run)}\n")
+        file.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    words = ["bash", REPOSITORY / "scripts" / "slurm.sh"]
+    script = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        if run == UNTIL_TERM:
+            deadline = time.monotonic() + 60
+            while not ((tmp_path / "started").exists() and catches(script.pid, signal.SIGTERM)):
+                assert script.poll() is None, "it ended before its run began"
+                assert time.monotonic() < deadline, "its run has not begun in a minute"
+                time.sleep(0.05)
+            script.terminate()
+        assert script.wait(60) == code
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    assert (tmp_path / "requeued").exists() == (code == 130)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for the signal."""
+    [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 SKYPILOT = {
