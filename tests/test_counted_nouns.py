@@ -16,7 +16,6 @@ SEVERAL = {
     "len(after)": "two numbers that differ", "other": "two numbers that differ",
     "self.updates_per_step": "a mistake in rlft's own code", "len(values)": "a mistake in rlft's own code",
     "expected": "a mistake in rlft's own code", "len(prompts)": "a mistake in rlft's own code",
-    "len(models)": "vLLM's, which divides layers among several",
     "len(seeds)": "a mistake in rlft's own code",
     "'+'.join(map(str, counts))": "a sum of several", "counts": "a list",
     "self.max_sequence_tokens - 1": "a range from 2", "self.settings.row_tokens": "a range from 2",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rlft.system.buckets import BUCKET, buckets
+from rlft.system.device import on_host
 from rlft.system.lazy import torch
 from rlft.types import Adapter
 
@@ -92,11 +93,10 @@ class Outgoing:
             name, tensor = self._weights[index]
             tensor = tensor.detach()
             values = tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
-            # Cloned: the file format refuses tensors that share storage, and the trainer's may be views.
-            tensors[name] = values.to("cpu", copy=True).contiguous()
+            tensors[name] = values
             layout.append((name, start, tuple(tensor.shape)))
         # One key: several would be in any order, and a bucket that is made again would be other bytes.
-        return save(tensors, metadata={"format": "pt"} if len(self) == 1 else {PARTS: json.dumps(layout)})
+        return save(on_host(tensors), metadata={"format": "pt"} if len(self) == 1 else {PARTS: json.dumps(layout)})
 
 
 def parts_of(file: bytes) -> list[Part]:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from rlft.system.device import copied
+
 
 class ScalarHead(nn.Module):
     """`weight [1, H]` x hidden + `bias [1]`, both 0 at first, so that a new critic predicts 0 everywhere.
@@ -30,7 +32,7 @@ class ScalarHead(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """{name: detached copy}."""
-        return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
+        return copied(dict(self.named_parameters()))
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:

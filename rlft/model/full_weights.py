@@ -23,6 +23,7 @@ from rlft.model.forward import Forward
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
 from rlft.model.routing import Routing
 from rlft.model.teacher import TeacherEngine
+from rlft.system.device import copied
 from rlft.types import Adapter, require
 
 MODEL = "model"
@@ -72,7 +73,7 @@ class WholeModel(Networks):
         self.model.requires_grad_(True)
         super().__init__(backbone, snapshot, temperature=temperature, token_budget=token_budget, teacher=teacher)
         self._own = list(self.model.named_parameters())  # tied ones only once; they are written into, never replaced
-        self._copies = {role: _copied(self.tensors(POLICY)) for role in copied_roles(snapshot)}
+        self._copies = {role: copied(self.tensors(POLICY)) for role in copied_roles(snapshot)}
         self._published: dict[str, tuple[int, int]] = {}
         if critic.kind is not CriticKind.none:
             assert critic.kind is CriticKind.shared, "plan/learner_rules.py refuses a critic with an adapter"
@@ -199,7 +200,3 @@ class FollowingModel(WholeModel):
 
 def _folder_of(role: str) -> str:
     return MODEL if role in OWN else role
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -30,6 +30,7 @@ from rlft.model.packing import Layout
 from rlft.model.rounding import rounded_once_more
 from rlft.model.routing import Routing
 from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
+from rlft.system.device import copy_each
 from rlft.types import Adapter, Batch, ImageRows, Outputs, Prompt, UserError
 
 NO_SNAPSHOTS = SnapshotConfig(reference="none", refresh_every=0, ema_decay=None, old=Old.auto)
@@ -236,9 +237,8 @@ class Networks(ABC):
 
     def copy(self, source: str, target: str) -> None:
         """Copies source's network exactly to target's; they share no tensors."""
-        found = self.tensors(source)
-        for name, tensor in self.tensors(target).items():
-            tensor.copy_(found[name])
+        own, found = self.tensors(target), self.tensors(source)
+        copy_each(list(own.values()), [found[name] for name in own])
 
     # -- passes without gradient -------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, zero_gradient_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:

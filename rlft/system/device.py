@@ -8,11 +8,12 @@ rlft is measured on CPUs and on NVIDIA's GPUs. AMD's GPUs (which torch calls cud
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlft.system.buckets import BUCKET, buckets
 from rlft.system.lazy import torch
 from rlft.system.memory import free_memory, peak_resident_bytes
 from rlft.types import UserError, require
@@ -132,10 +133,15 @@ def widest(device: Device) -> DType:
 
 
 # -- many tensors at once ----------------------------------------------------------------------------------------------
-def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Writes each source into its target, on a GPU by a few kernels: a slow host needs 45 us to start each of them."""
-    if targets:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):  # torch copies lists of several kinds one by one
+        written, read = alike[target.device, target.dtype, source.device, source.dtype]
+        written.append(target)
+        read.append(source)
+    for written, read in alike.values():
+        torch._foreach_copy_(written, read)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def zero_each(tensors: list[Tensor]) -> None:
@@ -154,17 +160,16 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A contiguous copy of each tensor in the host's memory, no two in one storage.
 
-    A device is waited for once for all tensors of a dtype.
+    A device is waited for once a bucket, and not once a tensor.
     """
-    by_kind: dict[tuple[DType, Device], list[str]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        by_kind[tensor.dtype, tensor.device].append(name)
-    copies: dict[str, Tensor] = {}
-    for names in by_kind.values():
-        flat = torch.cat([tensors[name].detach().reshape(-1) for name in names]).cpu()
-        parts = flat.split([tensors[name].numel() for name in names])
-        copies |= {name: part.view(tensors[name].shape).clone() for name, part in zip(names, parts, strict=True)}
-    return {name: copies[name] for name in tensors}
+    copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    rows, targets = ([tensor.detach().reshape(-1) for tensor in each.values()] for each in (tensors, copies))
+    for bucket in buckets(rows, BUCKET):
+        values = torch.cat([rows[number][start:stop] for number, start, stop in bucket]).cpu()
+        parts = values.split([stop - start for _, start, stop in bucket])
+        for (number, start, stop), part in zip(bucket, parts, strict=True):
+            targets[number][start:stop] = part
+    return copies
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from rlft.model.critic import CRITIC
 from rlft.model.networks import Networks
 from rlft.model.sequence import sharing_tokens
 from rlft.system import digests
-from rlft.system.device import fork_rng
+from rlft.system.device import fork_rng, on_host
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.gradients import LaneGradients
@@ -77,7 +77,7 @@ class TrainerState:
 
 def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in main memory; those that are there already are not copied."""
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+    return {**tensors, **on_host({name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"})}
 
 
 class Trainer(Protocol):

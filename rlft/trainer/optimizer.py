@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig
+from rlft.system.device import copied
 from rlft.system.seeds import derive
 from rlft.trainer.ranks import LaneShare
 
@@ -140,7 +141,7 @@ class Optimizer:
             for name, p in zip(self.names, self.parameters, strict=True)
             for moment, value in sorted(moments.get(p, {}).items())
         }
-        return {name: tensor.clone() for name, tensor in tensors.items()} if copies else tensors
+        return copied(tensors) if copies else tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continues with these moments, of which those are left out that other ranks hold."""

@@ -149,18 +149,21 @@ def test_copies_are_equal_apart_and_made_by_as_many_operations_for_any_number_of
     assert whole.untyped_storage().data_ptr() not in storages
     few, many = (launched(lambda n=n: copies({str(i): torch.ones(4) for i in range(n)})) for n in (2, 30))
     assert few == many
+    assert sum(few.values()) == 1
     assert copies({}) == {}
 
 
 def launched(call: Callable[[], object]) -> Counter[str]:
-    """How often each operation that a device would have to be sent is called; clones on the host are not sent."""
+    """How often each operation is called that sends many tensors to a device, or brings them from there."""
     seen: Counter[str] = Counter()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket.__name__ == "_foreach_copy_":  # torch copies lists of several kinds one by one
+                assert all(len({(t.dtype, t.device) for t in tensors}) == 1 for tensors in args[:2])
             seen[function.overloadpacket.__name__] += 1
             return function(*args, **(kwargs or {}))
 
     with Watch():
         call()
-    return Counter({name: n for name, n in seen.items() if name in ("_foreach_copy_", "copy_", "_to_copy", "cat")})
+    return Counter({name: n for name, n in seen.items() if name in ("_foreach_copy_", "_to_copy", "clone", "cat")})

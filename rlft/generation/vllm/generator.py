@@ -129,6 +129,7 @@ class VLLMGenerator(Generator):
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._shapes: Mapping[str, Shape] = {}  # {name: shape} of the adapter's or model's weights in use
+        self._config: Mapping[str, Any] = {}  # of the adapter in use
         self._arriving = Arriving()
         self._old_blocks: int | None = 0
         self._num_loads = 0
@@ -151,7 +152,7 @@ class VLLMGenerator(Generator):
     def load(self, adapter: Adapter) -> None:
         """Ships this version to the engine; all sampling and scoring from now on uses it.
 
-        The id counts loads, not versions, so that the same version number in another job of a sweep has another id.
+        Names count loads, not versions, so that the same version number in another job of a sweep has another name.
         """
         engine = self._awake().llm_engine
         if self._merges:
@@ -169,6 +170,8 @@ class VLLMGenerator(Generator):
         self._num_loads += 1
         name = f"policy-v{adapter.version}-{self._num_loads}"
         if self._lora is not None and self._overwrite(self._lora.lora_int_id, adapter):
+            # If vLLM ever lost the adapter, it would read the folder again, which holds an earlier version.
+            self._remove_folder()
             self._lora = LoRARequest(name, self._lora.lora_int_id, self._lora.lora_path)
             self._forget_prefixes()
             self.version = adapter.version
@@ -188,16 +191,23 @@ class VLLMGenerator(Generator):
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
         self._forget_prefixes()
         self._shapes = {name: tuple(weight.shape) for name, weight in adapter.weights.items()}
-        old, self._folder, self._lora, self.version = self._folder, folder, request, adapter.version
-        if old is not None:
-            self._files.remove(old)
+        self._config = adapter.config
+        self._remove_folder()
+        self._folder, self._lora, self.version = folder, request, adapter.version
         self._check_addresses()
 
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._files.remove(self._folder)
+            self._folder = None
+
     def _overwrite(self, lora_id: int, adapter: Adapter) -> bool:
-        """Writes the adapter over the one with this id; False, and nothing is written, where that is not possible."""
-        if {name: tuple(weight.shape) for name, weight in adapter.weights.items()} != self._shapes:
-            return False
-        if self._num_processes > 1:
+        """Writes the adapter over the one with this id; False, and nothing is written, where that is not possible.
+
+        An adapter of another form goes through vLLM's own checks.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in adapter.weights.items()}
+        if shapes != self._shapes or adapter.config != self._config or self._num_processes > 1:
             return False
         [model] = self._awake().apply_model(_itself)
         try:
@@ -246,7 +256,7 @@ class VLLMGenerator(Generator):
         if self._lora is None and not self._shapes:
             return LoadedAdapter.of({})
         if self._num_processes > 1:
-            return f"vLLM divides its layers among {self._num_processes} processes"
+            return f"vLLM divides its layers among {counted(self._num_processes, 'process')}"
         [model] = self._awake().apply_model(_itself)
         try:
             if self._lora is None:
@@ -258,7 +268,7 @@ class VLLMGenerator(Generator):
 
     @property
     def _num_processes(self) -> int:
-        """Of the engine. Others than this one would send their part of the model if they were asked for it."""
+        """How many processes the engine is divided among. Others than this one would send their part of the model."""
         return self._awake().llm_engine.vllm_config.parallel_config.world_size
 
     @property

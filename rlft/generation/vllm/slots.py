@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,17 @@ def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[
     return tensors
 
 
-@known_layout()
+class Slots(NamedTuple):
+    """The places of an adapter in vLLM, each with the tensor that goes there: A, and rows of B with their scale."""
+
+    whole: list[Tensor]
+    down_places: list[Tensor]
+    downs: list[Tensor]
+    up_places: list[Tensor]
+    ups: list[Tensor]
+    scales: list[float]
+
+
 @torch.no_grad()
 def write_slots(model: nn.Module, lora_id: int, weights: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
     """Writes A and s B of another version into the slot of the adapter with this id, as vLLM rounds and multiplies.
@@ -69,31 +79,37 @@ def write_slots(model: nn.Module, lora_id: int, weights: Mapping[str, Tensor], s
     Raises:
         UnknownLayoutError: this vLLM keeps adapters in another way, or has no such slot; nothing has been written.
     """
-    slots, down_slots, downs, up_slots, ups, factors = [], [], [], [], [], []
+    slots = _slots_of(model, lora_id, weights, scales)
+    ups = _scaled(slots.ups, slots.scales, slots.whole[0].dtype)
+    zero_each(slots.whole)  # also what fills up the rank
+    copy_each(slots.down_places + slots.up_places, slots.downs + ups)
+
+
+@known_layout()
+def _slots_of(model: nn.Module, lora_id: int, weights: Mapping[str, Tensor], scales: Mapping[str, float]) -> Slots:
+    slots, unwritten = Slots([], [], [], [], [], []), set(weights)
     rows = {module: len(weights[module + UP]) for module in scales}
-    unwritten = set(scales)
-    for module, of_downs, of_ups in _layers(model, lora_id, rows):
+    for module, of_down, of_up in _layers(model, lora_id, rows):
         down, up = weights[module + DOWN], weights[module + UP]
-        if sum(map(len, of_ups)) != len(up):
-            raise UnknownLayoutError(f"its slots for {module} have other shapes")
-        down_slots += [slot[: len(down)] for slot in of_downs]
-        downs += [down] * len(of_downs)
-        up_slots += [slot[:, : up.shape[1]] for slot in of_ups]
-        ups += up.split([len(slot) for slot in of_ups])
-        factors += [scales[module]] * len(of_ups)
-        slots += of_downs + of_ups
-        unwritten.discard(module)
+        if sum(map(len, of_up)) != len(up) or any(slot.is_inference() for slot in of_down + of_up):
+            raise UnknownLayoutError(f"its slots for {module} are others")
+        slots.whole.extend(of_down + of_up)
+        slots.down_places.extend(slot[: len(down)] for slot in of_down)
+        slots.downs.extend([down] * len(of_down))
+        slots.up_places.extend(slot[:, : up.shape[1]] for slot in of_up)
+        slots.ups.extend(up.split([len(slot) for slot in of_up]))
+        slots.scales.extend([scales[module]] * len(of_up))
+        unwritten -= {module + DOWN, module + UP}
     if unwritten:
         raise UnknownLayoutError(f"there is no slot for {min(unwritten)}")
-    zero_each(slots)  # also what fills up the rank
-    copy_each(down_slots + up_slots, downs + _scaled(ups, factors, slots[0].dtype))
+    return slots
 
 
-def _scaled(ups: list[Tensor], factors: list[float], dtype: torch.dtype) -> list[Tensor]:
-    """Each B rounded to the dtype, then times its factor and rounded again; all at once if they have one factor."""
-    if len(set(factors)) > 1:
-        return [up.to(dtype) * factor for up, factor in zip(ups, factors, strict=True)]
-    flat = torch.cat([up.reshape(-1) for up in ups]).to(dtype) * factors[0]
+def _scaled(ups: list[Tensor], scales: list[float], dtype: torch.dtype) -> list[Tensor]:
+    """Each B rounded to the dtype, then times its scale and rounded again; all at once if they have one scale."""
+    if len(set(scales)) > 1:
+        return [up.to(dtype) * scale for up, scale in zip(ups, scales, strict=True)]
+    flat = torch.cat([up.reshape(-1) for up in ups]).to(dtype) * scales[0]
     return [part.view_as(up) for part, up in zip(flat.split([up.numel() for up in ups]), ups, strict=True)]
 
 

@@ -385,10 +385,17 @@ def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: 
         assert bench.trainer.gap(groups, 1.0) > 0.1
 
 
-def test_only_the_version_in_use_has_a_folder(bench: Bench) -> None:
+def test_only_the_version_in_use_has_a_folder(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def folders() -> list[str]:
+        return [folder.name.split("-")[-1] for folder in bench.generator._files.root.iterdir() if folder.is_dir()]
+
     load(bench, 3)
     load(bench, 4)
-    assert [folder.name.split("-")[-1] for folder in bench.generator._files.root.iterdir() if folder.is_dir()] == ["v4"]
+    assert folders() == []  # it was written over version 3, whose folder holds nothing that is in use
+    monkeypatch.setattr(VLLMGenerator, "_overwrite", lambda *_: False)
+    load(bench, 3)
+    load(bench, 4)
+    assert folders() == ["v4"]
 
 
 def test_scores_are_the_trainers_and_follow_each_version(bench: Bench) -> None:

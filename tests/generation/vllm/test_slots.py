@@ -266,8 +266,12 @@ def test_a_layer_whose_part_has_several_slices_is_written_in_all_of_them(
         more = {module + end: torch.ones(8, 8) for module in wrong for end in (DOWN, UP)}
         with pytest.raises(UnknownLayoutError, match="no slot for"):
             write_slots(OneLayer(), 7, weights | more, scales | wrong)
-    with pytest.raises(UnknownLayoutError, match="other shapes"):
+    with pytest.raises(UnknownLayoutError, match="first are others"):
         write_slots(OneLayer(), 7, weights | {f"{PREFIX}first{UP}": torch.ones(9, 3)}, scales)
+    with pytest.raises(UnknownLayoutError, match=r"no slot for .*magnitude"):
+        write_slots(OneLayer(), 7, weights | {f"{PREFIX}first.lora_magnitude_vector": torch.ones(8)}, scales)
+    with pytest.raises(TypeError):
+        write_slots(OneLayer(), 7, weights, scales | {f"{PREFIX}second": "twice"})  # while it computes what it writes
     after = (*Stacked.lora_a_stacked, *Stacked.lora_b_stacked)
     assert all(map(torch.equal, before, after)), "a refused version writes nothing"
 
@@ -281,17 +285,28 @@ def test_versions_after_the_first_are_written_where_the_first_one_lies(bench: Be
         return tuple((r.completion.token_ids, r.completion.logprobs) for r in group.rollouts)
 
     bench.publish()
-    bench.generator.sample(prompts, 3, [0], Sampling(max_tokens=6, temperature=1.0))
     assert bench.published is not None
-    large = {name: tensor + 0.02 * (UP in name) for name, tensor in bench.published.weights.items()}
-    other = replace(bench.published, weights=large)
-    files, folders = bench.generator._files, bench.generator._files._count
-    bench.generator.load(other)
+    # A scale of 5 / 3, so that a product has to be rounded.
+    first = replace(bench.published, config={**bench.published.config, "lora_alpha": 10})
+    other = replace(first, weights={name: tensor + 0.02 * (UP in name) for name, tensor in first.weights.items()})
+    generator, files = bench.generator, bench.generator._files
+    generator.load(first)
+    sampled()
+    before, folders = generator._lora, files._count
+    generator.load(other)
     assert files._count == folders, "no file is written"
-    in_place = sampled()
-    bench.generator._shapes = {}  # as if it were the first
-    bench.generator.load(other)
+    assert [path for path in files.root.iterdir() if path.is_dir()] == [], "no file of an earlier version is left"
+    assert before is not None
+    assert generator._lora is not None
+    assert generator._lora.lora_int_id == before.lora_int_id
+    assert generator._lora.lora_name != before.lora_name, "by which prefixes are found"
+    in_place, held = sampled(), generator.loaded_adapter()
+    generator._shapes = {}  # as if it were the first
+    generator.load(other)
     assert files._count == folders + 1
+    assert generator.loaded_adapter() == held
     assert sampled() == in_place
-    bench.generator.load(bench.published)
+    generator.load(replace(other, config=bench.published.config))
+    assert files._count == folders + 2, "another scale goes through vLLM's own load"
+    generator.load(bench.published)
     assert sampled() != in_place
