@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rlft.data.fields import RowError, UselessRow, completion_of, has, messages_of, only, tools_of, value_of
+from rlft.data.fields import RowError, UselessRow, completion_of, has, is_empty, messages_of, only, tools_of, value_of
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
-from rlft.data.templates import chat, check_template, filled_turns, question_of, takes_question
+from rlft.data.templates import (
+    chat,
+    check_answer_template,
+    check_template,
+    fields_in,
+    filled,
+    filled_turns,
+    question_of,
+    takes_question,
+)
 from rlft.types import Demonstration, FinishReason, Message, Prompt, Schema, Split, UserError, are, counted
 
 logger = logging.getLogger(__name__)
@@ -23,7 +32,8 @@ class DemonstrationKeys(RowSource):
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
     - a chat in messages_field
-    - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in completion_field
+    - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in
+      completion_field, which may be a template of several fields
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
     A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted. The
@@ -44,6 +54,7 @@ class DemonstrationKeys(RowSource):
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template, f"{self.section}.prompt_template", self.completion_field)
+        check_answer_template(self.completion_field, f"{self.section}.completion_field")
 
     def load(self, split: Split) -> list[Demonstration]:
         """The split's demonstrations in the order of the data; no question is in both splits. Raises UserError."""
@@ -73,16 +84,24 @@ class DemonstrationKeys(RowSource):
         if has(fields, self.messages_field):
             return self._chat(fields, row_id)
         has_prompt = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
-        if has_prompt and has(fields, self.completion_field):
+        if has_prompt and (fields_in(self.completion_field) or has(fields, self.completion_field)):
             turns = question_of(fields, self.prompt_field, self.prompt_template)
             turns, question = filled_turns(turns, self.prompt_template, fields)
-            turn = completion_of(fields, self.completion_field)
+            turn = self._completion(fields)
             demonstration = self._demonstration(turns, turn, row_id, tools_of(fields))
             return [RecordRow(identity=identity(question), made=demonstration)]
         raise RowError(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
             f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
         )
+
+    def _completion(self, fields: Mapping[str, Any]) -> Message:
+        names = fields_in(self.completion_field)
+        if not names:
+            return completion_of(fields, self.completion_field)
+        if any(is_empty(fields, name) for name in names):
+            raise UselessRow(f"has no value for all of {self.completion_field!r}")
+        return {"role": "assistant", "content": filled(self.completion_field, None, fields, "completion_field")[0]}
 
     def _chat(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         """With `turns: all`, chats with the same opening share their identity: each opening is itself a question."""

@@ -75,6 +75,15 @@ def has(fields: Mapping[str, Any], *names: str) -> bool:
         return False
 
 
+def is_empty(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether a row has this field, and no value in it: null, blank text, or NaN (a missing value in a table)."""
+    try:
+        value = value_of(fields, name)
+    except RowError:
+        return False
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
     """The text in a field.
 

@@ -15,7 +15,15 @@ from rlft.config.bounds import NonNegativeInt
 from rlft.data.fields import TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.images import with_images
 from rlft.data.lazy import mapped
-from rlft.data.templates import chat, check_template, filled, filled_turns, placeholders, question_of
+from rlft.data.templates import (
+    chat,
+    check_answer_template,
+    check_template,
+    filled,
+    filled_turns,
+    placeholders,
+    question_of,
+)
 from rlft.types import IMAGE, Image, Message, Prompt, Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
@@ -142,6 +150,7 @@ class RecordKeys(RowSource):
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template, "data.prompt_template", self.answer_field)
+        check_answer_template(self.answer_field or "", "data.answer_field")
         require(
             _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template),
             "data.few_shot_template",
@@ -217,7 +226,7 @@ class RecordKeys(RowSource):
         """The texts of the row's answers, any of which is right; none where no field has them."""
         if self.answer_field is not None:
             if placeholders(self.answer_field):
-                return [filled(self.answer_field, "", fields, "answer_field")[0]]
+                return [filled(self.answer_field, None, fields, "answer_field")[0]]
             value = value_of(fields, self.answer_field)
             values = value if isinstance(value, list | tuple) else [value]
             if not values:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlft.data.fields import RowError, as_text, turns_of, value_of
-from rlft.types import Message, require
+from rlft.types import Message, UserError, require
 
 PLACEHOLDER = "{question}"
 _PARTS = re.compile(r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{\{(?P<braced>[^{}\n]+)\}\}|(?P<space>\s*)\{(?P<name>[^{}\n]+)\}")
 """A LaTeX command with its arguments, which is no placeholder; a name in double braces, which stands in single ones; a
 placeholder with the white space before it."""
+_ARGUMENT = re.compile(r"(?<=\w)\{([A-Za-z_]\w*)\}")
+"""The argument of a LaTeX command that could be the name of a field."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.(?:\w+|\*))*")
 
 
@@ -23,6 +25,11 @@ def placeholders(template: str) -> list[str]:
     ['Body', 'question']
     """
     return [match["name"] for match in _PARTS.finditer(template) if match["name"]]
+
+
+def fields_in(template: str) -> list[str]:
+    """The names in the placeholders of a template that can be those of fields."""
+    return [name for name in placeholders(template) if _IDENTIFIER.fullmatch(name)]
 
 
 def takes_question(template: str) -> bool:
@@ -36,7 +43,7 @@ def check_template(template: str, key: str, answer_field: str | None = None, *, 
     `answer_field` is the field of the answer, or a template of several. Without `rows`, only {question} is a
     placeholder.
     """
-    names = [name for name in placeholders(template) if rows and _IDENTIFIER.fullmatch(name)]
+    names = fields_in(template) if rows else []
     remedy = f"put {PLACEHOLDER}{', or the name of a field in braces,' * rows} where the question goes"
     require(names or takes_question(template), key, f"has no {PLACEHOLDER}", got=repr(template), remedy=remedy)
     answers = [answer_field, *placeholders(answer_field)] if answer_field else []
@@ -47,24 +54,35 @@ def check_template(template: str, key: str, answer_field: str | None = None, *, 
 
 def for_typed(template: str) -> str:
     """The template for a question that somebody types; the plain question where a row's other fields are needed."""
-    others = {name for name in placeholders(template) if _IDENTIFIER.fullmatch(name)} - {PLACEHOLDER[1:-1]}
+    others = {*fields_in(template)} - {PLACEHOLDER[1:-1]}
     return PLACEHOLDER if others else template
 
 
+def check_answer_template(template: str, key: str) -> None:
+    r"""Refuses LaTeX with a field's name as its argument, \boxed{answer}: it would be the same text in every row."""
+    latex = next((match[0] for match in _PARTS.finditer(template) if _ARGUMENT.search(match[0])), None)
+    if latex is None or not placeholders(template):
+        return
+    field, word = _ARGUMENT.sub(r"{ {\1} }", latex), _ARGUMENT.sub(r"{{\1}}", latex)
+    remedy = f"write {field} for the field, or {word} for the word"
+    raise UserError(key, f"has {latex}, the same text for every row", got=repr(template), remedy=remedy)
+
+
 def filled(
-    template: str, question: str, fields: Mapping[str, Any] | None = None, key: str = "prompt_template"
+    template: str, question: str | None, fields: Mapping[str, Any] | None = None, key: str = "prompt_template"
 ) -> tuple[str, str]:
     r"""(the template with the row's values in place of its placeholders, those values in the order of their names).
 
-    {question} is the question, any other name a field of the row (see `value_of`), a text or number. A blank one takes
-    the white space before it with it, the first one that behind it. Without a row other names stay as they are.
+    {question} is the question, any other name a field of the row (see `value_of`), a text or number; without a question
+    {question} is a field, too. A blank one takes the white space before it with it, the first one that behind it.
+    Without a row other names stay as they are.
 
     >>> filled("{Body} {question}\n\n{input}", "How many?", {"Body": "2 apples.", "input": ""})
     ('2 apples. How many?', '2 apples.\x1f\x1fHow many?')
 
     Raises RowError: naming `key`, if the row has no such field, or it is of another type.
     """
-    values, begins_blank = {PLACEHOLDER[1:-1]: question}, False
+    values, begins_blank = {} if question is None else {PLACEHOLDER[1:-1]: question}, False
 
     def put(match: re.Match[str]) -> str:
         name = match["name"]

@@ -27,9 +27,9 @@ MODEL = "model.path=embedded:tiny-arithmetic"
 ASKED = [{"role": "user", "content": "12 + 30"}]
 
 
-def addressed(started: Started) -> tuple[str, str]:
-    """(URL, key) that a server says at its start."""
-    deadline = time.monotonic() + 60
+def addressed(started: Started, seconds: float = 60) -> tuple[str, str]:
+    """(URL, key) that a server says at its start, for which it has so many seconds."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if said := re.search(r"OPENAI_BASE_URL=(\S+)(?: OPENAI_API_KEY=(\S+))?\n", started.err.read_text()):
             return said[1], said[2]

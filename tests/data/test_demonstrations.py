@@ -18,6 +18,7 @@ def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+HELD_OUT = {"prompt": "held out", "completion": "x"}
 TALK = [user("a"), says("b"), user("c"), says("d")]
 
 
@@ -25,9 +26,9 @@ TALK = [user("a"), says("b"), user("c"), says("d")]
 def learned(make_demonstrations, write, tmp_path: Path):
     """The training demonstrations of these lines; one other question is held out in a file of its own."""
 
-    def load(*lines: object, **keys: object) -> list[Demonstration]:
+    def load(*lines: object, other: object = HELD_OUT, **keys: object) -> list[Demonstration]:
         file = write(tmp_path / "mine.jsonl", *lines)
-        held_out = write(tmp_path / "held_out.jsonl", {"prompt": "held out", "completion": "x"})
+        held_out = write(tmp_path / "held_out.jsonl", other)
         return make_demonstrations("jsonl", path=str(file), held_out_path=str(held_out), **keys).load(Split.train)
 
     return load
@@ -50,6 +51,30 @@ def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned) -> None:
         ("mine.jsonl:2", ["own", "Q: 2?"], "2"),
     ]
     assert all((d.completion_ids, d.prompt.answer) == ((), "") for d in found)
+
+
+def test_a_completion_may_be_made_of_several_fields(learned, caplog) -> None:
+    row = {"Body": "3 apples, 1 eaten.", "Question": "Left?", "Equation": "( 3.0 - 1.0 )", "Answer": 2.0}
+    keys = {"prompt_field": "Question", "prompt_template": "{Body} {Question}", "other": row | {"Body": "None."}}
+    with caplog.at_level(logging.WARNING):
+        empty = [row | {"Answer": value} for value in (None, " ", float("nan"))]
+        shown = learned(row, row, row, row, *empty, completion_field="{Equation} = {Answer}", **keys)
+    assert told(shown)[0] == ("mine.jsonl:1", ["3 apples, 1 eaten. Left?"], "( 3.0 - 1.0 ) = 2")
+    assert len(shown) == 4
+    assert "3 of 7 train rows: mine.jsonl:5 has no value for all of '{Equation} = {Answer}'" in caplog.text
+    [boxed] = learned(row, completion_field=r"So \boxed{ {Answer} }, {{sure}}.", **keys)
+    assert boxed.completion == r"So \boxed{ 2 }, {sure}."
+    other = {"hint": "Add.", "question": "1 + 1", "answer": 2}
+    hinted = {"prompt_template": "{hint}", "completion_field": "{question} = {answer}", "other": other | {"hint": "x"}}
+    assert told(learned(other, **hinted)) == [("mine.jsonl:1", ["Add."], "1 + 1 = 2")]
+    with pytest.raises(
+        UserError, match=r"^demonstrations\.completion_field: has \\boxed\{Answer\}, .* \\boxed\{ \{Answer\} \}"
+    ):
+        learned(row, completion_field=r"{Equation} \boxed{Answer}", **keys)
+    with pytest.raises(UserError, match=r"^demonstrations\.completion_field: .*jsonl:1: there is no field 'Equatoin'"):
+        learned(row, completion_field="{Equatoin}", **keys)
+    with pytest.raises(UserError, match=r"^demonstrations\.prompt_template: would show the reference answer"):
+        learned(row, completion_field="{Equation} = {Answer}", **keys | {"prompt_template": "{Body} {Answer}"})
 
 
 def test_the_last_assistant_message_of_a_chat_is_learned(learned) -> None:

@@ -64,6 +64,12 @@ EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
         ["Ada had 5 apples and ate 2 How many are left?"],
         ["3"],
     ),
+    "SVAMP's equations": (
+        {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How many are left?",
+         "Equation": "( 5.0 - 2.0 )", "Answer": 3.0, "Type": "Subtraction"},
+        ["Ada had 5 apples and ate 2 How many are left?"],
+        "( 5.0 - 2.0 ) = 3",
+    ),
     "ASDiv": (
         {"body": "Ada has 9 apples.", "question": "How many has she?", "solution_type": "Addition",
          "answer": "9 (apples)", "formula": "9+0=9"},

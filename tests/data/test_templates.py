@@ -160,6 +160,10 @@ def test_an_answer_may_be_made_of_several_fields(load) -> None:
     row = {"prompt": "def f():", "test": "def check(c):\n    assert c() == {1: 2}", "entry_point": "f"}
     (prompt,) = load(row, answer_field="{test}\n\ncheck({entry_point})")
     assert prompt.answer == "def check(c):\n    assert c() == {1: 2}\n\ncheck(f)"
+    (prompt,) = load({"prompt": "?", "question": "1", "answer": 2}, answer_field="{question}, {answer}")
+    assert prompt.answer == "1, 2", "a field named question is one like any other"
+    with pytest.raises(UserError, match=r"^data\.answer_field: has \\boxed\{answer\}, the same text for every row"):
+        load({"prompt": "?", "note": "1", "answer": 2}, answer_field=r"{note} \boxed{answer}")
 
 
 @each(

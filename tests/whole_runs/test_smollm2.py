@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import make_smollm2
 import pytest
 import safetensors.torch
 import torch
+from run_processes import Nursery
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
+from tests.commands.test_serve import addressed
 
 SUMS = (
     "train", "+recipe=grpo_smollm2_sums", "generation.max_tokens=6",
@@ -23,6 +28,9 @@ SUMS = (
     "reward.length.target=3", "freshness.threshold=1e-3",
 )  # fmt: skip
 HERE = "generation=transformers", "steps=1"
+ENGINES = {"transformers": ("generation=transformers",), "vllm": ("generation=vllm", "generation.vllm.max_num_seqs=16")}
+LARGEST_GAP = {"transformers": 1e-4, "vllm": 1e-3}
+"""Nats between an engine's log-probs and the trainer's, both in float32."""
 LEARNS = ("lora.rank=2", "logger=[jsonl]", "steps=1", "checkpoint.every=1")
 QUESTIONS = ("7 + 5", "12 + 30", "9 - 4", "20 + 22")
 TOOL = '''
@@ -88,17 +96,17 @@ def test_two_conversions_of_a_real_model_give_the_same_weights(smollm2: Path) ->
 
 @pytest.mark.slow
 def test_a_real_model_trains_with_vllm_and_is_the_model_that_vllm_samples_from(smollm2: Path, here: Path) -> None:
-    words = ("generation=vllm", "generation.vllm.max_num_seqs=16")
-    lines = run(smollm2, "run", *SUMS, *words, "steps=2", "trainer.lr=1e-3")
+    lines = run(smollm2, "run", *SUMS, *ENGINES["vllm"], "steps=2", "trainer.lr=1e-3")
     assert [line["step"] for line in lines] == [1, 2]
-    assert max(line["sampler/logprob_gap_max"] for line in lines) < 1e-3
+    assert max(line["sampler/logprob_gap_max"] for line in lines) < LARGEST_GAP["vllm"]
 
 
 @pytest.mark.slow
-def test_a_real_model_has_a_critic_as_an_adapter(smollm2: Path, here: Path) -> None:
-    (line,) = run(smollm2, "run", *SUMS, *HERE, "algorithm=ppo", "critic.kind=adapter")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_real_model_has_a_critic_as_an_adapter(smollm2: Path, here: Path, engine: str) -> None:
+    (line,) = run(smollm2, "run", *SUMS, *ENGINES[engine], "steps=1", "algorithm=ppo", "critic.kind=adapter")
     assert line["loss/value"] > 0
-    assert line["sampler/logprob_gap_max"] < 1e-4
+    assert line["sampler/logprob_gap_max"] < LARGEST_GAP[engine]
 
 
 @pytest.mark.slow
@@ -119,7 +127,10 @@ def test_a_real_model_learns_from_demonstrations_and_from_pairs(smollm2: Path, h
 
 
 @pytest.mark.slow
-def test_a_real_model_calls_tools_is_exported_and_answers(smollm2: Path, here: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_real_model_calls_tools_is_exported_and_answers(
+    smollm2: Path, here: Path, monkeypatch, capsys, engine: str
+) -> None:
     Path("tools_of_mine.py").write_text(TOOL)
     monkeypatch.syspath_prepend(str(here))
     words = (
@@ -128,8 +139,8 @@ def test_a_real_model_calls_tools_is_exported_and_answers(smollm2: Path, here: P
         "environment.syntax=json",
         "prompts.max_tokens=512",
     )
-    (line,) = run(smollm2, "run", *SUMS, *words)
-    assert line["sampler/logprob_gap_max"] < 1e-4
+    (line,) = run(smollm2, "run", *SUMS, *words, *ENGINES[engine], "steps=1")
+    assert line["sampler/logprob_gap_max"] < LARGEST_GAP[engine]
     assert cli.run(["eval", "run=run", "eval.num_prompts=2", "eval.num_samples=1"]) == 0
     assert cli.run(["export", "run=run", "out=merged"]) == 0
     merged = safetensors.torch.load_file(Path("merged") / "model.safetensors")
@@ -138,5 +149,20 @@ def test_a_real_model_calls_tools_is_exported_and_answers(smollm2: Path, here: P
     assert merged[name].shape == base[name].shape
     assert not torch.equal(merged[name], base[name])
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
-    assert cli.run(["chat", f"model.path={smollm2}", "generation.temperature=0.01", "generation.max_tokens=8"]) == 0
+    words = (f"model.path={smollm2}", "generation.temperature=0.01", "generation.max_tokens=8", *ENGINES[engine])
+    assert cli.run(["chat", *words]) == 0
     assert re.search(r"The capital of France is Paris\.", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_real_model_is_served(smollm2: Path, here: Path, forks: Nursery, engine: str) -> None:
+    words = (f"model.path={smollm2}", "serve.port=0", "generation.max_tokens=8", *ENGINES[engine])
+    server = forks.start("serve", *words, cwd=here)
+    url, key = addressed(server, seconds=300)
+    wish = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    headers = {"authorization": f"Bearer {key}"}
+    reply = httpx2.post(f"{url}/chat/completions", json=wish, headers=headers, timeout=300).json()
+    assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.wait().code == 130
