@@ -155,6 +155,29 @@ def test_a_real_model_calls_tools_is_exported_and_answers(
 
 
 @pytest.mark.slow
+def test_a_real_model_learns_equations_and_is_then_rewarded_for_their_results(smollm2: Path, here: Path) -> None:
+    """docs/start.md's two commands for word problems, on problems made in SVAMP's form."""
+    problems = [
+        {"ID": f"own-{a}", "Body": f"Ada had {a} apples and ate 2", "Question": "How many are left?",
+         "Equation": f"( {a}.0 - 2.0 )", "Answer": float(a - 2), "Type": "Subtraction"}
+        for a in range(3, 23)
+    ]  # fmt: skip
+    Path("data").mkdir()
+    Path("data/SVAMP.json").write_text(json.dumps(problems))
+    words = ("scoring.workers=0", "logger=[jsonl]", "eval.num_prompts=4", "eval.every=100")
+    long = ("steps=15", "examples_per_step=4", "trainer.warmup=0")
+    taught = run(smollm2, "taught", "sft", "+recipe=sft_smollm2_svamp", *long, *words)
+    assert taught[-1]["loss/total"] < taught[0]["loss/total"] / 4
+    short = ("steps=2", "prompts_per_step=2", "group_size=4", "lora.path=taught", "generation=transformers")
+    lines = run(smollm2, "rewarded", "train", "+recipe=grpo_smollm2_svamp", *short, *words)
+    assert [line["step"] for line in lines] == [1, 2]
+    rollouts = Path("rewarded/rollouts/step_000001.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["completion"] for line in rollouts]
+    equations = [text for text in texts if re.fullmatch(r"\( \d+\.\d \S \d+\.\d \) = -?\d+", text)]
+    assert len(equations) > len(texts) / 2, texts
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_real_model_is_served(smollm2: Path, here: Path, forks: Nursery, engine: str) -> None:
     words = (f"model.path={smollm2}", "serve.port=0", "generation.max_tokens=8", *ENGINES[engine])
