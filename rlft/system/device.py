@@ -148,12 +148,14 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         read.append(source)
     for written, read in alike.values():
         torch._foreach_copy_(written, read)  # pyright: ignore[reportPrivateImportUsage]
+        torch.autograd.graph.increment_version(written)  # which tells that tensors have changed: torch does not here
 
 
 def zero_each(tensors: list[Tensor]) -> None:
     """Fills each tensor with zeros, as `copy_each` does."""
     if tensors:
         torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateImportUsage]
+        torch.autograd.graph.increment_version(tensors)
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

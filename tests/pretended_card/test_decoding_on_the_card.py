@@ -55,4 +55,4 @@ def test_a_publish_waits_as_often_for_any_number_of_layers(decoded: dict[str, An
     found = {name: case["published"] for name, case in decoded.items() if "published" in case}
     wrong = {name: both for name, both in found.items() if name in card_decoding.LAYERED and both[0] != both[1]}
     assert found
-    assert not wrong
+    assert not wrong, json.dumps(wrong, indent=1)

@@ -192,7 +192,8 @@ TOLD = {
     "grpo_smollm2_gsm8k": f"{GSM8K} lora.path=null",
     "grpo_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE} lora.path=null",
     "sft_smollm2_gsm8k": f"{GSM8K} max_completion_tokens=64",
-    "sft_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE} demonstrations.completion_field=answer max_completion_tokens=64",
+    "sft_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE} demonstrations.completion_field=answer"
+    " demonstrations.held_out_path=questions/test.jsonl max_completion_tokens=64",
     "grpo_smollm2_sums": "model.path=embedded:tiny-arithmetic prompts.max_tokens=192",
     "gspo_gsm8k": GSM8K,
     "ppo_gsm8k": GSM8K,

@@ -16,6 +16,7 @@ from rlft.system import device as devices
 from rlft.system.device import (
     KINDS,
     copied,
+    copy_each,
     fork_rng,
     free_bytes,
     kind_of,
@@ -26,6 +27,7 @@ from rlft.system.device import (
     total_bytes,
     type_of,
     widest,
+    zero_each,
 )
 from rlft.types import UserError
 
@@ -151,6 +153,39 @@ def test_copies_are_equal_apart_and_made_by_as_many_operations_for_any_number_of
     assert few == many
     assert sum(few.values()) == 1
     assert copies({}) == {}
+
+
+def test_a_copy_on_the_host_is_brought_there_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "BUCKET", 40)
+    tensors = {"long": torch.arange(27.0), "short": torch.arange(3.0), "bytes": torch.arange(50, dtype=torch.uint8)}
+    made = on_host(tensors)
+    assert all(torch.equal(made[name], tensor) for name, tensor in tensors.items())
+    assert launched(lambda: on_host(tensors))["cat"] == 5  # 30 numbers of 4 bytes in three, 50 of one byte in two
+
+
+def test_tensors_of_several_kinds_are_copied_each_into_its_own() -> None:
+    dice = torch.Generator().manual_seed(0)
+    sources = [torch.randn(2, 3, generator=dice).to(dtype) for dtype in (torch.float32, torch.bfloat16) * 3]
+    targets = [torch.zeros(2, 3, dtype=dtype) for dtype in (torch.bfloat16,) * 4 + (torch.float32,) * 2]
+    copy_each(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+    with pytest.raises(ValueError, match="shorter"):
+        copy_each(targets, sources[1:])
+
+
+def test_what_is_written_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch's kernels for lists count no versions, by which copies of adapters are known to be old."""
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: [t.data.copy_(s) for t, s in zip(to, of, strict=True)])
+    monkeypatch.setattr(torch, "_foreach_zero_", lambda tensors: [tensor.data.zero_() for tensor in tensors])
+    parameter = torch.nn.Parameter(torch.ones(3))
+    versions = [parameter._version]
+    copy_each([parameter.detach()], [torch.full((3,), 2.0)])
+    versions.append(parameter._version)
+    zero_each([parameter.detach()])
+    versions.append(parameter._version)
+    assert len({*versions}) == 3
+    assert parameter.tolist() == [0.0] * 3
 
 
 def launched(call: Callable[[], object]) -> Counter[str]:
