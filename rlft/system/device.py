@@ -166,9 +166,9 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A contiguous copy of each tensor in the host's memory, no two in one storage.
+    """A contiguous copy in the host's memory of each tensor of one device, no two in one storage.
 
-    A device is waited for once a bucket, and not once a tensor.
+    The device is waited for once a bucket, and not once a tensor.
     """
     copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     rows, targets = ([tensor.detach().reshape(-1) for tensor in each.values()] for each in (tensors, copies))
