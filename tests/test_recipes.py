@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
+import pytest
 import yaml
 from in_one_test import each
 
@@ -12,6 +14,7 @@ from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.plan.config_checks import check_components, check_preferences, check_sft
+from rlft.types import UserError
 
 RECIPES = catalog.choices("recipe")
 LOGGERS = {
@@ -37,6 +40,7 @@ TOLD = {
     "sft_smollm2_svamp": OF_FILE,
     "opd_arithmetic": ["snapshot.teacher=embedded:tiny-arithmetic"],
     "r1_final_arithmetic": WITHOUT_REWARD_MODEL,
+    "rlhf_rm_arithmetic": ["preferences.path=embedded:arithmetic-preferences"],
     "rlhf_ppo_arithmetic": WITHOUT_REWARD_MODEL,
 }
 
@@ -69,6 +73,28 @@ def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
     plain = composed(recipe)
     config = build(plain, commands.named(command_of(recipe)).root, command_of(recipe))
     assert len(LOGGERS[command_of(recipe)](config)) == len(config.logger)
+
+
+def required(section: dict, path: str = "") -> list[str]:
+    """The keys of a recipe's own file that have no value, but `???`."""
+    below = [required(value, f"{path}{key}.") for key, value in section.items() if isinstance(value, dict)]
+    return [f"{path}{key}" for key, value in section.items() if value == "???"] + list(chain(*below))
+
+
+@each("recipe", RECIPES)
+def test_what_a_recipe_requires_has_no_default_from_another_file(recipe: str) -> None:
+    keys = required(yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text()))
+    told = TOLD.get(recipe, [])
+    for key in keys:
+        words = [word for word in told if not word.startswith(f"{key}=")]
+        with pytest.raises(UserError, match=rf"^{key}: has no value yet; give {key}=<value>"):
+            compose([f"+recipe={recipe}", *words], command=command_of(recipe))
+
+
+def test_most_recipes_of_a_pipeline_require_what_an_earlier_stage_has_made() -> None:
+    files = {recipe: catalog.recipe_folder() / f"{recipe}.yaml" for recipe in RECIPES}
+    keys = {recipe: required(yaml.safe_load(file.read_text())) for recipe, file in files.items()}
+    assert len({recipe for recipe, names in keys.items() if names}) >= 6
 
 
 @each("recipe", RECIPES)

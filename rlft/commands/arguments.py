@@ -74,7 +74,7 @@ def ask(command: str, parsed: Arguments) -> None:
     """Lets Hydra answer these words of a command."""
     import hydra
 
-    configs.register_resolvers()
+    configs.extend_hydra()
     first, *others = configs.primary_folders(command)
     search = [configs.search_path(others)] if others else []
     words = [f"rlft {command}", *parsed.options, *configs.named_choices(parsed.overrides, command), *search]

@@ -55,7 +55,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
 
     # Hydra refuses keys that are the user's own, unless it is told to add them.
     overrides = [f"++{o}" if o.startswith(TEMPLATE_VARIABLES) else o for o in named_choices(overrides, command)]
-    register_resolvers()
+    extend_hydra()
     GlobalHydra.instance().clear()
     primary, *more_folders = primary_folders(command)
     more_folders += [Path(config_dir).resolve()] if config_dir else []
@@ -63,6 +63,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*overrides, *search], return_hydra_config=True)
+        _replace_values(composed, REQUIRED, MISSING)
         folder = Path(composed.hydra.run.dir)
         with open_dict(composed):
             del composed["hydra"]
@@ -242,9 +243,26 @@ def new_folder(name: str, below: str = "runs") -> str:
     return str(next(choice for choice in choices if not choice.exists()))
 
 
-def register_resolvers() -> None:
-    """Registers `rlft_run_dir` (a resumed run's folder, or runs/<name>/<time>) and resolvers for the commands' help."""
+def extend_hydra() -> None:
+    """Adds to Hydra what rlft's YAML needs.
+
+    These are the resolvers of the commands' help and of `rlft_run_dir` (a resumed run's folder, or runs/<name>/<time>),
+    and `???` as a value that requires its key: merging would otherwise keep the value of a file that comes before.
+    """
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult
     from omegaconf import OmegaConf
+
+    class YamlFiles(FileConfigSource):
+        def load_config(self, config_path: str) -> ConfigResult:
+            loaded = super().load_config(config_path)
+            _replace_values(loaded.config, MISSING, REQUIRED)
+            return loaded
+
+    Plugins.instance()  # registers Hydra's own sources, of which this one replaces one
+    SourcesRegistry.instance().types[YamlFiles.scheme()] = YamlFiles
 
     def run_dir(resume: str | None, name: str) -> str:
         return resume if resume not in (None, "auto") else new_folder(name)
@@ -257,6 +275,23 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("rlft_help", lambda command: commands.named(command).help, replace=True)
     OmegaConf.register_new_resolver("rlft_usage", lambda command: commands.named(command).usage, replace=True)
     OmegaConf.register_new_resolver("rlft_run_dir", run_dir, replace=True, use_cache=True)
+
+
+MISSING, REQUIRED = "???", "??? (required)"
+"""A value that must be given, as a YAML has it, and as it is while files are merged and in `--cfg job`."""
+
+
+def _replace_values(section: Any, old: str, new: str) -> None:
+    """Replaces each value `old` in a section and the sections below it; a list of defaults is not one of them."""
+    from omegaconf import DictConfig
+    from omegaconf.nodes import AnyNode
+
+    for key in section if isinstance(section, DictConfig) and isinstance(section._content, dict) else ():
+        node = section._get_node(key)
+        if isinstance(node, AnyNode) and node._value() == old:
+            node._set_value(new)
+        else:
+            _replace_values(node, old, new)
 
 
 def plain(composed: Any) -> dict[str, Any]:

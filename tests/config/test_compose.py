@@ -231,6 +231,30 @@ def test_a_run_gets_the_folder_hydra_names_and_a_resumed_one_its_own() -> None:
     assert compose_run(["resume=runs/x/y"]).folder == Path("runs/x/y")
 
 
+def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_a_value(tmp_path: Path) -> None:
+    for name, text in {
+        "recipe/first.yaml": "# @package _global_\nlora:\n  path: ???\nsteps: ???\n",
+        "recipe/second.yaml": "# @package _global_\ndefaults: [first, _self_]\nsteps: 7\n",
+        "recipe/third.yaml": "# @package _global_\ndefaults: [second, _self_]\nsteps: ???\nreward: ???\n",
+        "algorithm/mine.yaml": "defaults: [grpo]\nclip_low: ???\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def missing(*words: str) -> str:
+        with pytest.raises(UserError) as refused:
+            compose(words, tmp_path)
+        assert refused.value.problem == "has no value yet"
+        return refused.value.key
+
+    assert missing("+recipe=first", "lora.path=adapter") == "steps"
+    assert missing("+recipe=second") == "lora.path"
+    assert missing("+recipe=third", "lora.path=adapter", "steps=3") == "reward"
+    assert missing("algorithm=mine") == "algorithm.clip_low"
+    composed = compose(["+recipe=second", "lora.path=null", "algorithm=mine", "algorithm.clip_low=0.1"], tmp_path)
+    assert (composed["lora"]["path"], composed["steps"], composed["algorithm"]["clip_low"]) == (None, 7, 0.1)
+
+
 def test_a_users_folder_adds_choices(tmp_path: Path) -> None:
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "mine.yaml").write_text(
