@@ -38,8 +38,8 @@ class Image:
 
     Attributes:
         digest: 16 hex digits that identify the content.
-        path: the file; "": `data` are given.
-        data: the file's content; empty: it is in `path`.
+        path: the file; "": the data give the content.
+        data: the content; empty: it is in `path`.
     """
 
     digest: str

@@ -21,6 +21,7 @@ from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.sending import Outgoing
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.tokens.images import with_content
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError, counted
 
 START_S = 900.0
@@ -200,7 +201,7 @@ class EnginePool(Generator):
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Group]]:
         with self._lock:
-            sampled = self._of_each("sample_alone", list(prompts), n, list(seeds), sampling)
+            sampled = self._of_each("sample_alone", [*map(self._sent, prompts)], n, list(seeds), sampling)
             version = None if self._version is None else self._version.number
             return [_groups(prompts, version, rows) for rows in sampled.values()]
 
@@ -283,9 +284,14 @@ class EnginePool(Generator):
     def _begin(
         self, slot: Slot, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> EngineWork:
-        sent_prompts = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
+        sent_prompts = [self._sent(prompt) for prompt in prompts[unit]]
         future = slot.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
         return self._work(slot, [future], "sample", unit)
+
+    def _sent(self, prompt: Prompt) -> Prompt:
+        """What an engine gets of a prompt."""
+        metadata = prompt.metadata if self._with_rows else {}
+        return replace(prompt, images=tuple(map(with_content, prompt.images)), metadata=metadata)
 
     def _over(self, waiting: Sequence[EngineWork]) -> list[EngineWork]:
         """Waits for calls that are answered, have failed or are out of time, and returns them."""

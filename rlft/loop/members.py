@@ -104,7 +104,7 @@ def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None
     engine = plan.config.generation.named(plan.engine)
     return EnginePool(
         launcher,
-        engine_specs(plan.config, plan.engine, plan.placement, plan.environment),
+        engine_specs(plan.config, plan.engine, plan.placement, plan.environment, plan.images),
         unit=units_of(engine.at_once, divisible=engine.divisible, num_engines=cluster.engines),
         timeout_s=cluster.timeout,
         max_restarts=cluster.max_engine_restarts,
@@ -114,9 +114,12 @@ def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None
 
 
 def engine_specs(
-    config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None
+    config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None, images: int = 0
 ) -> list[MemberSpec]:
-    """The engines' specs, each with as many threads as this process: on a CPU the bits of a product depend on them."""
+    """The engines' specs, for prompts with at most so many images.
+
+    Each has as many threads as this process: on a CPU the bits of a product depend on them.
+    """
     cluster = config.cluster
     in_member = replace(config, model=model_of_a_member(config.model))
     unbound: Gpus = {"gpus": 0, "environment": NOT_BOUND}
@@ -124,7 +127,7 @@ def engine_specs(
         MemberSpec(
             name=f"engine-{number}",
             factory=ENGINE,
-            arguments={"config": in_member, "engine": engine, "environment": environment},
+            arguments={"config": in_member, "engine": engine, "environment": environment, "images": images},
             threads=torch.get_num_threads(),
             **(unbound if placement.kind == "processes" else gpus_of_a_member(config, placement.engines[number])),
         )

@@ -40,13 +40,14 @@ class EngineWorker:
 
     Args:
         engine: the engine's name in `generation`.
+        images: the most images of a prompt.
     """
 
-    def __init__(self, config: RunConfig, engine: str, environment: Environment | None) -> None:
+    def __init__(self, config: RunConfig, engine: str, environment: Environment | None, images: int) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         chosen: Engine = config.generation.named(engine).standalone().with_gpus(config.cluster.gpus_per_engine)
-        args = self._args(chosen, config)
+        args = self._args(chosen, config, images)
         self._engine = chosen.open(args)
         # Conversations are held here: each group continues with its own engine, without waiting for other engines.
         self._generator = wrap_with_environment(self._engine, chosen, environment, args)
@@ -131,9 +132,9 @@ class EngineWorker:
         self._engine.close()
         self._stack.close()
 
-    def _args(self, engine: Engine, config: RunConfig) -> EngineArgs:
+    def _args(self, engine: Engine, config: RunConfig, images: int) -> EngineArgs:
         if not engine.on_trainers_base:
-            return engine_args(config, config.lora)
+            return engine_args(config, config.lora, images=images)
         lora = config.lora
         limits: dict[str, Any] = {"token_budget": config.token_budget, "temperature": config.generation.temperature}
         # The policy's weights arrive with the first version.
@@ -143,7 +144,7 @@ class EngineWorker:
             else policy_alone(load_backbone(config.model), replace(lora, path=None), seed=config.seed, **limits)
         )
         self._stack.callback(roles.close)
-        return engine_args(config, config.lora, roles)
+        return engine_args(config, config.lora, roles, images=images)
 
 
 @contextmanager

@@ -311,7 +311,7 @@ def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """`[M, hidden]` of the positions that predict the completion tokens, after the final norm."""
-    [hidden] = hidden_states(model, packed.token_ids, packed.position_ids, packed.images, packed=packed)
+    [hidden] = hidden_states(model, packed.token_ids, packed.position_ids, packed.own_images, packed=packed)
     return hidden if decoder_layer.narrows(model) else packed.predicting(hidden)
 
 

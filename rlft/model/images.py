@@ -141,7 +141,7 @@ class ImageEncoder:
         problem = f"the folder has no weights of its vision tower ({', '.join(missing[:2])} ..)"
         require(not missing, "model.path", problem, remedy="use the folder of the whole model")
         model.requires_grad_(False).eval().to(self._device)
-        self._masks = ImageMasks.of(type(model), self._config)
+        self._masks = ImageMasks.of(_own_class(self._config), self._config)
         return model.base_model
 
 
@@ -160,10 +160,8 @@ def read_image(tower: Any, tensors: Mapping[str, Tensor], device: torch.device) 
 
 def tower_class(config: Any) -> Any:
     """The folder's own class without its text model and its output head."""
-    contains: Any = own_class(config)
-    assert contains is not None, "the plan refuses images for a model without a tower"
 
-    class Tower(contains):
+    class Tower(_own_class(config)):
         _keys_to_ignore_on_load_unexpected = ("",)  # those of the text model
 
         def __init__(self, config: Any) -> None:
@@ -172,8 +170,14 @@ def tower_class(config: Any) -> Any:
             for name in [name for name, module in self.named_modules() if any(module is part for part in text_parts)]:
                 self.set_submodule(name, torch.nn.Identity())
 
-    Tower.__name__ = contains.__name__
+    Tower.__name__ = Tower.__base__.__name__
     return Tower
+
+
+def _own_class(config: Any) -> Any:
+    contains = own_class(config)
+    assert contains is not None, "the plan refuses images for a model without a tower"
+    return contains
 
 
 def tower_config(config: Any) -> Any:

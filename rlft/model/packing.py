@@ -147,7 +147,7 @@ class PackedRows:
         columns: int64 `[M]`, its column.
         branches: the span of each branch, and the spans that it reads.
         runs: of each row of the Batch its runs of columns, each with the packed position where it begins.
-        images: those of the packed row; None if the Batch has none.
+        images: those of the whole packed row; None if the Batch has none.
         share: which tokens of the row these are; None: all of them. Spans are those of the whole row.
     """
 
@@ -183,6 +183,15 @@ class PackedRows:
             **{name: getattr(self, name)[mine_M] for name in ("target", "rows", "columns")},
             share=share,
         )
+
+    @property
+    def own_images(self) -> ImageRows | None:
+        """The images of this rank's tokens."""
+        images, share = self.images, self.share
+        if images is None or share is None:
+            return images
+        positions = None if images.positions is None else share.own(images.positions.mT).mT
+        return replace(images, rows=share.own(images.rows), positions=positions)
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """`[.., M, H]` of `[.., N, H]`: the hidden states from which a sampled token is predicted."""

@@ -35,10 +35,7 @@ def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None
         require(not spec.runs_in_trainer, f"reward.{name}", problem, remedy="use a reward of the answer")
     if not isinstance(config, RunConfig):
         return
-    problem, remedy = "do not get the data's images", "leave it out, or use data without images"
-    cluster, snapshot = config.cluster, config.snapshot
-    require(not cluster.engines, "cluster.engines", problem, got=cluster.engines, remedy=remedy)
-    require(cluster.ranks == 1, "cluster.ranks", problem, got=cluster.ranks, remedy=remedy)
+    snapshot, remedy = config.snapshot, "leave it out, or use data without images"
     is_apart = snapshot.teacher_model is not None or snapshot.teacher_hint is not None
     problem = "reads no images: it is another model, or reads other prompts"
     require(not is_apart, "snapshot.teacher", problem, got=snapshot.teacher, remedy=remedy)

@@ -272,7 +272,9 @@ def tower_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     _, predicted = largest_micro_batch(demand, packed=model.packed)
     at_once = -(-predicted // (demand.completion_tokens * demand.group))
     per_step = demand.rows // demand.group
-    return demand.tower.parts(demand.device, prompts_per_step=per_step, prompts_at_once=at_once)
+    is_copied = demand.engine is not None and demand.engine.on_trainers_base
+    towers = 1 + demand.engines_apart * is_copied  # vLLM counts its own
+    return demand.tower.parts(demand.device, prompts_per_step=per_step, prompts_at_once=at_once, towers=towers)
 
 
 def base_bytes(model: ModelSizes, demand: Demand) -> int:

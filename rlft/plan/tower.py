@@ -33,16 +33,17 @@ class TowerDemand:
     vectors: int
     num_prompts: int
 
-    def parts(self, device: str, *, prompts_per_step: int, prompts_at_once: int) -> list[MemoryPart]:
+    def parts(self, device: str, *, prompts_per_step: int, prompts_at_once: int, towers: int = 1) -> list[MemoryPart]:
         """The parts of the trainer's device; `prompts_at_once` are those of a micro-batch.
 
+        `towers`: how many processes on this device have one, engines of their own bases included.
         Vectors stay in main memory, those of a step once more, and those of a micro-batch go to a GPU twice, with its
         rows and with its packed row.
         """
         copies = 2 if device != "cpu" else 1
         needs = [
-            MemoryPart(name="vision tower", bytes=self.weights, when=When.always, key="model.dtype"),
-            MemoryPart(name="an image in the tower", bytes=self.reading, when=When.reading),
+            MemoryPart(name="vision tower", bytes=towers * self.weights, when=When.always, key="model.dtype"),
+            MemoryPart(name="an image in the tower", bytes=towers * self.reading, when=When.reading),
             MemoryPart(
                 name="vectors of images",
                 bytes=copies * prompts_at_once * self.vectors,
@@ -51,7 +52,7 @@ class TowerDemand:
             ),
         ]
         if device == "cpu":
-            kept = min(KEPT_BYTES, self.num_prompts * self.vectors) + prompts_per_step * self.vectors
+            kept = towers * min(KEPT_BYTES, self.num_prompts * self.vectors) + prompts_per_step * self.vectors
             needs.append(MemoryPart(name="vectors that are kept", bytes=kept, when=When.always, key="prompts_per_step"))
         return needs
 

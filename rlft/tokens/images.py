@@ -7,12 +7,15 @@ is installed, so that a prompt has the same tokens and numbers everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.types import IMAGE, Image, Prompt, UserError
@@ -160,6 +163,13 @@ def picture(image: Image) -> Picture:
             return opened.convert("RGB")
     except pillow.DecompressionBombError as error:
         raise ValueError(str(error)) from None
+
+
+def with_content(image: Image) -> Image:
+    """The same image for a process on another machine, which may not have its file; as it is if that cannot be read."""
+    with contextlib.suppress(OSError):
+        return replace(image, data=image.data or Path(image.path).read_bytes())
+    return image
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from rlft.generation.engine import FreshnessCheck, StaleEngineError
 from rlft.generation.pool import EngineError, EnginePool, _Failed, units_of
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.system.process.member import MemberSpec
-from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Sampling, Turn, UserError
+from rlft.types import Adapter, EnvironmentFailure, Group, Image, Prompt, Sampling, Turn, UserError
 
 PROMPTS = [Prompt(id=f"p{i}", messages=(), answer="", token_ids=(1, 2), metadata={"kept": i}) for i in range(7)]
 SEEDS = [10 * i for i in range(7)]
@@ -89,6 +89,27 @@ def test_groups_come_in_the_order_of_their_prompts(num_engines: int, open_pool: 
     assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {3}
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     assert {(c.mask, c.turns) for c in completions} == {((True,), (Turn(end=1, reward=0.5),))}
+
+
+def test_engines_get_the_content_of_images_since_their_machine_may_not_have_the_files(
+    open_pool: Open, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"of a file")
+    images = (
+        Image(digest="0", path=str(tmp_path / "a.png")),
+        Image(digest="1", data=b"of the data"),
+        Image(digest="2", path=str(tmp_path / "gone.png")),  # the engine says that it cannot be read
+    )
+    prompt = Prompt(id="p0", messages=(), answer="", token_ids=(1, 2), images=images)
+    pool = open_pool({})
+    pool.load(adapter(3))
+    engine = launcher_of(pool).members[0].held
+    for sample in (pool.sample, pool.sample_each):
+        sample([prompt], 1, [0], SAMPLING)
+        [got] = engine.prompts
+        assert [image.data for image in got.images] == [b"of a file", b"of the data", b""]
+        assert [(image.digest, image.path) for image in got.images] == [(image.digest, image.path) for image in images]
+        engine.prompts = ()
 
 
 def test_every_engine_samples_all_prompts_where_each_is_compared(open_pool: Open) -> None:

@@ -55,6 +55,7 @@ class CountingEngine:
         return version, self.loaded.sha256
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> Any:
+        self.prompts = prompts
         fault = self.faults.get(self.calls)
         self.calls += 1
         if fault == "die":

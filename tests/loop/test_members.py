@@ -93,7 +93,7 @@ def test_ranks_load_their_bases_once_an_engine_on_the_same_gpu_has_measured_its_
     monkeypatch.setattr(members, "rank_specs", lambda *_: events.append("ranks") or [])
     config = run_config("generation=transformers", "cluster.engines=2", "cluster.ranks=2")
     placement = Placement(kind=kind, reason="", gpus=2)
-    plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None)
+    plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None, images=2)
     if kind == "pairs":
         threading.Timer(0.05, may_start.set).start()
     with members.open_members(plan, tmp_path, print, has_ranks=True) as opened:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import flash_stand_in
-import numpy as np
 import pytest
 import torch
 import vision_folders
+from image_batches import of_two, prompts
 from model_folders import settings, with_noise
 from peft import PeftModel
-from PIL import Image as pillow
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -30,7 +28,6 @@ from transformers import (
 )
 
 from rlft.config.model import LoraSettings
-from rlft.data.prompts import tokenised
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone, read_backbone
@@ -40,64 +37,12 @@ from rlft.model.kernels import flash_attention
 from rlft.model.packing import PackedRows, pack
 from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of
-from rlft.types import (
-    IMAGE,
-    Batch,
-    Completion,
-    FinishReason,
-    Group,
-    Image,
-    Prompt,
-    Rollout,
-    Sampling,
-    Scores,
-    UserError,
-)
+from rlft.types import IMAGE, Rollout, Sampling, Scores, UserError
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 BOTH_WAYS = ("gemma3", "gemma4")
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", *BOTH_WAYS)
 CPU = torch.device("cpu")
-
-
-def drawn(seed: int, height: int, width: int) -> Image:
-    pixels = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    pillow.fromarray(pixels).save(file, "PNG")
-    return Image(digest=f"{seed}", data=file.getvalue())
-
-
-def prompts(backbone: Backbone) -> list[Prompt]:
-    """One image, two images of other shapes, the first one again with another question, and none."""
-    first, second, third = drawn(1, 16, 24), drawn(2, 24, 16), drawn(3, 32, 16)
-    asked = [
-        (f"{IMAGE}How many?", (first,)),
-        (f"Is {IMAGE} like {IMAGE}?", (second, third)),
-        (f"{IMAGE}What colour is it?", (first,)),
-        ("How are you?", ()),
-    ]
-    made = [
-        Prompt(id=str(number), messages=({"role": "user", "content": text},), answer="", images=images)
-        for number, (text, images) in enumerate(asked)
-    ]
-    return list(tokenised(made, backbone.tokenizer, "chat"))
-
-
-def group(prompt: Prompt, lengths: tuple[int, ...]) -> Group:
-    rollouts = tuple(
-        Rollout(
-            prompt=prompt,
-            completion=Completion(
-                text="",
-                token_ids=tuple(20 + (7 * row + 3 * t) % 60 for t in range(length)),
-                logprobs=(0.0,) * length,
-                finish_reason=FinishReason.length,
-            ),
-            policy_version=0,
-        )
-        for row, length in enumerate(lengths)
-    )
-    return Group(prompt=prompt, rollouts=rollouts)
 
 
 @torch.no_grad()
@@ -118,12 +63,6 @@ def by_own_class(model: Any, backbone: Backbone, rollout: Rollout) -> tuple[list
     logits = model(input_ids=torch.tensor([ids + said]), **more).logits[0]
     logp = logits[len(ids) - 1 : -1].log_softmax(-1)
     return ids, logp.gather(-1, torch.tensor(said)[:, None])[:, 0]
-
-
-def of_two(backbone: Backbone) -> tuple[list[Group], Batch]:
-    """Two completions of each prompt."""
-    groups = [group(prompt, (5, 9)) for prompt in prompts(backbone)]
-    return groups, backbone.collated(groups, Scores(total=torch.zeros(4, 2), by_reward={}))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,9 +12,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+import vision_folders
 from attention_families import OTHERS, QUICK, random_model
+from image_batches import of_two
 from met_ranks import meeting, met
 from mixtures import FAMILIES
+from model_folders import settings
 from peft import LoraConfig, get_peft_model
 from slow_cases import slow, slow_but
 from threaded_ranks import together
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from rlft.config.model import KernelChoice, Recompute
 from rlft.model.activations import set_checkpointing
+from rlft.model.backbone import read_backbone
 from rlft.model.critic import ScalarHead
 from rlft.model.experts import mixture_of
 from rlft.model.forward import Forward, choose
@@ -170,6 +174,19 @@ def test_any_softmax_attention_is_shared(kind, fields, batch, check) -> None:
     if mixture_of(model).stacked:  # the others have no float64
         model.set_experts_implementation("eager")
     check(model, batch, 2, None, bound=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", slow("gemma4")])
+def test_images_of_shared_rows_are_read_as_those_of_whole_rows(kind, check, tmp_path) -> None:
+    """Positions in height and width, vectors that deeper layers add, and images that are read both ways."""
+    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
+    _, batch = of_two(backbone)
+    assert batch.images is not None
+    assert (batch.images.positions is not None) == kind.startswith("qwen")
+    assert (batch.images.deep is not None) == (kind == "qwen3_vl")
+    assert (batch.images.masks is not None) == kind.startswith("gemma")
+    vectors = batch.images.vectors.double()
+    check(backbone.model.double(), replace(batch, images=replace(batch.images, vectors=vectors)), 2, None, bound=1e-6)
 
 
 def test_experts_of_shared_rows_are_noted_imposed_and_counted_as_of_whole_rows(on_ranks, batch, random_moe) -> None:

@@ -40,7 +40,6 @@ def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> No
         (["model.path=embedded:tiny-arithmetic"], "model.path: the data have images, and a qwen2 reads none"),
         (["generation=vllm"], "generation.engine: vLLM reads images with torchvision, which is not installed"),
         (["generation=scripted"], "generation.engine: the scripted engine does not sample prompts with images"),
-        (["cluster.ranks=2"], "cluster.ranks: do not get the data's images"),
         (["snapshot.teacher=embedded:tiny-arithmetic"], "snapshot.teacher: "),
         (["prompts.style=raw"], "prompts.style: "),
         (["lora=null"], "lora: a checkpoint of all weights would lack the vision tower of a qwen2_5_vl"),
@@ -49,7 +48,6 @@ def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> No
             ["environment=game", "reward=null", "environment.factory=rlft.environment.oracle_game.OracleGame"],
             "environment: goes on with texts alone, and the data have images",
         ),
-        (["cluster.engines=1"], "cluster.engines: do not get the data's images"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(words: list[str], expected: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import vision_folders
 from run_folders import check_resumed, check_same, killed_at_each, learned
 from run_processes import Nursery
+from slow_cases import slow
 
 from rlft import cli
 from rlft.commands.watch.report import report_of
@@ -22,6 +23,10 @@ WORDS = (
     "eval.every=2", "eval.num_prompts=4", "eval.num_samples=2", "model.device=cpu", "scoring.workers=0",
     "logger=[jsonl]", "checkpoint.every=1", "checkpoint.keep=99", "minibatches=2",
 )  # fmt: skip
+
+
+REPETITION = ("reward=repetition", "reward.repetition.unit=tokens", "reward.repetition.ngram=1")
+"""A reward that differs among random answers."""
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +48,27 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_models_that_read_images_both_ways_learn_and_resume(kind: str, tmp_path: Path) -> None:
     model = vision_folders.folder_of(tmp_path / kind, kind)
-    repetition = ("reward=repetition", "reward.repetition.unit=tokens", "reward.repetition.ngram=1")
-    words = (*WORDS, f"model.path={model}", "prompts.max_tokens=128", *repetition)  # differs among random answers
+    words = (*WORDS, f"model.path={model}", "prompts.max_tokens=128", *REPETITION)
     whole, halted = tmp_path / "whole", tmp_path / "halted"
     assert cli.run([*words, "steps=3", f"hydra.run.dir={whole}"]) == 0
     assert learned(whole)
     assert cli.run([*words, "steps=2", f"hydra.run.dir={halted}"]) == 0
     assert cli.run(["resume", str(halted), "steps=3"]) == 0
     check_same(halted, whole)
+
+
+@pytest.mark.parametrize("kind", [None, slow("qwen3_vl"), slow("gemma3")])
+def test_ranks_and_engines_in_other_processes_give_the_same_run(kind: str | None, tmp_path: Path) -> None:
+    """Ranks get the vectors of images that rank 0 has read, engines read them again."""
+    words = (*WORDS, "steps=2", "cluster.lanes=2")
+    if kind is not None:
+        model = vision_folders.folder_of(tmp_path / kind, kind)
+        words = (*words, f"model.path={model}", "prompts.max_tokens=128", *REPETITION)
+    assert cli.run([*words, f"hydra.run.dir={tmp_path / 'alone'}"]) == 0
+    assert learned(tmp_path / "alone")
+    apart = ("cluster.ranks=2", "cluster.engines=1", "cluster.shard_base=true")
+    assert cli.run([*words, *apart, f"hydra.run.dir={tmp_path / 'apart'}"]) == 0
+    check_same(tmp_path / "apart", tmp_path / "alone")
 
 
 @pytest.mark.slow
