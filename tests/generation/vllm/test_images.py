@@ -13,7 +13,7 @@ from model_folders import settings
 from real_engines import vllm_engine
 from run_folders import learned, metrics
 from run_processes import start_fresh
-from slow_cases import slow_but
+from slow_cases import slow
 from torchvision_aside import torchvision_in
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -120,8 +120,15 @@ def test_the_cache_has_blocks_of_the_widest_layers_keys(tmp_path: Path) -> None:
     assert cpu_cache_of({**options, "max_model_len": 64, "max_num_seqs": 1}) == of_token * (64 + CPU_BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("kind", slow_but("qwen3_vl", ["qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"]))
-def test_a_run_samples_prompts_with_one_image_two_or_none(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("qwen3_vl", ()),
+        *(slow(kind, ()) for kind in ("qwen2_5_vl", "idefics3", "smolvlm")),
+        slow("qwen3_vl", ("cluster.engines=1",)),
+    ],
+)
+def test_a_run_samples_prompts_with_one_image_two_or_none(kind: str, words: tuple[str, ...], tmp_path: Path) -> None:
     wide = {"hidden_size": 128} if kind == "qwen2_5_vl" else {}  # for heads of 32, the smallest of vLLM on a CPU
     model = vision_folders.folder_of(tmp_path / "model", kind, wide)
     rows = []
@@ -132,7 +139,7 @@ def test_a_run_samples_prompts_with_one_image_two_or_none(kind: str, tmp_path: P
         rows.append({"prompt": f"{number} is so?", "images": list(map(str, files)), "answer": "1"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     variables = {"PYTHONPATH": torchvision_in(tmp_path / "aside")}
-    ended = start_fresh("train", *KEYS, f"model.path={model}", cwd=tmp_path, variables=variables).wait()
+    ended = start_fresh("train", *KEYS, *words, f"model.path={model}", cwd=tmp_path, variables=variables).wait()
     assert ended.code == 0, ended.err
     assert learned(tmp_path / "run")
     steps = metrics(tmp_path / "run")
