@@ -119,7 +119,7 @@ def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = 
     """The trainer of this run on these roles, with fresh optimizers; `base` is as in `open_roles`."""
     config, reward_training = plan.config, None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
-        assert isinstance(roles, Roles), "plan/learner_rules.py refuses learned rewards beside all weights"
+        assert isinstance(roles, Roles), "plan/learner_rules.py refuses reward adapters beside all weights"
         role = reward_role(learned[0].name)
         reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
     return LocalTrainer(
@@ -147,7 +147,7 @@ def open_scorer(
     """Opens the rewards of a config.
 
     Args:
-        learner: the networks; those of learned rewards are on their base.
+        learner: the networks; reward adapters are on their base.
         learns: whether this run trains the learned rewards.
         pool: the run's engines in other processes, which have groups scored as soon as they are finished.
         open_rewards: opens the reward workers if they are not processes of this machine.
@@ -159,7 +159,7 @@ def open_scorer(
         scoring.workers,
         scoring.timeout,
         scoring.on_error,
-        open_resident(rewards, learner, learns=learns) if isinstance(learner, Roles) else {},
+        open_resident(rewards, learner, learns=learns),
         open_rewards,
         allow_unscorable=config.allows_unscorable,
     )
@@ -171,7 +171,7 @@ def open_scorer(
         scorer.close()
 
 
-def open_resident(rewards: Mapping[str, RewardSpec], roles: Roles, *, learns: bool) -> dict[str, LearnedReward]:
+def open_resident(rewards: Mapping[str, RewardSpec], roles: Networks, *, learns: bool) -> dict[str, LearnedReward]:
     """{name: callable} of the learned rewards; `learns` says whether this run trains their adapter."""
     return {
         spec.name: open_learned(spec.name, roles=roles, learns=learns, **spec.kwargs)

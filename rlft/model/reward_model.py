@@ -25,6 +25,7 @@ from transformers import (
 
 from rlft.batch import select
 from rlft.config.model import is_adapter, looks_local
+from rlft.model.networks import Networks
 from rlft.model.packing import Layout
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
@@ -136,7 +137,7 @@ def reward_role(name: str) -> str:
 def open_learned(
     name: str,
     path: str | None,
-    roles: Roles,
+    roles: Networks,
     *,
     token_budget: int,
     center: float,
@@ -152,6 +153,7 @@ def open_learned(
     """
     key = f"reward.{name}.path"
     if path is None or is_adapter(path):
+        assert isinstance(roles, Roles), "plan/learner_rules.py refuses reward adapters beside all weights"
         roles.add_scalar_role(reward_role(name), path, key, learns=learns)
         return AdapterReward(roles=roles, role=reward_role(name), token_budget=token_budget, center=center, scale=scale)
     device = roles.backbone.device

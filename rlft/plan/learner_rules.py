@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlft.config.model import CriticKind, LoraSettings
+from rlft.config.model import CriticKind, LoraSettings, is_adapter
 from rlft.config.schema import AUTO, RunConfig, SftConfig, section_of
 from rlft.generation.engine import Engine
 from rlft.plan.adapters import Use, check_adapters
@@ -75,9 +75,11 @@ def _check_all_weights(config: RunConfig | SftConfig) -> None:
     _check_engine(config)
     remedy = "set it to false, or train an adapter"
     require(not config.eval.kl_base, "eval.kl_base", "lora=null changes the base itself", remedy=remedy)
-    is_scored_by_models = config.data and any(spec.runs_in_trainer for spec in specs(config.reward).values())
-    problem = "learned rewards stand on a frozen base, which lora=null changes"
-    require(not is_scored_by_models, "reward", problem, remedy="use rule rewards")
+    problem = "a reward adapter stands on a frozen base, which lora=null changes"
+    remedy = "name a sequence-classification model (folder or hub id), or use rule rewards"
+    for name, spec in specs(config.reward).items() if config.data else ():
+        if spec.runs_in_trainer and is_adapter(path := spec.kwargs["path"]):
+            raise UserError(f"reward.{name}.path", problem, got="null" if path is None else path, remedy=remedy)
     saves_each_step = config.checkpoint.on_signal == "step" or config.checkpoint.every == 1
     problem = "with lora=null, no copy of all weights is kept that could be saved in place of a step's"
     remedy = "set it to step, or checkpoint.every=1"

@@ -269,14 +269,14 @@ class TrainPlan(Plan):
         """The fields of a Demand about the networks of the roles."""
         run, snapshot, critic = self.config, self.config.snapshot, self.config.critic.kind
         heads = (critic is not CriticKind.none) * model.hidden
+        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
+        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
         if run.lora is None:
             fields = of_all_weights(model, heads=heads, copies=len(copied_roles(snapshot)))
             held = largest_share(model.trained, run.cluster.ranks)
-            return fields | {"matrices": model.matrices, "held": held}
+            return fields | {"matrices": model.matrices, "held": held, "beside": sum(networks)}
         adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
         adapters += critic is CriticKind.adapter
-        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
-        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
         learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
         return {
             "adapters": adapters + networks.count(0),

@@ -79,8 +79,9 @@ def test_a_supervised_step_that_is_given_up_leaves_the_step_before_it(
     quiet: Nursery, rough: Nursery, tmp_path: Path
 ) -> None:
     every = ("checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed")
-    assert quiet.run(*RM, *every, cwd=tmp_path).code == 0
-    folder, words = tmp_path / "run", [*RM, "checkpoint.every=0", "checkpoint.on_signal=now", "hydra.run.dir=run"]
+    run = (*RM, "steps=6")
+    assert quiet.run(*run, *every, cwd=tmp_path).code == 0
+    folder, words = tmp_path / "run", [*run, "checkpoint.every=0", "checkpoint.on_signal=now", "hydra.run.dir=run"]
     updating, evaluating = (
         "rlft.trainer.optimizer:Optimizer.update",
         "rlft.loop.supervised:SupervisedRun.evaluate_if_due",

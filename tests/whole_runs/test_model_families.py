@@ -76,7 +76,8 @@ def of_row(model: PeftModel, row: torch.Tensor) -> torch.Tensor:
     return logprobs.gather(-1, row[0, 1:, None])[:, 0]
 
 
-def test_a_cache_whose_rows_cannot_be_taken_is_refused_before_the_first_step(train, capsys) -> None:
+def test_a_model_without_a_cache_of_transformers_is_refused_before_weights_are_loaded(train, capsys) -> None:
     train("rwkv", code=2)
     said = capsys.readouterr().err
-    assert "model.path: a rwkv keeps what it has read in no cache, whose rows cannot be repeated" in said
+    problem = "decoding in the transformers engine needs a cache of transformers, which its class lacks"
+    assert f"model.path: with a rwkv, {problem}" in said

@@ -89,6 +89,9 @@ def make_model(folder: Path, size: Size, dtype: str) -> Path:
     model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
+    # transformers reads the tokenizer of a qwen2 as a Qwen2Tokenizer, which has an end token unless the file says null.
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None, "unk_token": None}))
     return folder
 
 
