@@ -368,7 +368,9 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
 def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
     """Bytes that a layer's backward makes beside what is kept, in its gated MLP or, if that has tiles, elsewhere."""
     if (tile := tile_of(model, demand)) is None or tile >= tokens:
-        of_mlp = tokens * model.layer_width
+        # Where the product of gate and up was kept, its backward has freed it before their gradients are made.
+        kept = model.modules.gate == "silu" and not model.plain and not has_joint_layers(model, demand)
+        of_mlp = tokens * (model.layer_width - kept * model.mlp_width)
     else:
         of_mlp = tile * 3 * model.mlp_width + tokens * 3 * model.hidden
     sizes = layer_sizes(model.config) if demand.sharing > 1 else []

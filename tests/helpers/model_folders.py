@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     Gemma3Config,
     LlamaConfig,
@@ -22,6 +24,16 @@ from rlft.config.model import ModelConfig
 from rlft.model.roles import Roles
 
 TOKENIZER = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+
+def classifier_folder(folder: Path) -> Path:
+    """A reward model of its own: a sequence classifier with one label."""
+    config = AutoConfig.from_pretrained(TOKENIZER, num_labels=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    return folder
 
 
 def settings(folder: Path) -> ModelConfig:

@@ -226,6 +226,8 @@ def of_an_update(found: list[MemoryPart]) -> list[MemoryPart]:
 def model_folder(case: Case, folder: Path) -> Path:
     size = case.size
     usual = make_model(folder / f"qwen2-{'-'.join(str(number) for number in astuple(size))}", size, "float32")
+    if case.command == "sft":  # what is learned there ends
+        AutoTokenizer.from_pretrained(usual, eos_token="<|endoftext|>").save_pretrained(usual)
     if case.kind == "qwen2":
         return usual
     own = folder / case.kind

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from model_folders import classifier_folder
 from run_folders import check_resumed, check_same, checkpoints, killed_at_each, metrics, whole_lines
 from run_processes import Nursery, happens, marked
 from safetensors.torch import load_file
@@ -194,6 +195,26 @@ def test_it_trains(name: str, tmp_path: Path, tiny_path: Path) -> None:
     assert after.keys() == before.keys()
     unmoved = [key for key in after if torch.equal(after[key], before[key])]
     assert unmoved == []
+
+
+def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classifier = classifier_folder(tmp_path / "classifier")
+    words = ("+recipe=grpo_arithmetic", *RUN, "reward=learned", f"reward.learned.path={classifier}", "steps=1")
+    assert cli.run(["plan", "train", *words, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]["as_planned"]
+    [counted] = [part["bytes"] for part in memory if part["part"] == "learned rewards"]
+    assert counted == pytest.approx((classifier / "model.safetensors").stat().st_size, rel=0.01)
+    folder = tmp_path / "run"
+    assert cli.run(["train", *words, "eval.every=1", f"hydra.run.dir={folder}"]) == 0
+    [step] = metrics(folder)
+    assert step["reward/std"] > 0
+    assert step["policy/grad_norm"] > 0
+    [before, after] = [
+        json.loads(line)["eval/reward/learned"] for line in (folder / "eval.jsonl").read_text().splitlines()
+    ]
+    assert before != after
 
 
 def test_its_checkpoint_is_evaluated_as_it_evaluated_itself_and_named_by_other_runs(tmp_path: Path) -> None:
