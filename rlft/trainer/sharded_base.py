@@ -93,14 +93,16 @@ class ShardedLayers:
                 weight.data = weight.data.new_empty(0)
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
         largest, dtype = max(len(flat) for flat in flats), flats[0].dtype
-        buffers = [torch.zeros(largest, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
+        others = sum(not self._holds(index) for index in range(len(flats)))
+        # As many as are used: another tensor may get the address of one that is dropped.
+        buffers = [torch.zeros(largest, dtype=dtype, device=device) for _ in range(min(NUM_BUFFERS, others))]
         self._buffer_at = {buffer.data_ptr(): number for number, buffer in enumerate(buffers)}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         num_buffered = 0
         for index in range(len(flats)):
             # The reference in the list is dropped, so that no layer is both in main memory and on the device.
             flat, flats[index] = flats[index], flats[index][:0]
-            if self._ranks > 1 and index % self._ranks == self._rank:
+            if self._holds(index):
                 layer = Layer(flat=flat.to(device))
                 self._layer_at[layer.flat.data_ptr()] = index
             else:
@@ -116,6 +118,9 @@ class ShardedLayers:
         for index, module in enumerate(decoder_layers(model)):
             for part in module.modules():  # kernels are tried on parts of a layer, too
                 part.register_forward_pre_hook(partial(self._before, index))
+
+    def _holds(self, index: int) -> bool:
+        return self._ranks > 1 and index % self._ranks == self._rank
 
     def drop_copies(self) -> None:
         """Frees the layers in main memory: from now on this rank can make passes only together with the others."""

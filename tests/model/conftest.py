@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlft.model import forward
 from rlft.model.kernels import attention, elementwise, flash_attention, layer_branches
 from rlft.model.packing import pack
+from rlft.model.text_classes import causal_class
 from rlft.types import Batch
 
 
@@ -70,12 +71,15 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_one_kv_head": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen2_5_vl": ("Qwen2_5_VLTextConfig", {"rope_parameters": SECTIONS}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_vl": ("Qwen3VLTextConfig", {"head_dim": 8, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "layer_types": ["full_attention"] * 3}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma2": (
@@ -114,7 +118,8 @@ def random_model() -> Callable[..., PreTrainedModel]:
         config = getattr(transformers, name)(**SIZES | more | keys)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            made: Any = causal_class(config)
+            model = made._from_config(config, dtype=dtype)
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # norms and biases, so that none of them is a bystander
                     parameter.data += 0.1 * torch.randn_like(parameter)

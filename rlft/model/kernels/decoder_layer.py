@@ -60,9 +60,11 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(attention=True, layer=True, window_of_config=True),
     "mixtral": Family(attention=True, window_of_config=True),
     "qwen2": Family(attention=True, layer=True),
+    "qwen2_5_vl_text": Family(attention=True, layer=True),
     "qwen2_moe": Family(attention=True),
     "qwen3": Family(attention=True, layer=True),
     "qwen3_moe": Family(attention=True),
+    "qwen3_vl_text": Family(attention=True, layer=True),
     "smollm3": Family(layer=True),
 }
 """{model type (`model_type` in config.json): its family}."""

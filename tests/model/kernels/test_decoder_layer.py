@@ -23,7 +23,7 @@ from rlft.model.offload import HostCopies
 from rlft.model.packing import pack
 
 LAYERS = 3
-SERVED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "mistral"]
+SERVED = ["llama", "llama_one_kv_head", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "mistral"]
 """Families whose branches are one function each."""
 
 
@@ -295,7 +295,8 @@ def test_checkpointing_that_is_turned_off_has_no_tiles(random_model, awkward_bat
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-KINDS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "granite", "mixtral", "qwen2_moe", "qwen3_moe"]
+KINDS = ["llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "mistral", "gemma", "granite", "mixtral", "qwen2_moe",
+         "qwen3_moe"]  # fmt: skip
 OF_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]  # whose products torch has in float32 at most
 WINDOWED = ["qwen2_window", "mistral_window"]
 

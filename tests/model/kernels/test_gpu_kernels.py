@@ -21,7 +21,7 @@ from rlft.model.kernels.elementwise import Norm
 from rlft.model.roles import POLICY, Roles
 from rlft.types import Batch
 
-FAMILIES = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "mistral", "gemma"]
+FAMILIES = ["llama", "llama_one_kv_head", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "mistral", "gemma"]
 
 
 @pytest.fixture

@@ -40,7 +40,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {}),
     "qwen2, tied, queries alone": ("qwen2", {"tie_word_embeddings": True}, {"target_modules": ["q_proj"]}),
     "qwen2, windows": ("qwen2_window", {}, {}),
+    "qwen2_5_vl": ("qwen2_5_vl", {}, {}),
     "qwen3": ("qwen3", {}, {}),
+    "qwen3_vl": ("qwen3_vl", {}, {}),
     "qwen3, adapter in one layer, DoRA": ("qwen3", {}, {"target_modules": ONE_LAYER, "use_dora": True}),
     "mistral": ("mistral", {}, {}),
     "mistral, windows": ("mistral_window", {}, {}),
@@ -81,7 +83,7 @@ def forwards_of_rlft(model: nn.Module) -> list[str]:
     """Everything in the model that is not transformers' or PEFT's: forwards that were replaced, and layers of ours."""
     named = list(model.named_modules())
     replaced = [name for name, module in named if "forward" in vars(module)]
-    return replaced + [name for name, module in named if type(module).__module__.startswith("rlft")]
+    return replaced + [name for name, module in named if type(module).__module__.startswith("rlft.model.kernels")]
 
 
 def weighted(*values: Tensor) -> Tensor:
