@@ -39,12 +39,12 @@ KEYS = (
 )  # fmt: skip
 
 
-def random_model(num_hidden_layers: int = LAYERS) -> PreTrainedModel:
+def random_model(layers: int = LAYERS) -> PreTrainedModel:
     """Random layers in float64, the same at each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = Qwen3Config(
-            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=num_hidden_layers, num_attention_heads=4,
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.3,
             tie_word_embeddings=True,
         )  # fmt: skip
@@ -190,7 +190,7 @@ def test_a_rank_has_its_own_layers_and_two_buffers() -> None:
 def test_a_single_layer_of_another_rank_has_the_only_buffer() -> None:
     """Another tensor of a pass may get the address of a second one, which no layer would keep alive."""
     base = ShardedLayers(0, 2)
-    base.adopt(random_model(num_hidden_layers=2), torch.device("cpu"))
+    base.adopt(random_model(layers=2), torch.device("cpu"))
     assert len(base._buffer_at) == len(base._layer_at) == 1
 
 
