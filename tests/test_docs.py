@@ -41,6 +41,7 @@ BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 ANY_BLOCK = re.compile(r"^```(\w*)(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
+EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 SMALL = {
     "steps": "2", "prompts_per_step": "4", "group_size": "2", "lora.rank": "2", "lora.alpha": "4", "eval.every": "2",
@@ -128,7 +129,7 @@ def run(command: str, model: Path) -> int:
         script = Path(words[0]) if Path(words[0]).exists() else REPOSITORY / words[0]
         return subprocess.run([sys.executable, script, *words[1:]], check=False).returncode
     if program == "pip":  # what the page needs is installed here
-        assert words[0] == "install"
+        assert re.fullmatch(rf"rlft\[({'|'.join(EXTRAS)})\]", words[1]), command
         return 0
     assert program == "rlft", command
     words = smaller(words, model)

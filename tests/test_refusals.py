@@ -295,7 +295,7 @@ TABLE = [
     ("train sweep=optuna --cfg job", "sweep", "belongs to a sweep, and --cfg prints what one run has, got optuna"),
     ("train -m seed=0,1 --cfg job", "--cfg", "prints the config of one run, and -m is a sweep; leave -m out"),
     ("train -m sweep=optuna 'trainer.lr=interval(1e-4,1e-2)' --help", "sweep", "and --help prints what one run has"),
-    (f"train -m {SMALL} seed=0,1 hydra.sweep.dir=/proc/x", "hydra.sweep.dir", "cannot be written (No such file or dir"),
+    (f"train -m {SMALL} seed=0,1 hydra.sweep.dir=/dev/null/x", "hydra.sweep.dir", "cannot be written (Not a directory"),
     (f"{CHOOSES} 'trainer.beta1=interval(0.9,1.5)'", "trainer.beta1", "(tried with trainer.beta1=1.5)"),
     (CHOOSES_K, "algorithm.top_k", "vocabulary of"),
     (CHOOSES_K.replace(" sweep=optuna", ""), "algorithm.top_k", "vocabulary of"),
@@ -712,7 +712,7 @@ TABLE = [
     (f"{ALL} eval.kl_base=true", "eval.kl_base", "lora=null changes the base itself"),
     (f"{ALL} lora.path=critic", "lora.path", "which is null here, got critic; leave out lora=null"),
     (f"{ALL} {LEARNED} reward.learned.path=critic", "reward.learned.path", "stands on a frozen base, which lora=null"),
-    (f"{ALL} {LEARNED} {REFRESH}", "reward.learned.path", "changes, got null; name a sequence-classification model"),
+    (f"{ALL} {LEARNED} {REFRESH}", "reward.learned.path", "which lora=null changes, got null; use rule rewards"),
     (f"{ALL} algorithm=ppo critic.kind=adapter", "critic.kind", "lora=null changes, got adapter; use shared"),
     (f"{ALL} snapshot.reference=policy", "snapshot.reference", "lora=null changes that, got policy; use base"),
     (f"{ALL} algorithm=opd snapshot.teacher=policy", "snapshot.teacher", "lora=null changes that, got policy; use"),
@@ -1170,7 +1170,7 @@ READ_BY_LIBRARIES = (
     "made for base", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
     "cannot be read", "policy,wider", "vLLM cannot serve",
     # a folder that shows only when it is made that it cannot be
-    "hydra.sweep.dir=/proc/x",
+    "hydra.sweep.dir=/dev/null/x",
     # devices
     "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)",
     "share_base=true", "weights=merged", "batch_invariant=true", "fit on one GPU", "no Ray answers",

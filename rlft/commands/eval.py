@@ -47,7 +47,7 @@ def command(arguments: list[str]) -> None:
     parsed, source, changes = of_a_run(arguments)
     if source is None:
         check_names_a_model(parsed, "there is nothing to evaluate")
-        plain = compose(changes, parsed.config_dir)
+        plain = compose(changes, parsed.config_dir, requires=False)
     else:
         plain = changed(as_training(source), changes, parsed.config_dir)
     resolved = resolve_evaluation(with_named_runs(plain))

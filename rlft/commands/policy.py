@@ -61,7 +61,7 @@ def sampled_by(
     parsed, source, changes = of_a_run(arguments, words)
     if source is None:
         check_names_a_model(parsed, otherwise)
-        return parsed, None, compose(changes, parsed.config_dir)
+        return parsed, None, compose(changes, parsed.config_dir, requires=False)
     if "generation" in source.config:
         return parsed, source, changed(source.config, changes, parsed.config_dir, source.config["command"])
     return parsed, source, changed(as_training(source), changes, parsed.config_dir)

@@ -55,7 +55,7 @@ def command(arguments: list[str]) -> int:
     num_rows = rows_of(parsed.value("rows"))
     overrides = [o for o in parsed.overrides if not o.startswith("rows=")]
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
-        run = compose_run(overrides, parsed.config_dir, COMMAND)
+        run = compose_run(overrides, parsed.config_dir, COMMAND, requires=False)
         config: RunConfig = resolve(with_named_runs(run.plain), COMMAND).config
         rewards = specs_of(config)
         interrupt.set_interrupt_message("nothing was changed")

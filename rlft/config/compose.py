@@ -41,21 +41,29 @@ class Composed:
     folder: Path
 
 
-def compose(overrides: Sequence[str], config_dir: str | Path | None = None, command: str = USUAL) -> dict[str, Any]:
-    """The plain, resolved config of this command with these overrides; raises UserError if Hydra refuses one."""
-    return compose_run(overrides, config_dir, command).plain
+def compose(
+    overrides: Sequence[str], config_dir: str | Path | None = None, command: str = USUAL, *, requires: bool = True
+) -> dict[str, Any]:
+    """The plain, resolved config of this command with these overrides; raises UserError if Hydra refuses one.
+
+    `requires`: whether a key that a recipe requires must be given although a file before it has a value; False for what
+    only samples or tries rewards, and reads no such key.
+    """
+    return compose_run(overrides, config_dir, command, requires=requires).plain
 
 
-def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, command: str = USUAL) -> Composed:
+def compose_run(
+    overrides: Sequence[str], config_dir: str | Path | None = None, command: str = USUAL, *, requires: bool = True
+) -> Composed:
     """As `compose`, with the run's folder, which is not created."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import open_dict
+    from omegaconf import OmegaConf, open_dict
 
     # Hydra refuses keys that are the user's own, unless it is told to add them.
     overrides = [f"++{o}" if o.startswith(TEMPLATE_VARIABLES) else o for o in named_choices(overrides, command)]
-    extend_hydra()
+    extend_hydra(requires=requires)
     GlobalHydra.instance().clear()
     primary, *more_folders = primary_folders(command)
     more_folders += [Path(config_dir).resolve()] if config_dir else []
@@ -64,6 +72,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*overrides, *search], return_hydra_config=True)
         _replace_values(composed, REQUIRED, MISSING)
+        OmegaConf.select(composed, "name", throw_on_missing=True)  # a part of the folder
         folder = Path(composed.hydra.run.dir)
         with open_dict(composed):
             del composed["hydra"]
@@ -79,7 +88,8 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
         choices = [override for override in overrides if _is_of_a_group(override, command)]
         if refused is not None and len(choices) < len(overrides) and _is_of_another_library(refused.key, command):
             with contextlib.suppress(UserError):  # if more is wrong, the first problem is reported
-                refused = _with_keys_of_section(refused, compose(choices, config_dir, command), command)
+                plain_choices = compose(choices, config_dir, command, requires=requires)
+                refused = _with_keys_of_section(refused, plain_choices, command)
         raise refused or error from None
     return Composed(plain=plain(composed), folder=folder)
 
@@ -243,11 +253,12 @@ def new_folder(name: str, below: str = "runs") -> str:
     return str(next(choice for choice in choices if not choice.exists()))
 
 
-def extend_hydra() -> None:
+def extend_hydra(*, requires: bool = True) -> None:
     """Adds to Hydra what rlft's YAML needs.
 
     These are the resolvers of the commands' help and of `rlft_run_dir` (a resumed run's folder, or runs/<name>/<time>),
-    and `???` as a value that requires its key: merging would otherwise keep the value of a file that comes before.
+    and, if `requires`, `???` as a value that requires its key: merging keeps the value of a file that comes before.
+    Hydra's own keys are left to Hydra.
     """
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
@@ -255,10 +266,17 @@ def extend_hydra() -> None:
     from hydra.plugins.config_source import ConfigResult
     from omegaconf import OmegaConf
 
+    groups = catalog.groups()
+
     class YamlFiles(FileConfigSource):
         def load_config(self, config_path: str) -> ConfigResult:
             loaded = super().load_config(config_path)
-            _replace_values(loaded.config, MISSING, REQUIRED)
+            for key in loaded.config if requires else ():
+                if key in groups and OmegaConf.is_missing(loaded.config, key):
+                    problem, remedy = "is chosen in a list of defaults", f"write `- override /{key}: ???` there"
+                    raise UserError(str(key), problem, got=MISSING, remedy=remedy)
+            if requires:
+                _replace_values(loaded.config, MISSING, REQUIRED)
             return loaded
 
     Plugins.instance()  # registers Hydra's own sources, of which this one replaces one
@@ -282,12 +300,14 @@ MISSING, REQUIRED = "???", "??? (required)"
 
 
 def _replace_values(section: Any, old: str, new: str) -> None:
-    """Replaces each value `old` in a section and the sections below it; a list of defaults is not one of them."""
+    """Replaces each value `old` in a section and the sections below it, but not in lists, nor in Hydra's section."""
     from omegaconf import DictConfig
     from omegaconf.nodes import AnyNode
 
     for key in section if isinstance(section, DictConfig) and isinstance(section._content, dict) else ():
         node = section._get_node(key)
+        if key == "hydra":
+            continue
         if isinstance(node, AnyNode) and node._value() == old:
             node._set_value(new)
         else:
@@ -407,6 +427,8 @@ def explain(error: BaseException, command: str = USUAL) -> UserError | None:
         return UserError(f"+{added_key}", "a plus adds a key, and this one exists", remedy=f"write {added_key}=<value>")
     if match := re.search(r"Could not delete[^']*'([^'=@]+)", text):
         return unknown_key(match[1], command)
+    if match := re.search(r"You must specify '([^']+)'", text):
+        return UserError(match[1], "something must be chosen", got="nothing", remedy=_choose(match[1], command))
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
         remedy = f"sweep with rlft {command} -m, or write a list as '[a,b]'"
         return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)

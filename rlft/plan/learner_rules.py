@@ -76,7 +76,9 @@ def _check_all_weights(config: RunConfig | SftConfig) -> None:
     remedy = "set it to false, or train an adapter"
     require(not config.eval.kl_base, "eval.kl_base", "lora=null changes the base itself", remedy=remedy)
     problem = "a reward adapter stands on a frozen base, which lora=null changes"
-    remedy = "name a sequence-classification model (folder or hub id), or use rule rewards"
+    stands_alone = "name a sequence-classification model (folder or hub id), or "
+    learns = isinstance(config, RunConfig) and config.reward_model.refresh_every > 0
+    remedy = f"{'' if learns else stands_alone}use rule rewards"
     for name, spec in specs(config.reward).items() if config.data else ():
         if spec.runs_in_trainer and is_adapter(path := spec.kwargs["path"]):
             raise UserError(f"reward.{name}.path", problem, got="null" if path is None else path, remedy=remedy)

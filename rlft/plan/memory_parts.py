@@ -367,14 +367,16 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
 
 def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
     """Bytes that a layer's backward makes beside what is kept, in its gated MLP or, if that has tiles, elsewhere."""
+    sizes = layer_sizes(model.config)
     if (tile := tile_of(model, demand)) is None or tile >= tokens:
         # Where the product of gate and up was kept, its backward has freed it before their gradients are made.
-        kept = model.modules.gate == "silu" and not model.plain and not has_joint_layers(model, demand)
+        has_states = any(size.state for size in sizes)  # the gate of such layers is not an MLP's
+        kept = model.modules.gate == "silu" and not (model.plain or has_states or has_joint_layers(model, demand))
         of_mlp = tokens * (model.layer_width - kept * model.mlp_width)
     else:
         of_mlp = tile * 3 * model.mlp_width + tokens * 3 * model.hidden
-    sizes = layer_sizes(model.config) if demand.sharing > 1 else []
-    exchanged = max((EXCHANGED * (3 * size.queries + 2 * size.keys) for size in sizes), default=0)
+    shared = sizes if demand.sharing > 1 else []
+    exchanged = max((EXCHANGED * (3 * size.queries + 2 * size.keys) for size in shared), default=0)
     return max(of_mlp, tokens * exchanged) * model.itemsize
 
 

@@ -24,7 +24,15 @@ from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers
-from rlft.plan.sizes import checkpoint_bytes, completion_bytes, of_evaluation, rows_of, sampling_of, sizes_of
+from rlft.plan.sizes import (
+    checkpoint_bytes,
+    classifier_bytes,
+    completion_bytes,
+    of_evaluation,
+    rows_of,
+    sampling_of,
+    sizes_of,
+)
 from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
@@ -71,8 +79,12 @@ class SftPlan(Plan):
         """The demand of one adapter, or of training all weights."""
         run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))
+        rewards = [] if self.held_out is None else [s for s in specs(run.reward).values() if s.runs_in_trainer]
+        networks = [classifier_bytes(spec.kwargs["path"]) for spec in rewards]
+        adapters = {"adapters": 1 + networks.count(0), "trainable": model.lora}
         return Demand(
-            **(of_all_weights(model) if run.lora is None else {"adapters": 1, "trainable": model.lora}),
+            **(of_all_weights(model) if run.lora is None else adapters),
+            beside=sum(networks),
             matrices=model.matrices,
             optimizer=run.trainer.optimizer,
             prompt_tokens=longest.num_given,

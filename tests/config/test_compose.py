@@ -235,7 +235,9 @@ def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_
     for name, text in {
         "recipe/first.yaml": "# @package _global_\nlora:\n  path: ???\nsteps: ???\n",
         "recipe/second.yaml": "# @package _global_\ndefaults: [first, _self_]\nsteps: 7\n",
-        "recipe/third.yaml": "# @package _global_\ndefaults: [second, _self_]\nsteps: ???\nreward: ???\n",
+        "recipe/third.yaml": "# @package _global_\ndefaults: [second, _self_]\nsteps: ???\nname: ???\n",
+        "recipe/fourth.yaml": "# @package _global_\ndefaults: [{override /reward: '???'}]\nhydra: {job: {num: '???'}}",
+        "recipe/fifth.yaml": "# @package _global_\nreward: ???\n",
         "algorithm/mine.yaml": "defaults: [grpo]\nclip_low: ???\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -244,15 +246,21 @@ def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_
     def missing(*words: str) -> str:
         with pytest.raises(UserError) as refused:
             compose(words, tmp_path)
-        assert refused.value.problem == "has no value yet"
+        assert re.search("no value yet|must be chosen|is chosen in a list", refused.value.problem)
         return refused.value.key
 
     assert missing("+recipe=first", "lora.path=adapter") == "steps"
     assert missing("+recipe=second") == "lora.path"
-    assert missing("+recipe=third", "lora.path=adapter", "steps=3") == "reward"
+    assert missing("+recipe=third", "lora.path=adapter", "name=mine") == "steps"
+    assert missing("+recipe=third", "lora.path=adapter", "steps=3") == "name"
+    assert missing("+recipe=fourth") == "reward"
+    assert list(compose(["+recipe=fourth", "reward=math"], tmp_path)["reward"]) == ["math"]
+    assert missing("+recipe=fifth") == missing("+recipe=fifth", "reward=math") == "reward"
     assert missing("algorithm=mine") == "algorithm.clip_low"
     composed = compose(["+recipe=second", "lora.path=null", "algorithm=mine", "algorithm.clip_low=0.1"], tmp_path)
     assert (composed["lora"]["path"], composed["steps"], composed["algorithm"]["clip_low"]) == (None, 7, 0.1)
+    # What only samples does not ask for them.
+    assert compose(["+recipe=first"], tmp_path, requires=False)["steps"] == compose([])["steps"]
 
 
 def test_a_users_folder_adds_choices(tmp_path: Path) -> None:

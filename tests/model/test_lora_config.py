@@ -32,6 +32,7 @@ from rlft.model.lora_config import (
     without_adapter,
 )
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
+from rlft.model.text_classes import causal_class
 from rlft.model.text_model import ModuleNames
 from rlft.plan.adapters import fresh_shapes
 from rlft.plan.model_rules import check_targets, why_not_on_a_gpu
@@ -329,7 +330,9 @@ FOUND: list[tuple[str, dict[str, Any], str]] = [
 def tiny(model_type: str, keys: dict[str, Any], device: str = "cpu") -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys)).requires_grad_(False).eval()
+        config = AutoConfig.for_model(model_type, **keys)
+        made: Any = causal_class(config)
+        return made._from_config(config).requires_grad_(False).eval()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -52,6 +52,20 @@ def test_the_tower_and_the_images_are_parts_of_a_plan() -> None:
     assert found["vectors that are kept"] == ((20 + 8 + 4) * 9 * 48 * 4, When.always)
 
 
+def test_engines_in_other_processes_on_the_same_device_have_towers_of_their_own() -> None:
+    words = ["+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "model.device=cpu"]
+    sizes = []
+    for engines in (0, 1):
+        plan = resolve(compose([*words, f"cluster.engines={engines}"])).plan()
+        model = sizes_of(plan.config.model, plan.config.lora)
+        demand = plan.demand(model, False)
+        assert demand is not None
+        sizes.append({part.name: part.bytes for part in parts(model, demand, 0)})
+    for name in ("vision tower", "an image in the tower"):
+        assert sizes[1][name] == 2 * sizes[0][name]
+    assert sizes[1]["vectors of images"] == sizes[0]["vectors of images"]
+
+
 def test_no_more_vectors_are_kept_than_there_is_room_for() -> None:
     demand = TowerDemand(weights=1, reading=2, vectors=2**20, num_prompts=1000)
     *_, kept = demand.parts("cpu", prompts_per_step=3, prompts_at_once=2)
