@@ -68,7 +68,7 @@ def check_pool_against(
     adapter = roles.publish(1)
     # Engines in members start while the one here works.
     placement = place(config.cluster, on_gpus=False)
-    plan: Any = SimpleNamespace(config=config, engine=engine, placement=placement, environment=None)
+    plan: Any = SimpleNamespace(config=config, engine=engine, placement=placement, environment=None, images=0)
     pool = open_engines(plan, launcher, notes.append)
     try:
         with deterministic_on_cpu(roles.backbone.device):

@@ -246,7 +246,7 @@ def test_vllm_in_a_member_loads_all_weights_in_place_and_holds_every_bit(
     monkeypatch.setattr(sending, "BUCKET", SMALL)
     config = replace(whole, cluster=replace(whole.cluster, engines=1))
     notes, launcher = list[str](), LocalProcesses(tmp_path)
-    plan: Any = SimpleNamespace(config=config, engine="vllm", placement=ON_THE_CPU, environment=None)
+    plan: Any = SimpleNamespace(config=config, engine="vllm", placement=ON_THE_CPU, environment=None, images=0)
     pool = open_engines(plan, launcher, notes.append)
     freshness = Freshness([prompt.token_ids for prompt in prompts[:2]], 1e-4, 1, notes.append)
     try:
