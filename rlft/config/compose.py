@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlft.config import catalog, suggest
 from rlft.config import command as commands
@@ -47,7 +47,7 @@ def compose(
     """The plain, resolved config of this command with these overrides; raises UserError if Hydra refuses one.
 
     `requires`: whether a key that a recipe requires must be given although a file before it has a value; False for what
-    only samples or tries rewards, and reads no such key.
+    trains nothing, and takes that value.
     """
     return compose_run(overrides, config_dir, command, requires=requires).plain
 
@@ -257,26 +257,29 @@ def extend_hydra(*, requires: bool = True) -> None:
     """Adds to Hydra what rlft's YAML needs.
 
     These are the resolvers of the commands' help and of `rlft_run_dir` (a resumed run's folder, or runs/<name>/<time>),
-    and, if `requires`, `???` as a value that requires its key: merging keeps the value of a file that comes before.
-    Hydra's own keys are left to Hydra.
+    and, if `requires`, `???` as a value that requires its key: merging would keep the value of a file that comes
+    before. Hydra's own keys are left to Hydra.
     """
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     groups = catalog.groups()
 
     class YamlFiles(FileConfigSource):
+        requires_keys: ClassVar[bool] = requires
+
         def load_config(self, config_path: str) -> ConfigResult:
             loaded = super().load_config(config_path)
-            for key in loaded.config if requires else ():
+            if not self.requires_keys:
+                return loaded
+            for key in loaded.config if isinstance(loaded.config, DictConfig) else ():
                 if key in groups and OmegaConf.is_missing(loaded.config, key):
                     problem, remedy = "is chosen in a list of defaults", f"write `- override /{key}: ???` there"
                     raise UserError(str(key), problem, got=MISSING, remedy=remedy)
-            if requires:
-                _replace_values(loaded.config, MISSING, REQUIRED)
+            _replace_values(loaded.config, MISSING, REQUIRED)
             return loaded
 
     Plugins.instance()  # registers Hydra's own sources, of which this one replaces one

@@ -36,7 +36,7 @@ class TowerDemand:
     def parts(self, device: str, *, prompts_per_step: int, prompts_at_once: int, towers: int = 1) -> list[MemoryPart]:
         """The parts of the trainer's device; `prompts_at_once` are those of a micro-batch.
 
-        `towers`: how many processes on this device have one, engines of their own bases included.
+        `towers`: how many processes on this device have one: the trainer's, and engines with bases of their own.
         Vectors stay in main memory, those of a step once more, and those of a micro-batch go to a GPU twice, with its
         rows and with its packed row.
         """

@@ -12,7 +12,9 @@ import pytest
 from rlft import cli
 from rlft.commands import chat
 from rlft.commands.eval import resolve_evaluation
+from rlft.commands.policy import sampled_by
 from rlft.config.compose import compose
+from rlft.types import UserError
 
 TINY = (
     "model.path=embedded:tiny-arithmetic", "model.device=cpu", "data=arithmetic", "data.size=16",
@@ -68,6 +70,15 @@ def test_greedy_evaluations_are_greedy_however_they_are_asked_for(
         capsys.readouterr()
         assert cli.run(["train", *TINY, *words]) == 2, "training samples otherwise"
         assert capsys.readouterr().err.startswith(f"rlft: {words[0].partition('=')[0]}: ")
+
+
+def test_a_recipe_is_evaluated_and_talks_without_what_its_training_requires(
+    completions: Callable[..., list[tuple[str, str]]],
+) -> None:
+    with pytest.raises(UserError, match=r"^snapshot\.teacher: has no value yet"):
+        compose(["+recipe=opd_arithmetic"])
+    assert len(completions("+recipe=opd_arithmetic", "eval.num_samples=1")) == 4
+    assert sampled_by(["+recipe=opd_arithmetic"], "there is no model")[2]["snapshot"]["teacher"] == "none"
 
 
 def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tmp_path: Path) -> None:

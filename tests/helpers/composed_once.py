@@ -76,7 +76,8 @@ def merged_files(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> An
     """As the loader's own method: a copy of what the same files gave before."""
     if (folders := _folders(repo)) is None:
         return _merge(loader, defaults, repo)
-    known = folders, tuple((d.config_path, d.package, d.parent, d.is_self, d.primary) for d in defaults)
+    requires = tuple(getattr(source, "requires_keys", None) for source in repo.get_sources())
+    known = folders, requires, tuple((d.config_path, d.package, d.parent, d.is_self, d.primary) for d in defaults)
     if known not in _merged:
         _merged[known] = pickle.dumps(_merge(loader, defaults, repo))
     return pickle.loads(_merged[known])

@@ -205,7 +205,12 @@ def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(
     assert cli.run(["plan", "train", *words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]["as_planned"]
     [counted] = [part["bytes"] for part in memory if part["part"] == "learned rewards"]
-    assert counted == pytest.approx((classifier / "model.safetensors").stat().st_size, rel=0.01)
+    size = (classifier / "model.safetensors").stat().st_size
+    assert counted == size
+    of_sft = ("+recipe=sft_arithmetic", "lora=null", *words[-3:-1], "model.device=cpu", "--json")
+    assert cli.run(["plan", "sft", *of_sft]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]["as_planned"]
+    assert [part["bytes"] for part in memory if part["part"] == "learned rewards"] == [size]
     folder = tmp_path / "run"
     assert cli.run(["train", *words, "eval.every=1", f"hydra.run.dir={folder}"]) == 0
     [step] = metrics(folder)
