@@ -98,6 +98,7 @@ CASES = {
     "four norms and caps": Case(kind="gemma2", **OF_64),
     "four norms, and others over heads": Case(kind="gemma3_text", **OF_64),
     "norms behind branches": Case(kind="olmo2", intermediate_size=768),
+    "norms behind branches, a small vocabulary": Case(kind="olmo2", intermediate_size=768, vocabulary=320),
     "one layer for queries, keys and values": Case(kind="phi3", intermediate_size=768),
     "an MLP without a gate": Case(kind="starcoder2", intermediate_size=768),
     "an activation of which its result alone is kept": Case(kind="opt", ffn_dim=768, word_embed_proj_dim=256),
