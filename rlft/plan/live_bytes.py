@@ -15,8 +15,9 @@ class LiveBytes(TorchDispatchMode):
     """Inside, `now` and `peak` are the bytes alive of storages that operations make; those of arguments do not count.
 
     Args:
-        hollow: whether floating-point numbers that no operation inside has made, such as weights, and what is made of
-            them stand for any numbers: results are memory of their shape, and nothing is computed.
+        hollow: whether parameters, and what is made of them, stand for any numbers: results are memory of their shape,
+            and nothing is computed. Other arguments keep their numbers, since shapes may depend on them: towers leave
+            out parts of an image that are padding.
     """
 
     def __init__(self, *, hollow: bool = False) -> None:
@@ -29,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = _tensors((args, kwargs))
         for tensor in arguments:
-            self._note(tensor, 0, self._hollow)
+            self._note(tensor, 0, self._hollow and isinstance(tensor, torch.nn.Parameter))
         is_hollow = any(x.untyped_storage()._cdata in self._without_numbers for x in arguments)
         made = _shaped(func, args, kwargs or {}) if is_hollow else func(*args, **(kwargs or {}))
         for tensor in _tensors(made):
@@ -42,9 +43,9 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[storage._cdata] = size
             self.now += size
             self.peak = max(self.peak, self.now)
-            if is_hollow and tensor.is_floating_point():
-                self._without_numbers.add(storage._cdata)
             weakref.finalize(storage, self._gone, storage._cdata)
+        if is_hollow and tensor.is_floating_point():
+            self._without_numbers.add(storage._cdata)
 
     def _gone(self, storage: int) -> None:
         self.now -= self._sizes.pop(storage)
@@ -64,7 +65,9 @@ def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _without_numbers(shape: Tensor) -> Tensor:
-    return torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
+    """Memory of a shape; indices and conditions, on which later shapes may depend, are zeros."""
+    memory = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
+    return memory if shape.is_floating_point() else memory.zero_()
 
 
 def _tensors(things: Any) -> list[Tensor]:

@@ -23,7 +23,13 @@ from rlft.tokens.images import EXACT, processor_of
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory_holds", [0.0, 1.0, float("nan")])
+def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(
+    kind: str, memory_holds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory holds that is not written to: idefics3 and smolvlm leave out the parts that are all zeros."""
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kw: empty(*args, **kw).fill_(memory_holds))
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
     assert backbone.images is not None
     tower, found = backbone.images._load(), {}
