@@ -32,7 +32,7 @@ SHOWN = ("H100", "A100", "4090", "L4")
 def network(size: Size, itemsize: int = 2) -> Network:
     """A model of these sizes with an adapter of rank 16 on all linear layers."""
     keys = size.key_heads * size.hidden // size.heads
-    layers = (LayerSizes(queries=size.hidden, keys=keys, mlp=size.intermediate),) * size.layers
+    layers = (LayerSizes(queries=size.hidden, keys=keys, mlp=size.intermediate, heads=size.heads),) * size.layers
     return Network(hidden=size.hidden, vocabulary=size.vocabulary, layers=layers, rank=RANK, itemsize=itemsize)
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -20,7 +21,18 @@ from transformers.pytorch_utils import Conv1D
 from rlft.config.model import OFFLOAD, Recompute
 from rlft.model.checkpointing import TiledCheckpoint, drawing_again
 from rlft.model.kernels import elementwise
+from rlft.model.kernels.flash_attention import backward_scratch
 from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashRows:
+    """A packed row to flash attention: numbers of its tokens, those of its completions, and of both."""
+
+    tokens: int
+    predicted: int
+    prompts: int
+    completions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +45,36 @@ class LayerSizes:
         mlp: of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of
             their inputs and outputs, which are kept for each of them.
         state: of what a layer with a state keeps beside that, in float32 whatever the model's dtype is.
+        heads: number of the heads that have queries; 0 in a model without attention.
     """
 
     queries: int
     keys: int
     mlp: int
     state: int = 0
+    heads: int = 0
+
+    def flash_gradients(self, hidden: int, row: FlashRows, ranks: int, multiprocessors: int) -> int:
+        """Bytes that the backward of flash attention makes of a row in 16 bits, whose tokens so many ranks share.
+
+        In one call everything attends to itself, in another one completions attend to their prompts; each of the two
+        makes gradients, the first one those of the layer's hidden states as well.
+        """
+        if not self.keys:
+            return 0
+        queries, keys, heads = (max(1, size // ranks) for size in (self.queries, self.keys, self.heads))
+        head_size = self.queries // self.heads
+        scratch = partial(
+            backward_scratch,
+            heads=heads,
+            key_heads=max(1, keys // head_size),
+            head_size=head_size,
+            multiprocessors=multiprocessors,
+        )
+        first = row.tokens - row.predicted
+        of_itself = scratch(row.tokens, row.tokens, row.prompts + row.completions)
+        of_prompts = scratch(row.predicted, first, row.prompts) + 2 * (row.predicted * queries + 2 * first * keys)
+        return 2 * row.tokens * (hidden // ranks + 2 * queries + 2 * keys) + max(of_itself, of_prompts)
 
 
 def layer_sizes(config: Any) -> list[LayerSizes]:
@@ -74,7 +110,7 @@ def _of_layer(layer: Any, i: int, number: int) -> LayerSizes:
     if is_mamba and kind in ("linear_attention", "hybrid"):  # transformers' names for it differ by release
         kind = "mamba"
     state = hidden * OF_A_STATE.get(kind, 0)
-    return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp, state=state)
+    return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp, state=state, heads=heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,23 +378,41 @@ def activation_bytes(
     None: all together.
     """
     text = config.get_text_config()
-    joint = joint and (device == "cuda" or itemsize >= ADAPTER_ITEM)
     of_a_norm = itemsize if device == "cuda" and not plain else 4
     norm = text.hidden_size * (itemsize + of_a_norm)
-    sizes = layer_sizes(config)
-    fused = 4 if plain else 2 if joint else 3
-    copies = {"other": 2 + modules.activation, "none": modules.activation, "silu": fused}[modules.gate]
-    further = (modules.norms - 2) * text.hidden_size * of_a_norm
-    mlps = [norm + further + copies * layer.mlp * itemsize for layer in sizes]
     attentions = 0
-    for layer in sizes:
+    for layer in layer_sizes(config):
         attentions += norm + 2 * (layer.queries + layer.keys) * itemsize + 4 * layer.state
         attentions += sum(layer.queries if name == "q" else layer.keys for name in modules.kept_twice) * of_a_norm
+    layers = {"device": device, "plain": plain, "joint": joint, "predicted": predicted, "tile": tile}
+    return tokens * (attentions + adapter) + sum(mlp_bytes(config, tokens, itemsize, modules=modules, **layers))
+
+
+def mlp_bytes(
+    config: Any,
+    tokens: int,
+    itemsize: int,
+    *,
+    device: str,
+    plain: bool,
+    joint: bool,
+    predicted: int | None,
+    tile: int | None,
+    modules: LayerModules,
+    **_: Any,
+) -> list[int]:
+    """The bytes that the MLP of each layer keeps for its backward; the arguments are those of `activation_bytes`."""
+    text = config.get_text_config()
+    joint = joint and (device == "cuda" or itemsize >= ADAPTER_ITEM)
+    of_a_norm = itemsize if device == "cuda" and not plain else 4
+    norms = text.hidden_size * (itemsize + (modules.norms - 1) * of_a_norm)
+    fused = 4 if plain else 2 if joint else 3
+    copies = {"other": 2 + modules.activation, "none": modules.activation, "silu": fused}[modules.gate]
+    of_a_token = [norms + copies * layer.mlp * itemsize for layer in layer_sizes(config)]
     if tile is not None:
-        of_tiles = min(tile, tokens) * sum(mlps) + tokens * text.hidden_size * itemsize * len(mlps)
-        return tokens * (attentions + adapter) + of_tiles
-    narrowed = 0 if predicted is None else (tokens - predicted) * mlps[-1]
-    return tokens * (attentions + sum(mlps) + adapter) - narrowed
+        return [min(tile, tokens) * size + tokens * text.hidden_size * itemsize for size in of_a_token]
+    *others, last = of_a_token
+    return [tokens * size for size in others] + [(tokens if predicted is None else predicted) * last]
 
 
 def checkpointed_bytes(

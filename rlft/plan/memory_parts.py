@@ -7,7 +7,7 @@ peak is what it always holds plus the larger of what sampling and an update add.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,12 @@ from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm import memory as vllm_memory
-from rlft.model.activations import activation_bytes, checkpointed_bytes, layer_sizes, logit_rows
+from rlft.model.activations import FlashRows, activation_bytes, checkpointed_bytes, layer_sizes, logit_rows, mlp_bytes
 from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.plan.tower import TowerDemand
 from rlft.system.buckets import BUCKET
-from rlft.system.device import type_of
+from rlft.system.device import multiprocessors, type_of
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
 
@@ -334,7 +334,8 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     of_rows = largest_micro_batch(demand, packed=model.packed)
     tokens, predicted = (math.ceil(number / demand.sharing) for number in of_rows)
     how = layers_kept(model, demand, predicted)
-    gradients, head = layer_gradients(model, demand, tokens), head_bytes(model, demand, tokens, predicted)
+    gradients = max(layer_gradients(model, demand, tokens), attention_gradients(model, demand, *of_rows, how))
+    head = head_bytes(model, demand, tokens, predicted)
     if model.quantized:  # a branch's weights in the dtype that it computes with: those of its gated MLP
         gradients += 3 * model.mlp_width * model.hidden * model.itemsize
     outputs = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1) if demand.through_head else 0
@@ -378,6 +379,27 @@ def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
     shared = sizes if demand.sharing > 1 else []
     exchanged = max((EXCHANGED * (3 * size.queries + 2 * size.keys) for size in shared), default=0)
     return max(of_mlp, tokens * exchanged) * model.itemsize
+
+
+def attention_gradients(model: ModelSizes, demand: Demand, tokens: int, predicted: int, how: Mapping[str, Any]) -> int:
+    """Bytes that the backward of a layer's attention makes, less what its MLP's has freed; 0 where it is not flash's.
+
+    Args:
+        tokens: of a micro-batch on all ranks; `predicted`: those of its completions.
+        how: how layers are kept (`layers_kept`).
+    """
+    caps = getattr(model.config, "attn_logit_softcapping", None)
+    if demand.device != "cuda" or model.itemsize != 2 or not model.packed or caps:
+        return 0
+    completions = predicted // demand.completion_tokens
+    prompts = math.ceil(completions / demand.group)
+    row = FlashRows(tokens=tokens, predicted=predicted, prompts=prompts, completions=completions)
+    freed = mlp_bytes(model.config, math.ceil(tokens / demand.sharing), model.itemsize, **how)
+    made = (
+        size.flash_gradients(model.hidden, row, demand.sharing, multiprocessors()) - of_mlp
+        for size, of_mlp in zip(layer_sizes(model.config), freed, strict=True)
+    )
+    return max(0, *made)
 
 
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:

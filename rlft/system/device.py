@@ -198,6 +198,13 @@ def total_bytes(device: Device) -> int:
     return _module(device).get_device_properties(device).total_memory
 
 
+def multiprocessors() -> int:
+    """The number of multiprocessors of this machine's GPU; where it has none, that of an H100 or H200."""
+    if not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
 def peak_memory_bytes() -> int:
     """The most bytes held so far: by tensors on the GPU if torch has one with its own memory, else by this process."""
     for kind in ("cuda", "xpu"):

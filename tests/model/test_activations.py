@@ -133,16 +133,16 @@ SIZES = {
 
 def test_layers_have_the_sizes_that_config_json_gives_each_of_them() -> None:
     # 4 heads of 32 / 4 = 8 queries each, 2 heads of keys
-    same = [LayerSizes(queries=32, keys=16, mlp=40)] * 2
+    same = [LayerSizes(queries=32, keys=16, mlp=40, heads=4)] * 2
     no_attention = [LayerSizes(queries=64, keys=0, mlp=128, state=32 * 46)] * 2
-    wider = [LayerSizes(queries=64, keys=32, mlp=40)] * 2
+    wider = [LayerSizes(queries=64, keys=32, mlp=40, heads=4)] * 2
     for model_type, keys, expected in (
         ("llama", SIZES, same),
         ("qwen3", SIZES | {"head_dim": 16}, wider),
         ("gemma3", {"text_config": SIZES | {"head_dim": 16}}, wider),
         ("qwen2_5_vl", {"text_config": SIZES}, same),
         # no width of an MLP: four hidden states; no heads of keys: as many as of queries
-        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, [LayerSizes(queries=32, keys=32, mlp=128)] * 2),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, [LayerSizes(queries=32, keys=32, mlp=128, heads=4)] * 2),
         ("mamba2", {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2}, no_attention),
     ):
         assert layer_sizes(AutoConfig.for_model(model_type, **keys)) == expected, model_type

@@ -113,8 +113,12 @@ LONG = {
     for tokens, layers in ((8192, 4), (32768, 8))
     for how in ("true", "tiles", "offload")
 }  # fmt: skip
+OF_1_5B = Size(hidden=1536, layers=2, heads=12, key_heads=2, intermediate=8960, vocabulary=4096)
 SHARED = "cluster.ranks=2 cluster.sequence_ranks=2"
 CASES |= LONG | {
+    "heads of 128, a row of 8192": Case(
+        "model.gradient_checkpointing=tiles token_budget=8192", size=OF_1_5B, rows=(1, 2), prompt=256, completion=7936
+    ),
     "two ranks share tokens": Case(SHARED),
     "two ranks share a row of 8192": Case(
         f"model.gradient_checkpointing=tiles token_budget=8192 {SHARED}",

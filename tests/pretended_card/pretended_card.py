@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import flash_stand_in
 import torch
 import torch.distributed
 from torch import Tensor
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import rlft
+from rlft.model.kernels.flash_attention import backward_scratch
 from rlft.system.process import child
 
 dist: Any = torch.distributed
@@ -287,6 +289,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if operator.name not in WITHOUT_LAUNCH:
         COUNTS.launch(operator.name)
     out = _on_card(out, target)
+    if operator.name == "_flash_attention_backward":
+        query, key, starts = plain[1], plain[2], plain[6]
+        scratch = backward_scratch(
+            len(query), len(key), len(starts) - 1, heads=query.shape[1], key_heads=key.shape[1],
+            head_size=query.shape[2], multiprocessors=Properties.multi_processor_count,
+        )  # fmt: skip
+        COUNTS.peak = max(COUNTS.peak, COUNTS.live + scratch)
     return return_and_correct_aliasing(func, args, kwargs, out) if operator.aliases and card else out
 
 
@@ -580,8 +589,6 @@ def install(
 ) -> None:
     """Puts cards of this kind into this process, for good. Flash attention is computed by `flash_stand_in`."""
     global KIND
-    import flash_stand_in
-
     KIND = KINDS[kind]
     library.pretend(KIND.type.encode(), len(visible()))
     generators[:] = [torch.Generator(device=f"{KIND.type}:{index}") for index in range(len(visible()))]

@@ -18,6 +18,7 @@ calls are slices of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -42,6 +43,8 @@ SIZES_WITHOUT_GRADIENT = range(200, 225)
 torch's own check (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`)."""
 OLDEST_CARD = (8, 0)
 """Compute capability of Ampere, the first that flash attention runs on."""
+QUERY_BLOCK = 128
+"""So many rows lie between the runs of the float32 numbers that the backward adds up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +338,26 @@ def _windowed_gradients(
                 else:
                     total.index_add_(0, keys, part.to(total.dtype))
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
+
+
+def backward_scratch(
+    queries: int, keys: int, runs: int, *, heads: int, key_heads: int, head_size: int, multiprocessors: int
+) -> int:
+    """Bytes that a backward in 16 bits holds beside its arguments and results, where it adds up in a fixed order.
+
+    As many multiprocessors as there are for a head of a run each add up gradients of its queries in float32, and keys
+    and values have a gradient for each head that shares them (torch 2.11 to 2.14,
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_bwd`). So one long run takes the most.
+
+    Args:
+        queries: number of tokens that have a query; `keys`: that have a key.
+        runs: number of runs among which they are divided.
+    """
+    step = 32 if head_size <= 128 else 64
+    rounded, rows = math.ceil(head_size / step) * step, queries + QUERY_BLOCK * runs
+    splits = math.ceil(multiprocessors / (runs * heads))
+    expanded = 0 if key_heads == heads else 2 * keys * heads * head_size * 2
+    return 4 * rows * heads * (splits * rounded + 1) + expanded
 
 
 @fused

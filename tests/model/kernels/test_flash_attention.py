@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import flash_stand_in
@@ -12,7 +13,7 @@ from dense_attention import masked
 from rlft.model.kernels import attention, flash_attention
 from rlft.model.kernels.attention import _Attention, attention_of_layers, on_this_device
 from rlft.model.kernels.block_attention import Scoring
-from rlft.model.kernels.flash_attention import obstacle, row_lengths
+from rlft.model.kernels.flash_attention import backward_scratch, obstacle, row_lengths
 from rlft.model.kernels.split_attention import make_blocks
 from rlft.model.packing import PackedRows, pack
 
@@ -102,6 +103,18 @@ def test_images_that_are_read_both_ways_are_as_in_blocks(window, packed, stand_i
     weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = [torch.autograd.grad((out * weight).sum(), tensors) for out in found]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_backward_holds_is_what_torchs_source_says():
+    """`mha_varlen_bwd` of heads of 128, of which pairs share a key, on a card of 132 multiprocessors."""
+    of = partial(backward_scratch, heads=12, key_heads=2, head_size=128, multiprocessors=132)
+    # 132 / 12 = 11 float32 copies of the queries, the sums of a normaliser, and 12 heads' gradients of keys and values.
+    assert of(1000, 50, 1) == 11 * 1128 * 12 * 128 * 4 + 1128 * 12 * 4 + 2 * 50 * 12 * 128 * 2
+    assert of(1000, 50, 2) == 6 * 1256 * 12 * 128 * 4 + 1256 * 12 * 4 + 2 * 50 * 12 * 128 * 2  # 132 / 24 = 5.5
+    assert of(1000, 50, 40) == 6120 * 12 * 128 * 4 + 6120 * 12 * 4 + 2 * 50 * 12 * 128 * 2
+    # Heads of 40 and 136 are widened to 64 and 192; no key is shared.
+    alone = partial(backward_scratch, 100, 50, 4, heads=3, key_heads=3, multiprocessors=12)
+    assert [alone(head_size=size) for size in (40, 136)] == [612 * 3 * (size + 1) * 4 for size in (64, 192)]
 
 
 def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
