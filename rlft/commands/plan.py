@@ -141,7 +141,7 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
     settings = plan.config.model
     if not on_another:
         check_quantized_device(settings)
-    model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
+    model, device = sizes_of(settings, plan.lora_settings), resolve_device(settings.device)
     # This process has imported all libraries that the run needs, and has scanned its data.
     process, free = resident_bytes(), free_bytes(device)
     on_gpus, on_cuda = on_another or has_own_memory(device), on_another or device.type == "cuda"
@@ -436,29 +436,34 @@ def grid(rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def print_memory(terminal: Terminal, planned: Planned) -> None:
-    """Prints every part with and without gradient checkpointing, the peak, and whether the run fits."""
+    """Prints every part, of training with and without gradient checkpointing, the peak, and whether the run fits."""
     heading(terminal, f"Memory on {planned.device}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("part", no_wrap=True)
     table.add_column("when", style="dim")
-    names = ["plain", "gradient checkpointing"]
-    names[planned.demand.recompute is not False] += "\n(this run)"
+    how = planned.demand.recompute
+    columns = {
+        "plain": planned.memory(recompute=False),
+        "gradient checkpointing": planned.memory(recompute=how or True),
+    }
+    names, of_this_run = list(columns), list(columns.values())[how is not False]
+    names[how is not False] += "\n(this run)"
+    if not planned.demand.trains:
+        names, columns = ["bytes"], {"bytes": of_this_run}
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("key", style="dim", overflow="fold")
-    plain, recomputed = (planned.memory(recompute=how) for how in (False, planned.demand.recompute or True))
-    for part, other in zip(plain, recomputed, strict=True):
-        if part.bytes or other.bytes:
-            cells = (part.name, part.when, in_words(part.bytes), in_words(other.bytes), part.key or "")
-            table.add_row(*map(str, cells))
-    peaks = [in_words(peak(parts)) for parts in (plain, recomputed)]
-    table.add_row(Text("peak", style="bold"), "", *(Text(peak_text, style="bold") for peak_text in peaks), "")
+    for same in zip(*columns.values(), strict=True):
+        if any(part.bytes for part in same):
+            table.add_row(same[0].name, str(same[0].when), *(in_words(part.bytes) for part in same), same[0].key or "")
+    peaks = (Text(in_words(peak(memory)), style="bold") for memory in columns.values())
+    table.add_row(Text("peak", style="bold"), "", *peaks, "")
     terminal.print(table)
     if planned.has_engine_apart:
         alone, engine = in_words(planned.peak_without_engine), planned.demand.engine
         title = "the engine" if engine is None else engine.title
         print_line(terminal, f"with {title} on a device of its own the trainer would take {alone}")
-    print_verdict(terminal, planned, plain if not planned.demand.recompute else recomputed)
+    print_verdict(terminal, planned, of_this_run)
 
 
 def print_disk(terminal: Terminal, planned: Planned) -> None:

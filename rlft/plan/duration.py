@@ -54,7 +54,7 @@ class StepWork:
 
     Attributes:
         trained: the rows of a step.
-        epochs: times that the updates go over them.
+        epochs: times that the updates go over them; 0 if nothing is trained.
         critics: networks with adapters of their own that learn from them as well.
         forwards: passes without gradient over them, between sampling and updates.
         scorers: rewards that are networks in the trainer, which read them.
@@ -235,7 +235,7 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
         "score": OF_A_FORWARD * work.scorers * passes,
         "credit": OF_A_FORWARD * work.forwards * passes,
         "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * bool(demand.recompute)) * passes,
-        "publish": publish if work.is_sampled else 0.0,
+        "publish": publish if work.is_sampled and work.epochs else 0.0,
     }
     saved = (FLOAT32 * demand.trainable + averages_bytes(demand)) / DISK + FILES_S
     return {**{name: value for name, value in stages.items() if value}, EVALUATE: evaluation, CHECKPOINT: saved}

@@ -78,7 +78,7 @@ def _less_memory(demand: Demand) -> Sequence[Recompute]:
 def _several(model: ModelSizes, demand: Demand, process: int, limit: int, how: Recompute) -> Remedy | None:
     """All keys at once, with this gradient checkpointing; None if the run does not fit even so."""
     longest = demand.prompt_tokens + demand.completion_tokens
-    changes = {"token_budget": str(longest), CHECKPOINTING: _as_typed(how)}
+    changes = {"token_budget": str(longest), CHECKPOINTING: _as_typed(how)} if demand.trains else {}
     smallest = replace(demand, token_budget=longest, recompute=how)
     if demand.engine is not None:
         changed: dict[str, Any] = {}

@@ -187,6 +187,10 @@ class Demand:
     tower: TowerDemand | None = None
 
     @property
+    def trains(self) -> bool:
+        return self.trainable > 0
+
+    @property
     def load(self) -> Load:
         """The engine's work."""
         return Load(
@@ -226,7 +230,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
     adapters = demand.adapters + has_copy
     copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
-    learned_by = "model.dtype" if demand.whole_model else "lora.rank"
+    learned_by = "model.dtype" if demand.whole_model else "lora.rank" if demand.trains else None
     gradient = FLOAT32 * demand.trainable
     learned = demand.gradients * gradient + int(demand.held * averages_bytes(demand))
     roots_at_once = demand.device != "cpu" and demand.optimizer is not OptimizerKind.adamw8bit  # of second moments
@@ -235,7 +239,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
         always(OF_THE_PROCESS, process + FIRST_USE * (demand.device == "cpu")),
         always(OF_THE_MARGIN, int(MARGIN * demand.device_memory) if demand.device != "cpu" else 0),
         always("base", base_bytes(model, demand), "model.dtype"),
-        always("adapters", (adapters * model.lora + demand.frozen) * (FLOAT32 + copy), "lora.rank"),
+        always("adapters", (adapters * model.lora + demand.frozen) * (FLOAT32 + copy), learned_by),
         always("optimizer and gradients", learned, learned_by),
         MemoryPart(name="optimizer's step", bytes=step, when=When.stepping, key=learned_by),
     ]
@@ -255,6 +259,8 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
         counted.append(always("learned rewards", demand.beside, "reward"))
     counted += tower_parts(model, demand)
     counted += teacher_memory(demand).parts
+    if not demand.trains:
+        return [*counted, *engine.parts]
     updating = updating_parts(model, demand)
     return [
         *counted,
@@ -270,11 +276,18 @@ def tower_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     if demand.tower is None:
         return []
     _, predicted = largest_micro_batch(demand, packed=model.packed)
-    at_once = -(-predicted // (demand.completion_tokens * demand.group))
-    per_step = demand.rows // demand.group
-    is_copied = demand.engine is not None and demand.engine.on_trainers_base
-    towers = 1 + demand.engines_apart * is_copied  # vLLM counts its own
-    return demand.tower.parts(demand.device, prompts_per_step=per_step, prompts_at_once=at_once, towers=towers)
+    trained = math.ceil(predicted / (demand.completion_tokens * demand.group)) if demand.trains else 0
+    per_step, engine, sampled, towers = demand.rows // demand.group, demand.engine, 0, 1
+    if engine is not None and engine.on_trainers_base:  # vLLM counts its own
+        at_once = [min(each.num_prompts, max(1, engine.at_once // each.samples)) for each in demand.decodings]
+        sampled, towers = max(1, demand.engines_apart) * max(at_once, default=0), 1 + demand.engines_apart
+    return demand.tower.parts(
+        demand.device,
+        prompts_per_step=per_step,
+        trained_at_once=trained,
+        sampled_at_once=sampled,
+        towers=towers,
+    )
 
 
 def base_bytes(model: ModelSizes, demand: Demand) -> int:

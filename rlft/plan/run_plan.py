@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from rlft.config.model import Recompute
+from rlft.config.model import LoraSettings, Recompute
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares
 
@@ -69,6 +69,11 @@ class Plan(ABC):
     def has_page(self) -> bool:
         """Whether the page of the run is printed at its end, as it always is for a command without loggers."""
         return not hasattr(self.config, "logger") or any(declares(logger, "has_page") for logger in self.loggers)
+
+    @property
+    def lora_settings(self) -> LoraSettings | None:
+        """The shape of the run's adapters; None if the base itself is trained."""
+        return self.config.lora
 
     @property
     def images(self) -> int:

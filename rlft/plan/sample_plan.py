@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlft.config.instantiate import instantiate
-from rlft.config.model import HEAD, LoraSettings
+from rlft.config.model import HEAD, LoraSettings, Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
-from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
+from rlft.config.trainer import OptimizerKind
+from rlft.data.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
 from rlft.environment.protocol import Environment
-from rlft.generation.memory import ModelSizes
+from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import lora_of, uses_of_sample
+from rlft.plan.duration import StepWork
 from rlft.plan.images import check_images
+from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
-from rlft.plan.run_plan import Plan
+from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
-from rlft.plan.sizes import TOKEN_ID, completion_bytes
+from rlft.plan.sizes import TOKEN_ID, classifier_bytes, completion_bytes, of_a_later_round, rows_of, sampling_of
+from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import specs
+from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, UserError
 
 
@@ -37,6 +42,7 @@ class SamplePlan(Plan):
         lora: the shape of the adapter that samples, or of a reward's adapter.
         tokenizer: the tokenizer's fingerprint.
         environment: the environment; None for completions of a single turn.
+        tower: the demand of a vision tower; None if prompts have no images.
     """
 
     config: SampleConfig
@@ -46,10 +52,19 @@ class SamplePlan(Plan):
     lora: LoraSettings
     tokenizer: str
     environment: Environment | None = None
+    tower: TowerDemand | None = None
 
     @property
     def num_steps(self) -> int:
         return -(-len(self.chosen) // self.config.prompts_per_step)
+
+    @property
+    def scored_prompts(self) -> PromptSet:
+        return self.prompts
+
+    @property
+    def lora_settings(self) -> LoraSettings:
+        return self.lora
 
     @property
     def images(self) -> int:
@@ -64,6 +79,44 @@ class SamplePlan(Plan):
         """The prompts of the step that follows `step` steps."""
         size = self.config.prompts_per_step
         return tuple(self.chosen[step * size : (step + 1) * size])
+
+    def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
+        """The demand of the engine beside the base, the adapter that samples, and learned rewards."""
+        run, longest = self.config, self.prompts.longest().token_ids
+        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
+        networks = [classifier_bytes(spec.kwargs["path"]) for spec in rewards]
+        decodings = [Decoding(num_prompts=run.prompts_per_step, samples=run.n, longest=longest)]
+        if run.environment:
+            decodings.append(of_a_later_round(decodings[0], run.generation.max_tokens))
+        return Demand(
+            adapters=1 + networks.count(0),
+            trainable=0,
+            matrices=0,
+            optimizer=OptimizerKind.adamw,
+            beside=sum(networks),
+            prompt_tokens=len(longest),
+            completion_tokens=run.generation.max_tokens,
+            group=run.n,
+            rows=run.n * run.prompts_per_step,
+            update_rows=run.n * run.prompts_per_step,
+            token_budget=run.token_budget,
+            recompute=recompute,
+            device=kind_name(resolve_device(run.model.device)),
+            tower=self.tower,
+            **sampling_of(run, self.engine, decodings),
+        )
+
+    def step_work(self) -> StepWork:
+        run = self.config
+        lengths = self.prompts.num_tokens[: run.num_prompts]
+        scorers = sum(spec.runs_in_trainer for spec in specs(run.reward).values())
+        rows = rows_of(lengths, run.n, run, number=run.prompts_per_step)
+        return StepWork(trained=rows, epochs=0, scorers=scorers, is_sampled=True)
+
+    def lengths(self) -> list[DataLengths]:
+        limit, split = self.config.prompts.max_tokens, self.config.split.replace("_", "-")
+        note = next(left_out(self.prompts, split, limit), None)
+        return [DataLengths("prompts", self.prompts.num_tokens, note)]
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
@@ -111,6 +164,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     shown = prompt_additions(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     check_images(config, model_config.model_type, config.generation.named(engine), prompts)
+    shown_prompts = len(prompts.prompts[: config.num_prompts])
+    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
     return SamplePlan(
         config=config,
@@ -121,6 +176,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         lora=lora,
         tokenizer=tokenizer_fingerprint(tokenizer),
         environment=environment,
+        tower=tower_demand(model_config, dtype, [prompts], shown_prompts, tokenizer),
         ends=ends,
         notes=ends.notes,
         fingerprints={

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
-from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, SftConfig, section_of
+from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
 from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Generator
@@ -89,7 +89,7 @@ def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) ->
     demand = replace(demand, device="cuda" if demand.device == "cpu" else demand.device, device_memory=device_memory)
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand
-    generation, lora = plan.config.generation, plan.config.lora
+    generation, lora = plan.config.generation, plan.lora_settings
     quantized = plan.config.model.quantization is not None
     if why_not_on_a_gpu(generation, lora, whole=lora is None, quantized=quantized, is_absent=True) is not None:
         return demand
@@ -142,7 +142,7 @@ def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Deco
     return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest)]
 
 
-def rows_of(lengths: Sequence[int], samples: int, run: RunConfig | SftConfig, number: int | None = None) -> Work:
+def rows_of(lengths: Sequence[int], samples: int, run: SamplingRoot, number: int | None = None) -> Work:
     """`samples` completions of full length for each of `number` prompts (None: all) of the mean of these lengths."""
     return Work(
         prompts=len(lengths) if number is None else number,

@@ -16,19 +16,21 @@ def time_rows(schedule: Schedule, estimated: Duration | str, price: Price | None
     """The numbers of the schedule, the estimate or why there is none, and the price."""
     first = schedule.first_evaluation
     when = "none" if first is None else f"before the first step, after {first} of them, and so on to the last"
-    table = [
-        ("steps", f"{schedule.steps:,}", ""),
-        ("evaluations", f"{schedule.evaluations:,}", when),
-        ("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"),
-    ]
+    table = [("steps", f"{schedule.steps:,}", "")]
+    if schedule.checkpoints:
+        table.append(("evaluations", f"{schedule.evaluations:,}", when))
+        table.append(("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"))
+    later = [MEASURED_LATER] * bool(schedule.checkpoints)
     if isinstance(estimated, str):
-        table.append(("the run", "no estimate", f"{estimated}; {MEASURED_LATER}"))
+        table.append(("the run", "no estimate", "; ".join([estimated, *later])))
         return table if price is None else [*table, ("price", str(price), "with price= rlft watch says what it costs")]
     run = estimated.run
-    others = ", ".join(f"{name} {seconds(estimated.stages[name].seconds)}" for name in BETWEEN_STEPS)
+    words = [f"an estimate for {estimated.machine}", *later]
+    if schedule.checkpoints:
+        words.insert(0, ", ".join(f"{name} {seconds(estimated.stages[name].seconds)}" for name in BETWEEN_STEPS))
     table += [
         ("a step", in_seconds(estimated.step), stages_text(estimated)),
-        ("the run", str(run), f"{others}; an estimate for {estimated.machine}; {MEASURED_LATER}"),
+        ("the run", str(run), "; ".join(words)),
     ]
     if price is not None:
         table.append(("price", f"{price.whole(run)} {price.currency}".rstrip(), f"at {price}, without the start"))

@@ -33,12 +33,18 @@ class TowerDemand:
     vectors: int
     num_prompts: int
 
-    def parts(self, device: str, *, prompts_per_step: int, prompts_at_once: int, towers: int = 1) -> list[MemoryPart]:
-        """The parts of the trainer's device; `prompts_at_once` are those of a micro-batch.
+    def parts(
+        self, device: str, *, prompts_per_step: int, trained_at_once: int, sampled_at_once: int, towers: int = 1
+    ) -> list[MemoryPart]:
+        """The parts of the trainer's device.
 
-        `towers`: how many processes on this device have one: the trainer's, and engines with bases of their own.
-        Vectors stay in main memory, those of a step once more, and those of a micro-batch go to a GPU twice, with its
-        rows and with its packed row.
+        Vectors stay in main memory, those of a step once more. To a GPU go those of a micro-batch, twice: with its rows
+        and with its packed row, and those of prompts that are decoded together.
+
+        Args:
+            trained_at_once: number of prompts in a micro-batch.
+            sampled_at_once: number of prompts that are decoded together on this device, whose vectors the engine gets.
+            towers: how many processes on this device have one: the trainer's, and engines with bases of their own.
         """
         copies = 2 if device != "cpu" else 1
         needs = [
@@ -46,9 +52,15 @@ class TowerDemand:
             MemoryPart(name="an image in the tower", bytes=towers * self.reading, when=When.reading),
             MemoryPart(
                 name="vectors of images",
-                bytes=copies * prompts_at_once * self.vectors,
+                bytes=copies * trained_at_once * self.vectors,
                 when=When.updating,
                 key="token_budget",
+            ),
+            MemoryPart(
+                name="vectors of images that are sampled from",
+                bytes=(device != "cpu") * sampled_at_once * self.vectors,
+                when=When.sampling,
+                key="prompts_per_step",
             ),
         ]
         if device == "cpu":

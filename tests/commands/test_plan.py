@@ -132,6 +132,30 @@ def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixtu
     assert "\x1b" not in page
 
 
+def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sample", "data.size=200", "prompts_per_step=8", "n=4", "generation.max_tokens=64", "num_prompts=24")
+    found = planned(capsys, *words, "generation=transformers", "model.device=cpu")
+    parts = {name for name, size in parts_of(found).items() if size}
+    assert parts == {
+        "process and libraries", "base", "adapters", "base and policy added up", "keys and values", "decoding",
+    }  # fmt: skip
+    assert found["schedule"]["steps"] == 3
+    assert found["duration"]["stages"].keys() == {"sample", "evaluate", "checkpoint"}
+    assert found["duration"]["run"]["seconds"] == pytest.approx(3 * found["duration"]["step"]["seconds"])
+    assert [(item["data"], item["tokens"]["items"]) for item in found["lengths"]] == [("prompts", 200)]
+    assert {trial["reward"] for trial in found["rewards"]} == {"exact_match", "format"}
+    assert cli.run(["plan", *words, "generation=transformers", "model.device=cpu"]) == 0
+    page = capsys.readouterr().out
+    assert "bytes  key" in page
+    for absent in ("checkpoint", "lora.rank", "rlft watch"):
+        assert absent not in page
+    on_a_gpu = ("generation=vllm", "model.device=cuda", "device_memory=24GiB")
+    on_card = parts_of(planned(capsys, *words, *on_a_gpu))
+    assert on_card["vLLM, its KV cache (it shares the base)"] > 0
+    assert cli.run(["plan", *words, "model.device=cuda", "device_memory=512MiB", "generation=transformers"]) == 1
+    assert "no change of these keys suffices" in capsys.readouterr().out
+
+
 def test_a_reward_that_cannot_be_computed_fails_the_plan(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

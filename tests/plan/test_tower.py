@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,38 @@ def test_engines_in_other_processes_on_the_same_device_have_towers_of_their_own(
 
 def test_no_more_vectors_are_kept_than_there_is_room_for() -> None:
     demand = TowerDemand(weights=1, reading=2, vectors=2**20, num_prompts=1000)
-    *_, kept = demand.parts("cpu", prompts_per_step=3, prompts_at_once=2)
+    *_, kept = demand.parts("cpu", prompts_per_step=3, trained_at_once=2, sampled_at_once=2)
     assert kept.bytes == KEPT_BYTES + 3 * 2**20
+
+
+def test_vectors_of_prompts_that_are_decoded_together_are_on_a_gpu() -> None:
+    demand = TowerDemand(weights=1, reading=2, vectors=1000, num_prompts=8)
+    found = {
+        device: {part.name: part.bytes for part in demand.parts(
+            device, prompts_per_step=3, trained_at_once=2, sampled_at_once=5
+        )}
+        for device in ("cpu", "cuda")
+    }  # fmt: skip
+    assert [found["cuda"][f"vectors of images{which}"] for which in ("", " that are sampled from")] == [4000, 5000]
+    assert [found["cpu"][f"vectors of images{which}"] for which in ("", " that are sampled from")] == [2000, 0]
+    words = ["+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "group_size=2"]
+    plan = resolve(compose([*words, "generation=transformers", "generation.transformers.batch_size=6"])).plan()
+    model = sizes_of(plan.config.model, plan.config.lora)
+    counted = plan.demand(model, False)
+    assert counted is not None
+    assert counted.tower is not None
+    on_a_gpu = {part.name: part.bytes for part in parts(model, replace(counted, device="cuda"), 0)}
+    most = max(min(each.num_prompts, 6 // each.samples) for each in counted.decodings)
+    assert on_a_gpu["vectors of images that are sampled from"] == most * counted.tower.vectors > 0
+
+
+def test_a_run_that_samples_alone_has_a_tower() -> None:
+    words = ["model.path=embedded:tiny-shapes", "data=shapes", "data.size=40", "data.held_out_size=8"]
+    plan = resolve(compose([*words, "generation=transformers"], command="sample")).plan()
+    demand = plan.demand(sizes_of(plan.config.model, plan.lora), False)
+    assert demand is not None
+    assert demand.tower == plan.tower
+    assert demand.tower.vectors == 9 * 48 * 4
 
 
 def test_texts_alone_take_no_tower() -> None:
