@@ -127,7 +127,7 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, A
         linear |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
         kinds = {"layer_types": ["linear_attention", "full_attention"] * 2}
         rope = {**sections, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
-        return Qwen3_5Config(text_config={**text, **linear, **kinds, "rope_parameters": rope},
+        return Qwen3_5Config(text_config={**linear, **kinds, "rope_parameters": rope, **text},
                              vision_config=vision, **qwen)  # fmt: skip
     if kind == "qwen3_vl":
         rope = {**sections, "mrope_interleaved": True}
