@@ -526,8 +526,9 @@ def attention_of_empty(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
 def possible_shares(model: PreTrainedModel) -> tuple[list[int], str]:
     """(numbers of ranks that can share the tokens of this empty model's rows, what is wrong with any other)."""
     kind, text = model.config.model_type, model.config.get_text_config()
-    if recurrent.keeps_states(model):
-        return [1], f"a {kind} has layers whose tokens need the one before them"
+    states = recurrent.parts_that_ranks_divide(model)
+    if states is None:
+        return [1], f"a {kind} has layers with a state whose heads ranks cannot divide"
     if reason := known_refusal(model):
         return [1], f"divides packed rows, and {reason}"
     try:
@@ -538,10 +539,13 @@ def possible_shares(model: PreTrainedModel) -> tuple[list[int], str]:
         heads = text.num_attention_heads  # experts, for instance, do not run without weights
         numbers = {(heads, getattr(text, "num_key_value_heads", None) or heads)}
     words = " and ".join(f"{heads} heads, {keys} of keys" for heads, keys in sorted(numbers))
+    if states:
+        words += f", and in layers with a state {' and '.join(map(str, sorted(states)))} parts"
     possible = [
         n
         for n in range(1, max(heads for heads, _ in numbers) + 1)
         if all(heads % n == 0 and (keys % n == 0 or n % keys == 0) for heads, keys in numbers)
+        and all(part % n == 0 for part in states)
     ]
     return possible, f"does not divide the attention of a {kind} ({words})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -10,6 +11,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, cast
 
+import hybrid_models
 import pytest
 import torch
 import vision_folders
@@ -22,14 +24,15 @@ from peft import LoraConfig, get_peft_model
 from slow_cases import slow, slow_but
 from threaded_ranks import together
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlft.config.model import KernelChoice, Recompute
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import read_backbone
 from rlft.model.critic import ScalarHead
 from rlft.model.experts import mixture_of
-from rlft.model.forward import Forward, choose
-from rlft.model.kernels import lora_linear, selection
+from rlft.model.forward import Forward, choose, possible_shares
+from rlft.model.kernels import lora_linear, selection, state_functions
 from rlft.model.routing import Routing
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
@@ -174,6 +177,65 @@ def test_any_softmax_attention_is_shared(kind, fields, batch, check) -> None:
     if mixture_of(model).stacked:  # the others have no float64
         model.set_experts_implementation("eager")
     check(model, batch, 2, None, bound=1e-6)
+
+
+OTHER_STATES = ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2_moe")
+
+
+class WithFloat64:
+    """torch to a module that casts to float32 what its layers with a state sum up."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[type(model).__module__], "torch", WithFloat64())
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def empty(kind: str, **fields: int) -> Any:
+    config = AutoConfig.for_model(kind, **hybrid_models.SIZES | hybrid_models.HYBRIDS[kind] | fields)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("ranks", slow_but(2, [2, 4]))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("qwen3_5_text", None),
+        ("qwen3_5_text", True),
+        ("lfm2", False),
+        slow("qwen3_5_text", False),
+        *(slow(kind, None) for kind in OTHER_STATES if kind in hybrid_models.known()),
+    ],
+)
+def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, batch, check, monkeypatch) -> None:
+    assert ranks in possible_shares(empty(kind))[0]
+    model = hybrid_models.random_model(kind).double()
+    if mixture_of(model).stacked:
+        model.set_experts_implementation("eager")
+    in_float64(model, monkeypatch)
+    check(model, batch, ranks, how)
+
+
+def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
+    heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+    found = ([1, 2], "does not divide the attention of a qwen3_5_text (4 heads, 2 of keys, and in layers with a state")
+    possible, problem = possible_shares(empty("qwen3_5_text", **heads))
+    assert (possible, problem.startswith(found[1])) == (found[0], True)
+    for kind in ("bamba", "mamba", "mamba2", "nemotron_h"):
+        refused = f"a {kind} has layers with a state whose heads ranks cannot divide"
+        assert possible_shares(empty(kind)) == ([1], refused)
+
+
+def test_a_function_that_would_see_the_tokens_of_one_rank_alone_is_an_error(batch, on_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(state_functions, "is_over_tokens", lambda name: name.endswith("conv1d_fn"))
+    with pytest.raises(AssertionError, match="another function would see this rank's tokens alone"):
+        on_ranks(2, lambda: computed(hybrid_models.random_model("qwen3_5_text").double(), batch, None))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", slow("gemma4")])

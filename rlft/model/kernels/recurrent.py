@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlft.model.kernels import state_functions
 from rlft.model.kernels.attention import AttentionProbe
 from rlft.model.kernels.elementwise import is_replaced
+from rlft.model.kernels.shared_states import SharedStates, parts_of
 from rlft.model.kernels.split_attention import BranchSpans, Span, buckets
 
 if TYPE_CHECKING:
@@ -105,13 +107,13 @@ def _range(span: Span) -> Tensor:
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
-class _States:
+class States:
     """What a layer keeps of its runs, in the form of transformers' caches, for one call of its module.
 
     Nothing is written in place, so gradients go from completions to their prompts. Its entries are `[R, ..]`.
     """
 
-    def __init__(self, mask: Tensor | None, before: _States | None = None, rows: Tensor | None = None) -> None:
+    def __init__(self, mask: Tensor | None, before: States | None = None, rows: Tensor | None = None) -> None:
         self.mask = mask
         self.conv_states: dict[int, Tensor] = {}
         self.recurrent_states: dict[int, Tensor] = {}
@@ -120,7 +122,7 @@ class _States:
             self.conv_states = {i: x.index_select(0, rows) for i, x in before.conv_states.items()}
             self.recurrent_states = {i: x.index_select(0, rows) for i, x in before.recurrent_states.items()}
 
-    def join(self, other: _States) -> None:
+    def join(self, other: States) -> None:
         """Appends the other's runs."""
         for mine, theirs in ((self.conv_states, other.conv_states), (self.recurrent_states, other.recurrent_states)):
             for i, x in theirs.items():
@@ -130,10 +132,10 @@ class _States:
     record_past = False
 
     @property
-    def layers(self) -> _States:
+    def layers(self) -> States:
         return self
 
-    def __getitem__(self, layer: int) -> _States:
+    def __getitem__(self, layer: int) -> States:
         return self
 
     def has_previous_state(self, layer: int | None = None, state_idx: int = 0) -> bool:
@@ -178,6 +180,18 @@ def keeps_states(model: PreTrainedModel) -> bool:
     return any(is_replaced(module, _forward) or _cache_argument(module) is not None for module in model.modules())
 
 
+def parts_that_ranks_divide(model: PreTrainedModel) -> set[int] | None:
+    """The numbers of channels and heads of layers with a state that ranks which share tokens divide; None if a layer
+    cannot be divided."""
+    parts: set[int] = set()
+    for module in model.modules():
+        if _cache_argument(module) is not None:
+            if (found := parts_of(module)) is None:
+                return None
+            parts |= found
+    return parts
+
+
 def obstacle(model: PreTrainedModel) -> str | None:
     """Which layers of this model, loaded or empty, cannot be computed in a packed row, and why; None if all can."""
     stateful = (module for module in model.modules() if _cache_argument(module) is not None)
@@ -206,12 +220,25 @@ def _forward(plain: Any, cache: str, /, hidden_states: Tensor, **kwargs: Any) ->
         return plain(hidden_states, **kwargs)
     if isinstance(packed, AttentionProbe):
         return torch.zeros_like(hidden_states)
-    rows, begun = packed.state_rows, _States(None)
-    outputs = []
-    for runs in rows.runs:
-        states = _States(runs.mask, None if runs.after is None else begun, runs.after)
+    over_runs = functools.partial(_over_runs, packed.state_rows)
+    if packed.share is not None:
+        states = SharedStates(packed, over_runs)
+        with state_functions.shared(states):
+            return plain(hidden_states, **{cache: states, "attention_mask": None})
+
+    def computed(runs: Runs, states: States) -> Tensor:
         x = hidden_states[0].index_select(0, runs.index.flatten()).view(*runs.index.shape, -1)
-        outputs.append(plain(x, **{cache: states, "attention_mask": runs.mask}).flatten(0, 1))
+        return plain(x, **{cache: states, "attention_mask": runs.mask}).flatten(0, 1)
+
+    return over_runs(computed)[None]
+
+
+def _over_runs(rows: StateRows, compute: Callable[[Runs, States], Tensor]) -> Tensor:
+    """`[N, ..]`, for each token of a packed row what `compute` gives for the columns `[R * C, ..]` of its runs."""
+    begun, outputs = States(None), []
+    for runs in rows.runs:
+        states = States(runs.mask, None if runs.after is None else begun, runs.after)
+        outputs.append(compute(runs, states))
         if runs.after is None:
             begun.join(states)
-    return torch.cat(outputs).index_select(0, rows.place)[None]
+    return torch.cat(outputs).index_select(0, rows.place)

@@ -11,10 +11,14 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.integrations import hub_kernels
+
+from rlft.model.kernels.shared_states import SharedStates, is_over_tokens
 
 DELTA_RULE = "chunk_gated_delta_rule"
 """Whose gradients flash-linear-attention may refuse."""
@@ -27,7 +31,7 @@ def install(model: nn.Module) -> None:
     for functions, name, function in _functions(model):
         is_one = inspect.isfunction(function) and hasattr(function, "__wrapped__")
         if is_one and inspect.getfile(function.__code__) == hub_kernels.__file__:
-            functions[name] = _Choice(function, why_no_gradients() if name.endswith(DELTA_RULE) else None)
+            functions[name] = _Choice(name, function, why_no_gradients() if name.endswith(DELTA_RULE) else None)
 
 
 def obstacle(model: nn.Module) -> str | None:
@@ -54,13 +58,30 @@ def why_no_gradients() -> str | None:
 class _Choice:
     """A package's function, or for tensors on a CPU, or where there is an obstacle, the one in torch."""
 
-    def __init__(self, function: Function, obstacle: str | None) -> None:
+    def __init__(self, name: str, function: Function, obstacle: str | None) -> None:
         functools.update_wrapper(self, function)
+        self.name = name
         self.function, self.in_torch, self.obstacle = function, inspect.unwrap(function), obstacle
 
     def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Any:
         chosen = self.in_torch if self.obstacle is not None or first.is_cpu else self.function
+        states = _shared.get()
+        if states is not None and is_over_tokens(self.name):
+            return states.call(self.name, chosen, first, *args, **kwargs)
         return chosen(first, *args, **kwargs)
+
+
+_shared: ContextVar[SharedStates | None] = ContextVar("states of rows that ranks share", default=None)
+
+
+@contextmanager
+def shared(states: SharedStates) -> Iterator[None]:
+    """Inside, functions over tokens are computed together with the other ranks."""
+    before = _shared.set(states)
+    try:
+        yield
+    finally:
+        _shared.reset(before)
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
