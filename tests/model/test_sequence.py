@@ -33,6 +33,7 @@ from rlft.model.critic import ScalarHead
 from rlft.model.experts import mixture_of
 from rlft.model.forward import Forward, choose, possible_shares
 from rlft.model.kernels import lora_linear, selection, state_functions
+from rlft.model.kernels.shared_states import parts_of
 from rlft.model.routing import Routing
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
@@ -223,6 +224,8 @@ def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, 
 
 
 def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
+    layer = empty("qwen3_5_text").model.layers[0].linear_attn
+    assert parts_of(layer) == {2 * 2 * 8 + 4 * 8, 4}  # channels of queries, keys and values, and heads of values
     heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
     found = ([1, 2], "does not divide the attention of a qwen3_5_text (4 heads, 2 of keys, and in layers with a state")
     possible, problem = possible_shares(empty("qwen3_5_text", **heads))
