@@ -20,6 +20,7 @@ from rlft.config.model import (
     DTYPES,
     HEAD,
     OFFLOAD,
+    TILES,
     LoraSettings,
     ModelConfig,
     Recompute,
@@ -139,6 +140,25 @@ def check_quantized_on(quantization: str | None, device: str) -> None:
     if quantization is not None and device.partition(":")[0] not in ("cuda", "auto"):
         remedy = "set model.quantization=null"
         raise UserError("model.quantization", "4-bit weights need a CUDA device", got=quantization, remedy=remedy)
+
+
+def notes_of_tiles(settings: ModelConfig, lora: LoraSettings | None, model: PreTrainedConfig) -> list[str]:
+    """A note where gradient checkpointing cannot compute MLPs in tiles, though its value says so; else nothing."""
+    from rlft.model.kernels.selection import decide
+
+    how, kind = settings.gradient_checkpointing, model.get_text_config().model_type
+    if how not in (TILES, OFFLOAD):
+        return []
+    if lora is None:
+        why = "all weights are trained"
+    elif lora.dropout or lora.use_dora:
+        why = f"{'lora.dropout' if lora.dropout else 'lora.use_dora'} is set"
+    elif not decide(settings.kernels, kind).joint_layers:
+        why = f"the layers of a {kind} are not fused"
+    else:
+        return []
+    effect = "is the same as true" if how == TILES else "keeps their inputs in main memory and nothing else"
+    return [f"model.gradient_checkpointing: MLPs are not computed in tiles, since {why}; {how} {effect}"]
 
 
 def check_offloaded_on(how: Recompute | str, device: str) -> None:

@@ -20,7 +20,7 @@ from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.duration import StepWork
 from rlft.plan.memory_parts import Demand
-from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets
+from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets, notes_of_tiles
 from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
@@ -233,7 +233,13 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
             **fingerprints_of(used),
             **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),
         },
-        notes=(*train_notes, *held_out_notes, *ends.notes, *replay_notes),
+        notes=(
+            *notes_of_tiles(config.model, config.lora, model_config),
+            *train_notes,
+            *held_out_notes,
+            *ends.notes,
+            *replay_notes,
+        ),
     )
     size = config.rankings_per_step
     if isinstance(config, RmConfig) and replay is not None and plan.num_new == size:

@@ -19,7 +19,7 @@ from rlft.plan.config_checks import uses_of_sft
 from rlft.plan.duration import StepWork
 from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, of_all_weights
-from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine
+from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
 from rlft.plan.roofline import Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
@@ -183,6 +183,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         },
         notes=(
             *(note for note in (train.note, held_out_examples.note) if note),
+            *notes_of_tiles(config.model, config.lora, model_config),
             *(() if held_out is None else left_out(held_out, "held-out", limits.max_tokens)),
             *(() if held_out is None or not held_out.note else [held_out.note]),
             *ends.notes,

@@ -38,6 +38,7 @@ from rlft.plan.model_rules import (
     check_optimizer,
     check_routing,
     choose_engine,
+    notes_of_tiles,
     resolve_mismatch,
 )
 from rlft.plan.roles import check_teacher, check_teacher_engine, check_teachers_machine, check_top_k, missing_engine
@@ -463,6 +464,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         tower=tower_demand(model_config, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
         notes=(
             *(warnings_of_config(config, algorithm) if trains else ()),
+            *(notes_of_tiles(config.model, config.lora, model_config) if trains else ()),
             *warnings_of_sizes(
                 config,
                 len(train_prompts.prompts) if trains else None,

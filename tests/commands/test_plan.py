@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from in_one_test import each
 from rich.console import Console as Terminal
 from run_processes import Nursery, start_fresh
 from slow_cases import slow
@@ -193,6 +194,32 @@ def test_checkpointing_is_planned_where_memory_is_short(no_weights: Path, capsys
     words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000"]
     assert not planned(capsys, *words)["gradient_checkpointing"]
     assert planned(capsys, *words, "device_memory=1GiB")["gradient_checkpointing"]
+
+
+@each(
+    ("words", "why"),
+    [
+        ((), None),
+        (("lora.dropout=0.1",), "lora.dropout is set; tiles is the same as true"),
+        (("lora.use_dora=true",), "lora.use_dora is set; tiles is the same as true"),
+        (("lora=null",), "all weights are trained; tiles is the same as true"),
+        (("model.kernels=plain",), "the layers of a qwen2 are not fused; tiles is the same as true"),
+        (
+            ("model.kernels=plain", "offload"),
+            "the layers of a qwen2 are not fused; offload keeps their inputs in main memory and nothing else",
+        ),
+        (("model.kernels=plain", "true"), None),
+    ],
+)
+def test_a_note_says_where_mlps_have_no_tiles(
+    words: tuple[str, ...], why: str | None, no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = words[-1] if words and "=" not in words[-1] else "tiles"
+    keys = [word for word in words if "=" in word] + [f"model.gradient_checkpointing={how}"]
+    found = planned(capsys, *ON_A_GPU, "device_memory=24GiB", "generation=transformers", "model.dtype=float32", *keys)
+    notes = [note for note in found["notes"] if note.startswith("model.gradient_checkpointing")]
+    beginning = "model.gradient_checkpointing: MLPs are not computed in tiles, since "
+    assert notes == ([] if why is None else [beginning + why])
 
 
 def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
