@@ -112,7 +112,7 @@ def build(config: Mapping[str, Any], root: type[Any] = RunConfig, command: str =
     _check_text(config, "")
     # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
     empty = {name: {} for name in ("reward", "logger", "data") if name in names}
-    return from_mapping(root, {**empty, **with_token_budget(config)}, "", command)
+    return from_mapping(root, {**empty, **_with_trainable_dtype(with_token_budget(config))}, "", command)
 
 
 def _check_text(value: Any, key: str) -> None:
@@ -148,6 +148,14 @@ def _warn_of_escape(key: str) -> None:
         "both kinds of quotes, and double quotes in YAML",
         *(key, key),
     )
+
+
+def _with_trainable_dtype(config: dict[str, Any]) -> dict[str, Any]:
+    """The plain config with float32 in place of `model.dtype: auto` where all weights are trained."""
+    model = config.get("model")
+    if config.get("lora", {}) is not None or not isinstance(model, Mapping) or model.get("dtype") != AUTO:
+        return config
+    return {**config, "model": {**model, "dtype": "float32"}}
 
 
 def with_token_budget(config: Mapping[str, Any], *, gpu: bool = False) -> dict[str, Any]:

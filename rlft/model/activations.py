@@ -258,12 +258,12 @@ def is_checkpointed(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def peft_reads_the_old_name() -> Iterator[None]:
-    """Inside, PEFT may wrap a model without a FutureWarning.
+def peft_is_quiet() -> Iterator[None]:
+    """Inside, PEFT may wrap a model without two warnings about which nobody can do anything; others are shown.
 
-    The line is `if getattr(model, "is_gradient_checkpointing", True)` in PeftModel.__init__ (peft/peft_model.py, PEFT
-    0.21); transformers 5.23 deprecates the name, a property of PreTrainedModel that no attribute of a model can hide.
-    Only this message of that module is suppressed; every other warning is shown.
+    One is about the line `if getattr(model, "is_gradient_checkpointing", True)` in PeftModel.__init__
+    (peft/peft_model.py, PEFT 0.21); transformers 5.23 deprecates the name, a property of PreTrainedModel that no
+    attribute of a model can hide. In the other one PEFT says that it reads GPT-2's layers as it should.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -272,6 +272,7 @@ def peft_reads_the_old_name() -> Iterator[None]:
             category=FutureWarning,
             module=r"transformers\.modeling_utils$",
         )
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", module=r"peft\.tuners\.lora\.layer$")
         yield
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlft.config.model import ALL_LINEAR, LoraSettings
-from rlft.model.activations import peft_reads_the_old_name
+from rlft.model.activations import peft_is_quiet
 from rlft.model.adapter_folder import OF_THE_FUNCTION, adapted_modules, is_neutral
 from rlft.model.experts import Mixture, mixture_of, named_for_peft, named_in
 from rlft.model.kernels.decoder_layer import FAMILIES
@@ -237,7 +237,7 @@ def as_configured() -> Iterator[None]:
     no key asks for, in place of other layers of these names.
     """
     name = "convert_peft_config_for_transformers"
-    with peft_reads_the_old_name(), mock.patch.object(transformers_weight_conversion, name):
+    with peft_is_quiet(), mock.patch.object(transformers_weight_conversion, name):
         yield
 
 

@@ -41,14 +41,11 @@ def check_learner_on(
         engine: the one that samples; None if nothing is sampled.
         used: the folders that the config names.
     """
-    from rlft.system.device import resolve_device, resolve_dtype
 
     lora, settings = config.lora, config.model
     if isinstance(config, RunConfig):
         check_shared_tokens(config, model)
     if lora is None:
-        dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
-        _check_trainable(str(dtype).removeprefix("torch."))
         problem = f"a checkpoint of all weights would lack the vision tower of a {model.model_type}"
         remedy = "train an adapter, or use a model of texts"
         require(getattr(model, "vision_config", None) is None, "lora", problem, got="null", remedy=remedy)
@@ -86,8 +83,7 @@ def _check_all_weights(config: RunConfig | SftConfig) -> None:
     problem = "with lora=null, no copy of all weights is kept that could be saved in place of a step's"
     remedy = "set it to step, or checkpoint.every=1"
     require(saves_each_step, "checkpoint.on_signal", problem, got=config.checkpoint.on_signal, remedy=remedy)
-    if config.model.dtype != AUTO:
-        _check_trainable(config.model.dtype)
+    _check_trainable(config.model.dtype)
 
 
 def _check_engine(config: RunConfig | SftConfig) -> None:

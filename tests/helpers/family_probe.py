@@ -21,7 +21,7 @@ from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.loop.freshness import Limits, check_decoding
 from rlft.model import backbone as backbones
-from rlft.model.activations import peft_reads_the_old_name
+from rlft.model.activations import peft_is_quiet
 from rlft.model.adapter_folder import load_file, own_tensors
 from rlft.model.backbone import Backbone, read_backbone, read_config
 from rlft.model.experts import mixture_of
@@ -173,7 +173,7 @@ def _reference(folder: Path, adapter: Path, ids: Sequence[list[int]], batch: Bat
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     try:
-        with peft_reads_the_old_name():
+        with peft_is_quiet():
             adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     except ValueError:
         return None

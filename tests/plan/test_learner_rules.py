@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from slow_cases import slow
 
 from rlft.config.compose import compose
@@ -13,16 +12,17 @@ from rlft.types import UserError
 
 
 @pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
-def test_all_weights_are_not_trained_in_the_16_bits_that_auto_is_on_a_gpu(
-    words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_weights_are_float32_where_auto_would_be_16_bits_on_a_gpu(words: str) -> None:
     command, recipe = words.split()
-    resolved = resolve(compose([recipe, "lora=null", "eval.every=0"], command=command))
-    resolved.plan(runs_here=False)
-    monkeypatch.setattr("rlft.system.device.resolve_dtype", lambda *_: torch.bfloat16)
-    with pytest.raises(UserError, match="small updates are lost in the rounding of bfloat16 weights") as refused:
-        resolved.plan(runs_here=False)
-    assert refused.value.key == "model.dtype"
+    for device in ("cpu", "cuda"):
+        keys = [recipe, "eval.every=0", f"model.device={device}"]
+        of_adapter, of_all = (
+            resolve(compose([*keys, *more], command=command)).config.model.dtype for more in ([], ["lora=null"])
+        )
+        assert (of_adapter, of_all) == ("auto", "float32")
+        with pytest.raises(UserError, match="small updates are lost in the rounding of bfloat16 weights") as refused:
+            resolve(compose([*keys, "lora=null", "model.dtype=bfloat16"], command=command))
+        assert refused.value.key == "model.dtype"
 
 
 @pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])

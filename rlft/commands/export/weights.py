@@ -21,7 +21,7 @@ from rlft.batch import score_sequences
 from rlft.config.instantiate import from_mapping
 from rlft.config.model import ModelConfig
 from rlft.config.schema import AUTO
-from rlft.model.activations import peft_reads_the_old_name
+from rlft.model.activations import peft_is_quiet
 from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules, own_tensors
 from rlft.model.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
 from rlft.model.backbone import read_config, resolve_path, source
@@ -161,7 +161,7 @@ def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: P
     """
     device = torch.device("cpu")
     ids: Any = tokenizer(TEXT)["input_ids"]
-    with peft_reads_the_old_name():
+    with peft_is_quiet():
         adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     for name, own in own_tensors(adapted, "default").items():
