@@ -492,7 +492,7 @@ def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[M
         print_line(terminal, f"  {remedy} takes it to {in_words(remedy.peak)}")
     if not ways:
         largest = max(memory_parts, key=lambda part: part.bytes)
-        text = f"  no change of these keys suffices; the largest part is {largest.name} ({in_words(largest.bytes)})"
+        text = f"  no value of a key above makes it fit; the largest part is {largest.name} ({in_words(largest.bytes)})"
         print_line(terminal, f"{text}: use a smaller model or a larger device")
 
 

@@ -6,7 +6,7 @@ a resumed run gets the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -101,6 +101,7 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
     budget = largest_budget(model, demand, process, limit)
     if budget is not None and budget < demand.token_budget:
         yield remedy("token_budget", str(budget), replace(demand, token_budget=budget))
+    yield next((way for way in _fewer_groups(demand, remedy) if way is not None), None)
     less = _less_memory(demand)
     further = less[less.index(demand.recompute) + 1 :] if demand.recompute in less else less
     ways = (remedy(CHECKPOINTING, _as_typed(how), replace(demand, recompute=how)) for how in further)
@@ -116,6 +117,15 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
     if model.itemsize == 4 and not demand.whole_model:
         half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
         yield remedy("model.dtype", "bfloat16", demand, half)
+
+
+def _fewer_groups(demand: Demand, remedy: Callable[..., Remedy | None]) -> Iterator[Remedy | None]:
+    """A half, a quarter .. of a step's groups, as long as each optimizer batch has whole ones; not for several ranks,
+    whose lanes have a number of them each."""
+    groups, update_groups = demand.rows // demand.group, demand.update_rows // demand.group
+    while demand.ranks == 1 and groups % 2 == update_groups % 2 == 0:
+        groups, update_groups = groups // 2, update_groups // 2
+        yield remedy(demand.per_step, str(groups), demand.with_groups(groups))
 
 
 def _smaller_engines(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Engine]:

@@ -122,6 +122,7 @@ class Demand:
         completion_tokens: completion length of the longest row, in tokens.
         group: number of rows per prompt.
         rows: number of rows in a step.
+        per_step: the key that says how many groups of rows these are.
         update_rows: number of rows in an optimizer batch.
         token_budget: the most tokens in a micro-batch.
         recompute: what gradient checkpointing computes again.
@@ -162,6 +163,7 @@ class Demand:
     token_budget: int
     recompute: Recompute
     device: str
+    per_step: str = "prompts_per_step"
     whole_model: bool = False
     copies: int = 0
     through_head: bool = True
@@ -189,6 +191,18 @@ class Demand:
     @property
     def trains(self) -> bool:
         return self.trainable > 0
+
+    def with_groups(self, number: int) -> Demand:
+        """The same with so many groups of rows in a step."""
+        groups = self.rows // self.group
+        return replace(
+            self,
+            rows=number * self.group,
+            update_rows=self.update_rows * number // groups,
+            decodings=tuple(
+                replace(each, num_prompts=number) if each.num_prompts == groups else each for each in self.decodings
+            ),
+        )
 
     @property
     def load(self) -> Load:
@@ -374,7 +388,7 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
         always(
             "batch",
             demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k + demand.choice),
-            "prompts_per_step",
+            demand.per_step,
         ),
     ]
 

@@ -146,6 +146,7 @@ class PreferencePlan(Plan):
             completion_tokens=run.max_completion_tokens,
             group=group,
             rows=run.rankings_per_step * group,
+            per_step="rankings_per_step",
             update_rows=run.rankings_per_step * group,
             token_budget=run.token_budget,
             through_head=not self.trains_reward,

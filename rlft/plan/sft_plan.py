@@ -91,6 +91,7 @@ class SftPlan(Plan):
             completion_tokens=len(longest.ids) - longest.num_given,
             group=1,
             rows=run.examples_per_step,
+            per_step="examples_per_step",
             update_rows=run.examples_per_step,
             token_budget=run.token_budget,
             recompute=recompute,

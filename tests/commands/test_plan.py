@@ -154,7 +154,7 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, caps
     on_card = parts_of(planned(capsys, *words, *on_a_gpu))
     assert on_card["vLLM, its KV cache (it shares the base)"] > 0
     assert cli.run(["plan", *words, "model.device=cuda", "device_memory=512MiB", "generation=transformers"]) == 1
-    assert "no change of these keys suffices" in capsys.readouterr().out
+    assert "no value of a key above makes it fit" in capsys.readouterr().out
 
 
 def test_a_reward_that_cannot_be_computed_fails_the_plan(
