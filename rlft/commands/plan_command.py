@@ -47,6 +47,9 @@ be computed and its environment begins, and 1 otherwise.
 def command(arguments: list[str]) -> int:
     """Prints the plan of this config's run; returns 0 if the run fits and its rewards can be computed, else 1."""
     words = [word for word in arguments if word != "--json"]
+    if words and words[0].isidentifier() and words[0] not in commands.names():
+        remedy = f"name one of {', '.join(commands.names())}, or none for rlft train"
+        raise UserError("plan", "there is no plan of this command", got=words[0], remedy=remedy)
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
     parsed = only_overrides(words, command, ("device_memory", "card", "price"))
     overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "card=", "price="))]

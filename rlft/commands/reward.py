@@ -114,7 +114,8 @@ def try_rewards(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: 
     tokenizer = load_tokenizer(config.model, settings.template_variables)
     ends = ends_of(config.model, style, tokenizer)
     texts = instantiate(config.data, "data").load(Split.train)
-    chosen = [texts[k * len(texts) // num_rows] for k in range(min(num_rows, len(texts)))]
+    number = min(num_rows, len(texts))
+    chosen = [texts[k * len(texts) // number] for k in range(number)]
     shown = prompt_additions(None, tokenizer, chosen)
     prompts = scan(chosen, tokenizer, settings.max_tokens, settings.over_limit, Split.train, style, shown).prompts
     check_metadata(rewards, prompts[0])

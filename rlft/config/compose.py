@@ -434,6 +434,8 @@ def explain(error: BaseException, command: str = USUAL) -> UserError | None:
         return UserError(match[1], "something must be chosen", got="nothing", remedy=_choose(match[1], command))
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
         remedy = f"sweep with rlft {command} -m, or write a list as '[a,b]'"
+        if "." in match[1]:  # no group
+            remedy += f"""; if it is one text, quote it twice: "{match[1]}='{match[2]}'\" """.rstrip()
         return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
     if match := re.search(r"Multiple values for (\S+?)\.? ", text):
         problem = "a plus adds a choice, and one is chosen already"
@@ -445,6 +447,8 @@ def explain(error: BaseException, command: str = USUAL) -> UserError | None:
     if match := re.search(r"In '([^']+)': (\w+) raised while composing config", text):
         problem = "must hold a section of keys" if match[2] == "ConfigTypeError" else f"cannot be used ({match[2]})"
         return UserError(f"{match[1]}.yaml", problem, remedy="write it as lines of `key: value`")
+    if str(key) == "hydra.run.dir" and "resolving interpolation" in text:  # its default has the name
+        return UserError("name", "must be a text that can name a folder", remedy="for instance name=my_run")
     problem = f"cannot be understood ({_first_line(error)})"
     return UserError(str(key or "command line"), problem, remedy=f"see rlft {command} --help")
 

@@ -64,6 +64,9 @@ def instantiate(config: Any, key: str, command: str = "train") -> Any:
     """
     if not isinstance(config, Mapping) or "_target_" not in config:
         group = key.partition(".")[0]
+        if config == {} and key == group:
+            remedy = f"add {group}=<one of {', '.join(catalog.choices(group))}>"
+            raise UserError(key, "is needed here, and none is chosen", remedy=remedy)
         raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
     target = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k != "_target_"}

@@ -521,7 +521,8 @@ def largest_micro_batch(demand: Demand, *, packed: bool) -> tuple[int, int]:
 
 def longest_rows(prompt: int, completion: int, group: int, rows: int, token_budget: int) -> Batch:
     """A batch of zeros with the longest rows, at most `rows` and as many as its largest micro-batch needs."""
-    rows = min(rows, group * (token_budget // (prompt + group * completion) + 1))
+    # With more of one group's rows than a micro-batch can have, one is full.
+    rows = min(rows, group * (token_budget // (prompt + group * completion) + 1), token_budget // completion + 2)
     mask = torch.ones(rows, prompt + completion, dtype=torch.bool)
     loss_mask = mask.clone()
     loss_mask[:, :prompt] = False

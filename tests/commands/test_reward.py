@@ -98,6 +98,13 @@ class Loud:
 """
 
 
+def test_more_rows_than_the_data_have_are_all_of_them() -> None:
+    words = ["+recipe=grpo_arithmetic", "data.size=5", "data.held_out_size=2", "reward=exact_match"]
+    config = resolve(compose(words)).config
+    prompts, _ = reward.try_rewards(config, reward.specs_of(config), 7)
+    assert len({prompt.id for prompt in prompts}) == len(prompts) == 5
+
+
 @each("words", [["reward", "try", "rows=1"], ["plan"]], ids=["try", "plan"])
 def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
     words: list[str], tmp_path: Path, forks: Nursery

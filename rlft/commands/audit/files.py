@@ -21,7 +21,7 @@ from rlft.runs.fork import FORKED_FROM
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import digests
-from rlft.types import UserError, counted
+from rlft.types import UserError, counted, require
 
 Line = Mapping[str, Any]
 
@@ -58,6 +58,7 @@ def read_chain(folder: Path, findings: Findings) -> dict[int, Line]:
 
     Raises UserError: there is no chain, or none of its lines can be read.
     """
+    require(folder.is_dir(), "run", "there is no such folder", got=folder, remedy="rlft runs lists all runs")
     try:
         raw_lines = (folder / CHAIN).read_bytes().split(b"\n")
     except OSError as error:

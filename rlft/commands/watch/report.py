@@ -20,6 +20,7 @@ from rlft.commands.watch.report_completions import choose, safe
 from rlft.commands.watch.report_images import MAX_BYTES as MAX_IMAGE_BYTES
 from rlft.commands.watch.report_images import digests_in, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
+from rlft.config import command as commands
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.find import named_folder, short_names
 from rlft.runs.run_folder import ORIGIN, flatten, read
@@ -160,8 +161,12 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def no_metrics(folder: Path) -> UserError:
-    problem = f"the run has no {METRICS}, which a report needs"
-    return UserError("report", problem, got=folder, remedy="keep jsonl among its loggers")
+    command = read(folder, "report")["command"]
+    if commands.named(command).headline is None:
+        problem, remedy = f"a run of rlft {command} writes no {METRICS}", "look into the files of its folder"
+    else:
+        problem, remedy = f"the run has no {METRICS}", "keep jsonl among its loggers"
+    return UserError("report", f"{problem}, which a report needs", got=folder, remedy=remedy)
 
 
 def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()) -> dict[str, Any]:

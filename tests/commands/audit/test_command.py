@@ -37,7 +37,8 @@ def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys
     [
         ([], "audit: takes one run; write rlft audit <run>"),
         (["a", "b"], "audit: takes one run, got a b; write rlft audit <run>"),
-        (["nowhere"], "run: has no chain.jsonl that can be read (No such file or directory), and cannot be audited"),
+        (["nowhere"], "run: there is no such folder, got nowhere; rlft runs lists all runs"),
+        ([str(Path(__file__).parent)], "run: has no chain.jsonl that can be read (No such file or directory)"),
         (["nowhere", "replay=x"], "replay: must be a number of steps, got x; try replay=1"),
         (["nowhere", "recompute="], "recompute: must be a number of steps; try recompute=16"),
     ],

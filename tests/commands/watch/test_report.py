@@ -114,6 +114,10 @@ def test_a_run_without_metrics_is_refused(make_run: Callable[..., Path], capsys:
         (run / name).unlink()
     assert cli.run(["report", str(run)]) == 2
     assert "the run has no metrics.jsonl" in capsys.readouterr().err
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("command: train", "command: sample"))
+    assert cli.run(["report", str(run)]) == 2
+    assert "a run of rlft sample writes no metrics.jsonl, which a report needs" in capsys.readouterr().err
 
 
 def test_a_group_that_is_too_large_hides_none_behind_it() -> None:
