@@ -17,7 +17,7 @@ from rlft.commands.sweep.measure import check_metric
 from rlft.commands.sweep.space import StudyConfig
 from rlft.config import command as commands
 from rlft.config.catalog import choices, groups
-from rlft.config.instantiate import convert
+from rlft.config.instantiate import convert, instantiate
 from rlft.config.keys import options, without_key
 from rlft.types import UserError
 
@@ -102,3 +102,9 @@ def test_a_metric_of_a_study_is_recognised() -> None:
     plain = {"command": "rm", "eval": {"every": 1}}
     with pytest.raises(UserError, match="did you mean accuracy"):
         check_metric("accuray", plain)
+
+
+def test_a_section_of_which_nothing_is_chosen_says_what_to_add() -> None:
+    """That of a run of sft, for instance, whose command needs no task."""
+    with pytest.raises(UserError, match=r"^data: is needed here, and none is chosen; add data=<one of arithmetic, "):
+        instantiate({}, "data")
