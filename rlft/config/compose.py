@@ -434,7 +434,7 @@ def explain(error: BaseException, command: str = USUAL) -> UserError | None:
         return UserError(match[1], "something must be chosen", got="nothing", remedy=_choose(match[1], command))
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
         remedy = f"sweep with rlft {command} -m, or write a list as '[a,b]'"
-        if "." in match[1]:  # no group
+        if match[1] not in catalog.groups():
             remedy += f"""; if it is one text, quote it twice: "{match[1]}='{match[2]}'\" """.rstrip()
         return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
     if match := re.search(r"Multiple values for (\S+?)\.? ", text):

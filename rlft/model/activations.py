@@ -21,13 +21,18 @@ from transformers.pytorch_utils import Conv1D
 from rlft.config.model import OFFLOAD, Recompute
 from rlft.model.checkpointing import TiledCheckpoint, drawing_again
 from rlft.model.kernels import elementwise
-from rlft.model.kernels.flash_attention import backward_scratch
+from rlft.model.kernels.flash_attention import HEAD_SIZE_STEP, MAX_HEAD_SIZE, backward_scratch
 from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashRows:
-    """A packed row to flash attention: numbers of its tokens, those of its completions, and of both."""
+    """A packed row to flash attention.
+
+    Attributes:
+        tokens: number of its tokens; `predicted`: those of its completions.
+        prompts: how many it has; `completions`: how many.
+    """
 
     tokens: int
     predicted: int
@@ -60,10 +65,10 @@ class LayerSizes:
         In one call everything attends to itself, in another one completions attend to their prompts; each of the two
         makes gradients, the first one those of the layer's hidden states as well.
         """
-        if not self.keys:
+        head_size = self.queries // max(1, self.heads)
+        if not self.keys or head_size > MAX_HEAD_SIZE or head_size % HEAD_SIZE_STEP:
             return 0
         queries, keys, heads = (max(1, size // ranks) for size in (self.queries, self.keys, self.heads))
-        head_size = self.queries // self.heads
         scratch = partial(
             backward_scratch,
             heads=heads,

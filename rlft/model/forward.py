@@ -538,14 +538,15 @@ def possible_shares(model: PreTrainedModel) -> tuple[list[int], str]:
             return [1], f"divides packed rows, and {error}"
         heads = text.num_attention_heads  # experts, for instance, do not run without weights
         numbers = {(heads, getattr(text, "num_key_value_heads", None) or heads)}
+    numbers |= {(layer.heads, layer.key_heads) for layer in states if layer.heads}
     words = " and ".join(f"{heads} heads, {keys} of keys" for heads, keys in sorted(numbers))
-    if states:
-        words += f", and in layers with a state {' and '.join(map(str, sorted(states)))} parts"
+    channels = sorted({layer.channels for layer in states})
+    words += f" and {' and '.join(map(str, channels))} channels" * bool(channels)
     possible = [
         n
         for n in range(1, max(heads for heads, _ in numbers) + 1)
         if all(heads % n == 0 and (keys % n == 0 or n % keys == 0) for heads, keys in numbers)
-        and all(part % n == 0 for part in states)
+        and all(number % n == 0 for number in channels)
     ]
     return possible, f"does not divide the attention of a {kind} ({words})"
 

@@ -206,7 +206,7 @@ def estimate(
     }
     step = _sum((1, stage) for name, stage in stages.items() if name not in BETWEEN_STEPS)
     numbers = {EVALUATE: schedule.evaluations, CHECKPOINT: schedule.checkpoints}
-    run = _sum([(schedule.steps, step), *((number, stages[name]) for name, number in numbers.items())])
+    run = _sum([(schedule.steps, step), *((numbers[name], stages[name]) for name in numbers if name in stages)])
     tokens = (work.trained if work.is_sampled else work.sampled or work.trained).completion
     lengths = (max(1, round(SHORT * tokens)), round(tokens)) if work.samples else None
     return Duration(machine=words, stages=stages, step=step, run=run, completion_tokens=lengths)
@@ -237,8 +237,11 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
         "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * bool(demand.recompute)) * passes,
         "publish": publish if work.is_sampled and work.epochs else 0.0,
     }
+    found = {name: value for name, value in stages.items() if value}
+    if not work.epochs:
+        return found
     saved = (FLOAT32 * demand.trainable + averages_bytes(demand)) / DISK + FILES_S
-    return {**{name: value for name, value in stages.items() if value}, EVALUATE: evaluation, CHECKPOINT: saved}
+    return {**found, EVALUATE: evaluation, CHECKPOINT: saved}
 
 
 def factor_of(stage: str, device: Machine) -> float:

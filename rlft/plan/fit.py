@@ -120,10 +120,10 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
 
 
 def _fewer_groups(demand: Demand, remedy: Callable[..., Remedy | None]) -> Iterator[Remedy | None]:
-    """A half, a quarter .. of a step's groups, as long as each optimizer batch has whole ones; not for several ranks,
-    whose lanes have a number of them each."""
+    """A half, a quarter .. of a step's groups, as long as each optimizer batch has whole ones; not where there are
+    several lanes, which share them."""
     groups, update_groups = demand.rows // demand.group, demand.update_rows // demand.group
-    while demand.ranks == 1 and groups % 2 == update_groups % 2 == 0:
+    while demand.ranks == demand.gradients == 1 and groups % 2 == update_groups % 2 == 0:
         groups, update_groups = groups // 2, update_groups // 2
         yield remedy(demand.per_step, str(groups), demand.with_groups(groups))
 

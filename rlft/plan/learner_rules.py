@@ -41,7 +41,6 @@ def check_learner_on(
         engine: the one that samples; None if nothing is sampled.
         used: the folders that the config names.
     """
-
     lora, settings = config.lora, config.model
     if isinstance(config, RunConfig):
         check_shared_tokens(config, model)

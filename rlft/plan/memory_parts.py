@@ -24,7 +24,7 @@ from rlft.model.checkpointing import MLP_TILE
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.plan.tower import TowerDemand
 from rlft.system.buckets import BUCKET
-from rlft.system.device import multiprocessors, type_of
+from rlft.system.device import MULTIPROCESSORS, type_of
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
 
@@ -142,6 +142,7 @@ class Demand:
         max_tokens: the most tokens in a completion.
         max_sequence_tokens: the most tokens in a prompt with its completion.
         device_memory: bytes of a GPU's memory; 0 if unknown.
+        multiprocessors: their number on a GPU.
         engines_apart: number of engines in other processes on this device, each with a base of its own.
         ranks: number of ranks that share the forward and backward passes.
         gradients: the most gradients that a rank holds at a time, those of its lanes.
@@ -180,6 +181,7 @@ class Demand:
     max_tokens: int = 0
     max_sequence_tokens: int = 0
     device_memory: int = 0
+    multiprocessors: int = MULTIPROCESSORS
     engines_apart: int = 0
     ranks: int = 1
     gradients: int = 1
@@ -194,15 +196,10 @@ class Demand:
 
     def with_groups(self, number: int) -> Demand:
         """The same with so many groups of rows in a step."""
-        groups = self.rows // self.group
-        return replace(
-            self,
-            rows=number * self.group,
-            update_rows=self.update_rows * number // groups,
-            decodings=tuple(
-                replace(each, num_prompts=number) if each.num_prompts == groups else each for each in self.decodings
-            ),
-        )
+        update_rows, decodings = self.update_rows * number * self.group // self.rows, self.decodings
+        if decodings and self.per_step == "prompts_per_step":  # the first one is a step's, and the others stay
+            decodings = (replace(decodings[0], num_prompts=number), *decodings[1:])
+        return replace(self, rows=number * self.group, update_rows=update_rows, decodings=decodings)
 
     @property
     def load(self) -> Load:
@@ -289,8 +286,10 @@ def tower_parts(model: ModelSizes, demand: Demand) -> list[MemoryPart]:
     """The parts of a vision tower, and of images."""
     if demand.tower is None:
         return []
-    _, predicted = largest_micro_batch(demand, packed=model.packed)
-    trained = math.ceil(predicted / (demand.completion_tokens * demand.group)) if demand.trains else 0
+    trained = 0
+    if demand.trains:
+        _, predicted = largest_micro_batch(demand, packed=model.packed)
+        trained = math.ceil(predicted / (demand.completion_tokens * demand.group))
     per_step, engine, sampled, towers = demand.rows // demand.group, demand.engine, 0, 1
     if engine is not None and engine.on_trainers_base:  # vLLM counts its own
         at_once = [min(each.num_prompts, max(1, engine.at_once // each.samples)) for each in demand.decodings]
@@ -423,7 +422,7 @@ def attention_gradients(model: ModelSizes, demand: Demand, tokens: int, predicte
     row = FlashRows(tokens=tokens, predicted=predicted, prompts=prompts, completions=completions)
     freed = mlp_bytes(model.config, math.ceil(tokens / demand.sharing), model.itemsize, **how)
     made = (
-        size.flash_gradients(model.hidden, row, demand.sharing, multiprocessors()) - of_mlp
+        size.flash_gradients(model.hidden, row, demand.sharing, demand.multiprocessors) - of_mlp
         for size, of_mlp in zip(layer_sizes(model.config), freed, strict=True)
     )
     return max(0, *made)

@@ -82,10 +82,11 @@ class SamplePlan(Plan):
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of the engine beside the base, the adapter that samples, and learned rewards."""
-        run, longest = self.config, self.prompts.longest().token_ids
+        run, longest = self.config, self.prompts.longest(self.config.num_prompts).token_ids
+        per_step = min(run.prompts_per_step, len(self.chosen))
         rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
         networks = [classifier_bytes(spec.kwargs["path"]) for spec in rewards]
-        decodings = [Decoding(num_prompts=run.prompts_per_step, samples=run.n, longest=longest)]
+        decodings = [Decoding(num_prompts=per_step, samples=run.n, longest=longest)]
         if run.environment:
             decodings.append(of_a_later_round(decodings[0], run.generation.max_tokens))
         return Demand(
@@ -97,8 +98,8 @@ class SamplePlan(Plan):
             prompt_tokens=len(longest),
             completion_tokens=run.generation.max_tokens,
             group=run.n,
-            rows=run.n * run.prompts_per_step,
-            update_rows=run.n * run.prompts_per_step,
+            rows=run.n * per_step,
+            update_rows=run.n * per_step,
             token_budget=run.token_budget,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
@@ -110,7 +111,7 @@ class SamplePlan(Plan):
         run = self.config
         lengths = self.prompts.num_tokens[: run.num_prompts]
         scorers = sum(spec.runs_in_trainer for spec in specs(run.reward).values())
-        rows = rows_of(lengths, run.n, run, number=run.prompts_per_step)
+        rows = rows_of(lengths, run.n, run, number=len(self.chosen) / self.num_steps)
         return StepWork(trained=rows, epochs=0, scorers=scorers, is_sampled=True)
 
     def lengths(self) -> list[DataLengths]:
@@ -164,7 +165,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     shown = prompt_additions(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     check_images(config, model_config.model_type, config.generation.named(engine), prompts)
-    shown_prompts = len(prompts.prompts[: config.num_prompts])
+    num_chosen = len(prompts.prompts[: config.num_prompts])
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
     return SamplePlan(
@@ -176,7 +177,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         lora=lora,
         tokenizer=tokenizer_fingerprint(tokenizer),
         environment=environment,
-        tower=tower_demand(model_config, dtype, [prompts], shown_prompts, tokenizer),
+        tower=tower_demand(model_config, dtype, [prompts], num_chosen, tokenizer),
         ends=ends,
         notes=ends.notes,
         fingerprints={

@@ -27,7 +27,7 @@ from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
 from rlft.plan.model_rules import why_not_on_a_gpu
 from rlft.plan.roofline import Work
 from rlft.plan.run_plan import LINE, Plan
-from rlft.system.device import resolve_device, resolve_dtype
+from rlft.system.device import multiprocessors, resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
 from rlft.trainer.optimizer import is_matrix
@@ -87,6 +87,8 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
 def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) -> Demand:
     """The demand on a GPU with `device_memory` bytes; if it is in another machine, `auto` may choose another engine."""
     demand = replace(demand, device="cuda" if demand.device == "cpu" else demand.device, device_memory=device_memory)
+    if not absent and (device := resolve_device(plan.config.model.device)).type == "cuda":
+        demand = replace(demand, multiprocessors=multiprocessors(device))
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand
     generation, lora = plan.config.generation, plan.lora_settings
@@ -142,7 +144,7 @@ def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Deco
     return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest)]
 
 
-def rows_of(lengths: Sequence[int], samples: int, run: SamplingRoot, number: int | None = None) -> Work:
+def rows_of(lengths: Sequence[int], samples: int, run: SamplingRoot, number: float | None = None) -> Work:
     """`samples` completions of full length for each of `number` prompts (None: all) of the mean of these lengths."""
     return Work(
         prompts=len(lengths) if number is None else number,

@@ -20,10 +20,11 @@ def time_rows(schedule: Schedule, estimated: Duration | str, price: Price | None
     if schedule.checkpoints:
         table.append(("evaluations", f"{schedule.evaluations:,}", when))
         table.append(("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"))
-    later = [MEASURED_LATER] * bool(schedule.checkpoints)
+    later = [MEASURED_LATER] * bool(schedule.checkpoints)  # of a run that writes metrics
     if isinstance(estimated, str):
         table.append(("the run", "no estimate", "; ".join([estimated, *later])))
-        return table if price is None else [*table, ("price", str(price), "with price= rlft watch says what it costs")]
+        said_later = "with price= rlft watch says what it costs" * bool(later)
+        return table if price is None else [*table, ("price", str(price), said_later)]
     run = estimated.run
     words = [f"an estimate for {estimated.machine}", *later]
     if schedule.checkpoints:

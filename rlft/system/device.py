@@ -198,11 +198,13 @@ def total_bytes(device: Device) -> int:
     return _module(device).get_device_properties(device).total_memory
 
 
-def multiprocessors() -> int:
-    """The number of multiprocessors of this machine's GPU; where it has none, that of an H100 or H200."""
-    if not torch.cuda.is_available():
-        return 132
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+MULTIPROCESSORS = 132
+"""Their number on an H100 and an H200, for plans of a GPU that is not here."""
+
+
+def multiprocessors(device: Device) -> int:
+    """The number of multiprocessors of a CUDA GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def peak_memory_bytes() -> int:

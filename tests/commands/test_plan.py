@@ -141,7 +141,7 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, caps
         "process and libraries", "base", "adapters", "base and policy added up", "keys and values", "decoding",
     }  # fmt: skip
     assert found["schedule"]["steps"] == 3
-    assert found["duration"]["stages"].keys() == {"sample", "evaluate", "checkpoint"}
+    assert found["duration"]["stages"].keys() == {"sample"}
     assert found["duration"]["run"]["seconds"] == pytest.approx(3 * found["duration"]["step"]["seconds"])
     assert [(item["data"], item["tokens"]["items"]) for item in found["lengths"]] == [("prompts", 200)]
     assert {trial["reward"] for trial in found["rewards"]} == {"exact_match", "format"}
@@ -150,6 +150,10 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, caps
     assert "bytes  key" in page
     for absent in ("checkpoint", "lora.rank", "rlft watch"):
         assert absent not in page
+    one_step = planned(capsys, *words[:-1], "num_prompts=3", "generation=transformers", "model.device=cpu")
+    assert one_step["schedule"]["steps"] == 1
+    assert one_step["duration"]["run"]["seconds"] < found["duration"]["step"]["seconds"]
+    assert parts_of(one_step)["keys and values"] == pytest.approx(3 / 8 * parts_of(found)["keys and values"], rel=1e-3)
     on_a_gpu = ("generation=vllm", "model.device=cuda", "device_memory=24GiB")
     on_card = parts_of(planned(capsys, *words, *on_a_gpu))
     assert on_card["vLLM, its KV cache (it shares the base)"] > 0

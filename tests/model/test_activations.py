@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import attention_families
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 from rlft.config.model import KernelChoice
 from rlft.model.activations import (
     AdapterLayers,
+    FlashRows,
     LayerModules,
     LayerSizes,
     activation_bytes,
@@ -146,6 +148,20 @@ def test_layers_have_the_sizes_that_config_json_gives_each_of_them() -> None:
         ("mamba2", {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2}, no_attention),
     ):
         assert layer_sizes(AutoConfig.for_model(model_type, **keys)) == expected, model_type
+
+
+def test_what_flash_attentions_backward_makes_of_a_row() -> None:
+    """12 heads of 128, 2 of keys, hidden size 1000, a prompt of 100 tokens with two completions of 450."""
+    size = LayerSizes(queries=1536, keys=256, mlp=1, heads=12)
+    row = FlashRows(tokens=1000, predicted=900, prompts=1, completions=2)
+    # Completions over their prompt: 11 splits for 12 heads, and 33 for the 4 heads of one of three ranks.
+    of_prompts = 4 * (900 + 128) * 12 * (11 * 128 + 1) + 2 * 2 * 100 * 1536 + 2 * (900 * 1536 + 2 * 100 * 256)
+    assert size.flash_gradients(1000, row, 1, 132) == 2 * 1000 * (1000 + 2 * 1536 + 2 * 256) + of_prompts
+    of_prompts = 4 * (900 + 128) * 4 * (33 * 128 + 1) + 2 * 2 * 100 * 512 + 2 * (900 * 512 + 2 * 100 * 128)
+    ranks = replace(size, keys=384)  # a head of keys for each rank
+    assert ranks.flash_gradients(1000, row, 3, 132) == 2 * 1000 * (333 + 2 * 512 + 2 * 128) + of_prompts
+    for other in (LayerSizes(queries=1024, keys=1024, mlp=1, heads=2), LayerSizes(queries=60, keys=60, mlp=1, heads=3)):
+        assert other.flash_gradients(1000, row, 1, 132) == 0, "heads of 512, and of 20, are not flash's"
 
 
 def test_unlike_layers_have_sizes_of_their_own() -> None:

@@ -225,20 +225,28 @@ def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, 
 
 def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
     layer = empty("qwen3_5_text").model.layers[0].linear_attn
-    assert parts_of(layer) == {2 * 2 * 8 + 4 * 8, 4}  # channels of queries, keys and values, and heads of values
+    # Channels of queries, keys and values; heads of values and of keys.
+    assert parts_of(layer) == (2 * 2 * 8 + 4 * 8, 4, 2)
+    assert parts_of(empty("lfm2").model.layers[0].conv) == (32, 0, 0)
     heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
-    found = ([1, 2], "does not divide the attention of a qwen3_5_text (4 heads, 2 of keys, and in layers with a state")
-    possible, problem = possible_shares(empty("qwen3_5_text", **heads))
-    assert (possible, problem.startswith(found[1])) == (found[0], True)
+    words = (
+        "does not divide the attention of a qwen3_5_text (2 heads, 2 of keys and 4 heads, 2 of keys and 48 channels)"
+    )
+    assert possible_shares(empty("qwen3_5_text", **heads)) == ([1, 2], words)
+    heads = {"linear_num_value_heads": 6, "linear_num_key_heads": 3, "num_attention_heads": 6}
+    assert possible_shares(empty("qwen3_5_text", hidden_size=36, **heads))[0] == [1, 6]
     for kind in ("bamba", "mamba", "mamba2", "nemotron_h"):
         refused = f"a {kind} has layers with a state whose heads ranks cannot divide"
         assert possible_shares(empty(kind)) == ([1], refused)
 
 
-def test_a_function_that_would_see_the_tokens_of_one_rank_alone_is_an_error(batch, on_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(state_functions, "is_over_tokens", lambda name: name.endswith("conv1d_fn"))
-    with pytest.raises(AssertionError, match="another function would see this rank's tokens alone"):
-        on_ranks(2, lambda: computed(hybrid_models.random_model("qwen3_5_text").double(), batch, None))
+@pytest.mark.parametrize(("kind", "replaced"), [("qwen3_5_text", "conv1d_fn"), ("lfm2", "no such")])
+def test_a_function_that_would_see_the_tokens_of_one_rank_alone_is_an_error(
+    kind, replaced, batch, on_ranks, monkeypatch
+) -> None:
+    monkeypatch.setattr(state_functions, "is_over_tokens", lambda name: name.endswith(replaced))
+    with pytest.raises(AssertionError, match="another one, which would see those of this rank alone"):
+        on_ranks(2, lambda: computed(hybrid_models.random_model(kind).double(), batch, None))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", slow("gemma4")])

@@ -219,7 +219,7 @@ def test_layers_that_are_not_known_are_not_divided(monkeypatch: pytest.MonkeyPat
         (
             "lfm2",
             {"layer_types": ["conv", "full_attention", "conv"], "hidden_size": 36, "num_attention_heads": 6},
-            "of a lfm2 (6 heads, 2 of keys, and in layers with a state 36 parts), got 4; use one of 1, 2, 6",
+            "of a lfm2 (6 heads, 2 of keys and 36 channels), got 4; use one of 1, 2, 6",
         ),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, None),
         ("mamba2", {"num_heads": 8, "head_dim": 8}, "a mamba2 has layers with a state whose heads ranks cannot divide"),

@@ -109,7 +109,8 @@ def on_gpu(monkeypatch):
             plan = replace(plan, config=replace(plan.config, token_budget=GPU_TOKENS))
         for module in (fit, sizes):
             monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
-        properties = SimpleNamespace(total_memory=math.ceil(num_bytes / (1 - MARGIN)) + 1)
+        total = math.ceil(num_bytes / (1 - MARGIN)) + 1
+        properties = SimpleNamespace(total_memory=total, multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return plan
 

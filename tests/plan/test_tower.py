@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,12 @@ def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(
 ) -> None:
     """Whatever memory holds that is not written to: idefics3 and smolvlm leave out the parts that are all zeros."""
     empty = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kw: empty(*args, **kw).fill_(memory_holds))
+
+    def filled(*args: Any, **keywords: Any) -> torch.Tensor:
+        memory = empty(*args, **keywords)
+        return memory.fill_(memory_holds if memory.is_floating_point() else 1)
+
+    monkeypatch.setattr(torch, "empty_strided", filled)
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
     assert backbone.images is not None
     tower, found = backbone.images._load(), {}

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rlft.model.kernels import state_functions
 from rlft.model.kernels.attention import AttentionProbe
 from rlft.model.kernels.elementwise import is_replaced
-from rlft.model.kernels.shared_states import SharedStates, parts_of
+from rlft.model.kernels.shared_states import Parts, SharedStates, parts_of
 from rlft.model.kernels.split_attention import BranchSpans, Span, buckets
 
 if TYPE_CHECKING:
@@ -180,16 +180,10 @@ def keeps_states(model: PreTrainedModel) -> bool:
     return any(is_replaced(module, _forward) or _cache_argument(module) is not None for module in model.modules())
 
 
-def parts_that_ranks_divide(model: PreTrainedModel) -> set[int] | None:
-    """The numbers of channels and heads of layers with a state that ranks which share tokens divide; None if a layer
-    cannot be divided."""
-    parts: set[int] = set()
-    for module in model.modules():
-        if _cache_argument(module) is not None:
-            if (found := parts_of(module)) is None:
-                return None
-            parts |= found
-    return parts
+def parts_that_ranks_divide(model: PreTrainedModel) -> set[Parts] | None:
+    """Those of layers with a state, which ranks that share tokens divide; None if they cannot divide one's."""
+    parts = {parts_of(module) for module in model.modules() if _cache_argument(module) is not None}
+    return None if None in parts else {each for each in parts if each is not None}
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
@@ -224,7 +218,9 @@ def _forward(plain: Any, cache: str, /, hidden_states: Tensor, **kwargs: Any) ->
     if packed.share is not None:
         states = SharedStates(packed, over_runs)
         with state_functions.shared(states):
-            return plain(hidden_states, **{cache: states, "attention_mask": None})
+            outputs = plain(hidden_states, **{cache: states, "attention_mask": None})
+        states.check()
+        return outputs
 
     def computed(runs: Runs, states: States) -> Tensor:
         x = hidden_states[0].index_select(0, runs.index.flatten()).view(*runs.index.shape, -1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,35 @@ CONVOLUTION, DELTA_RULES = "causal_conv1d_fn", ("chunk_gated_delta_rule", "chunk
 OVER_TOKENS = (CONVOLUTION, *DELTA_RULES)
 
 
+NOT_REPLACED = "a layer's function over tokens is another one, which would see those of this rank alone"
+
+
 def is_over_tokens(name: str) -> bool:
     return name.removeprefix("torch_") in OVER_TOKENS
 
 
-def parts_of(layer: nn.Module) -> set[int] | None:
-    """The numbers of channels and of heads of a layer with a state, which ranks divide; None if they cannot."""
+class Parts(NamedTuple):
+    """The numbers of channels, of heads and of heads of keys of a layer with a state, which ranks divide.
+
+    A layer without heads has none of either.
+    """
+
+    channels: int
+    heads: int
+    key_heads: int
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """The parts of a layer with a state; None if ranks cannot divide them."""
     convolutions = [child.in_channels for child in layer.children() if isinstance(child, nn.Conv1d)]
     names = {name.removeprefix("torch_") for name in vars(sys.modules[type(layer).__module__])}
     if len(convolutions) != 1 or CONVOLUTION not in names:
         return None
     heads = getattr(layer, "num_v_heads", None) or getattr(layer, "num_heads", None)
     if heads is not None:
-        return {*convolutions, heads} if names & {*DELTA_RULES} else None
-    return None if hasattr(layer, "A_log") else {*convolutions}  # LFM2's convolutions
+        has_rule = bool(names & {*DELTA_RULES})
+        return Parts(convolutions[0], heads, getattr(layer, "num_k_heads", heads)) if has_rule else None
+    return None if hasattr(layer, "A_log") else Parts(convolutions[0], 0, 0)  # LFM2's convolutions
 
 
 class SharedStates:
@@ -48,7 +63,7 @@ class SharedStates:
     record_past = False
 
     def __init__(self, packed: PackedRows, over_runs: Callable[..., Tensor]) -> None:
-        """over_runs: `recurrent.over_runs` of the whole row."""
+        """over_runs: gives for each token of the whole row what a function gives for its runs (`recurrent`)."""
         assert packed.share is not None
         self._share, self._num_tokens, self._over_runs = packed.share, packed.num_tokens, over_runs
         self._kernel_size, self._called = 0, set[str]()
@@ -58,6 +73,10 @@ class SharedStates:
         over_tokens = self._convolved if name.removeprefix("torch_") == CONVOLUTION else self._summed_up
         self._called.add(over_tokens.__name__)
         return over_tokens(function, *args, **kwargs)
+
+    def check(self) -> None:
+        """Checks that the module has convolved all tokens, and not this rank's alone."""
+        assert "_convolved" in self._called, NOT_REPLACED
 
     def _convolved(
         self, function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
@@ -126,7 +145,7 @@ class SharedStates:
         return x
 
     def update_recurrent_state(self, x: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        assert self._called == {"_convolved", "_summed_up"}, "another function would see this rank's tokens alone"
+        assert "_summed_up" in self._called, NOT_REPLACED
         return x
 
 
