@@ -27,11 +27,11 @@ from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashRows:
-    """A packed row to flash attention.
+    """A packed row as flash attention gets it.
 
     Attributes:
-        tokens: number of its tokens; `predicted`: those of its completions.
-        prompts: how many it has; `completions`: how many.
+        tokens: number of its tokens; `predicted`: of those of its completions.
+        prompts: number of its prompts; `completions`: of its completions.
     """
 
     tokens: int

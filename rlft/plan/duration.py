@@ -237,11 +237,11 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
         "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * bool(demand.recompute)) * passes,
         "publish": publish if work.is_sampled and work.epochs else 0.0,
     }
-    found = {name: value for name, value in stages.items() if value}
+    of_a_step = {name: value for name, value in stages.items() if value}
     if not work.epochs:
-        return found
+        return of_a_step
     saved = (FLOAT32 * demand.trainable + averages_bytes(demand)) / DISK + FILES_S
-    return {**found, EVALUATE: evaluation, CHECKPOINT: saved}
+    return {**of_a_step, EVALUATE: evaluation, CHECKPOINT: saved}
 
 
 def factor_of(stage: str, device: Machine) -> float:

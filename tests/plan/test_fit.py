@@ -21,7 +21,7 @@ from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
 from rlft.plan.fit import LOWERED_TOKENS, fit_to_device, largest_budget, remedies
-from rlft.plan.memory_parts import MARGIN, parts
+from rlft.plan.memory_parts import MARGIN, longest_rows, parts
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.types import UserError
 
@@ -148,6 +148,27 @@ def test_the_budget_is_lowered_before_activations_are_computed_again(on_gpu):
         config = fit_to_device(on_gpu(memory)).config
         assert config.model.gradient_checkpointing is recomputes
         assert needed(plan, config.token_budget, recomputes) <= memory < needed(plan, GPU_TOKENS, False)
+
+
+def test_a_step_of_fewer_prompts_is_offered_where_its_batch_is_too_large(on_gpu) -> None:
+    words = ("prompts_per_step=256", "group_size=16", "data.size=512", "token_budget=1024", "eval.num_prompts=256")
+    plan = on_gpu(0, *words)
+    model = sizes_of(plan.config.model, plan.config.lora)
+    demand = replace(on_a_gpu(plan.demand(model, False), plan, 0, absent=False), recompute="offload")
+    limit = peak(parts(model, demand.with_groups(70), CUDA_CONTEXT))
+    [way] = [way for way in remedies(model, demand, CUDA_CONTEXT, limit) if "prompts_per_step" in way.changes]
+    assert (way.changes, way.peak) == (
+        {"prompts_per_step": "64"}, peak(parts(model, demand.with_groups(64), CUDA_CONTEXT)),
+    )  # fmt: skip
+    assert way.peak <= limit < peak(parts(model, demand.with_groups(128), CUDA_CONTEXT))
+    evaluated = replace(demand, decodings=(demand.decodings[0], replace(demand.decodings[1], num_prompts=256)))
+    assert [each.num_prompts for each in evaluated.with_groups(64).decodings] == [64, 256]
+    of_lanes = remedies(model, replace(demand, gradients=2), CUDA_CONTEXT, limit)
+    assert not [way for way in of_lanes if "prompts_per_step" in way.changes]
+
+
+def test_a_group_of_more_rows_than_a_micro_batch_has_is_not_made() -> None:
+    assert len(longest_rows(22, 48, 10**9, 10**12, 4096).rewards) == 4096 // 48 + 2
 
 
 LONG_ROW = (

@@ -345,8 +345,8 @@ def backward_scratch(
 ) -> int:
     """Bytes that a backward in 16 bits holds beside its arguments and results, where it adds up in a fixed order.
 
-    As many multiprocessors as there are for a head of a run each add up gradients of its queries in float32, and keys
-    and values have a gradient for each head that shares them (torch 2.11 to 2.14,
+    The multiprocessors are divided among the heads of all runs, and each has float32 sums of its own for the gradients
+    of a head's queries; keys and values have a gradient for each head that shares them (torch 2.11 to 2.14,
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_bwd`). So one long run takes the most.
 
     Args:

@@ -36,7 +36,7 @@ def is_over_tokens(name: str) -> bool:
 class Parts(NamedTuple):
     """The numbers of channels, of heads and of heads of keys of a layer with a state, which ranks divide.
 
-    A layer without heads has none of either.
+    A layer that is a convolution alone has 0 heads.
     """
 
     channels: int
@@ -97,14 +97,14 @@ class SharedStates:
         """(`[1, n, H, D]`, nothing) of queries, keys, values, decays and rates `[1, n, H, ..]`."""
         rates = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
         others = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
-        given = [*args, *rates.values()]
-        of_heads = [self._to_heads(x[0].unflatten(-1, (-1, 1)) if x.dim() == 3 else x[0]) for x in given]
+        tensors = [*args, *rates.values()]
+        of_heads = [self._to_heads(x[0].unflatten(-1, (-1, 1)) if x.dim() == 3 else x[0]) for x in tensors]
 
         def summed_up(runs: Runs, states: States) -> Tensor:
             rows = [x[runs.index] for x in of_heads]
             if runs.mask is not None:  # what has no key and no value adds nothing to a state
                 rows[1:3] = [x * runs.mask[..., None, None] for x in rows[1:3]]
-            rows = [row.flatten(-2) if x.dim() == 3 else row for row, x in zip(rows, given, strict=True)]
+            rows = [row.flatten(-2) if x.dim() == 3 else row for row, x in zip(rows, tensors, strict=True)]
             named = dict(zip(rates, rows[len(args) :], strict=True))
             begun = states.get_recurrent_state(0)
             out, last = function(*rows[: len(args)], **named, **others, initial_state=begun)
