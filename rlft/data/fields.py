@@ -9,16 +9,9 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rlft.tokens.text import THINKING_FIELDS
+from rlft.tokens.messages import FIELDS, MessageError, kind, message_of
 from rlft.types import Message, Schema
 
-FIELDS = {
-    "system": (),
-    "user": (),
-    "assistant": ("tool_calls", "weight", *THINKING_FIELDS),
-    "tool": ("tool_call_id", "name"),
-}
-"""{role: the fields of its messages beside role and content}; others are refused."""
 TOOLS = "tools"
 """The field of a row that has the schemas of its tools."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
@@ -121,62 +114,25 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for i, message in enumerate(value):
         where = f"message {i} of field {name!r}"
-        if isinstance(message, Mapping) and "role" not in message and isinstance(speaker := message.get("from"), str):
+        if isinstance(message, Mapping):  # without the fields of a table that say nothing
+            message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(message, dict) and "role" not in message and isinstance(speaker := message.get("from"), str):
             others = {key: value for key, value in message.items() if key not in ("from", "value")}
             message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value"), **others}
-        if not isinstance(message, Mapping) or message.get("role") not in FIELDS:
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(role, str) or role not in FIELDS:
+            got = f", its role is {role!r}" if role is not None else ""
             raise RowError(
                 f'{where} must be {{"role": {" | ".join(FIELDS)}, "content": text}} or '
-                '{"from": system | human | gpt, "value": text}'
+                f'{{"from": system | human | gpt, "value": text}}{got}'
             )
-        if message["role"] == "system" and i > 0:
+        if role == "system" and i > 0:
             raise RowError(f"{where} is a system message; only the first may be")
-        messages.append(_message(message, where))
+        try:
+            messages.append(message_of(message))
+        except MessageError as error:
+            raise RowError(f"{where} {error}", remedy=error.remedy) from None
     return tuple(messages)
-
-
-def _message(message: Mapping[str, Any], where: str) -> Message:
-    """The message with its role, its content and what else is known of its role. RowError names any other field."""
-    role, remedy = message["role"], "use it under a name that is known, or leave it out"
-    given = {key: value for key, value in message.items() if value is not None and value != []}
-    for key in given:
-        if key not in ("role", "content", *FIELDS[role]):
-            known = ", ".join(("role", "content", *FIELDS[role]))
-            raise RowError(f"{where} has the field {key!r}; a message of the role {role} has {known}", remedy=remedy)
-    content = _joined(given.get("content", "" if "tool_calls" in given else None))
-    made = {**given, "role": role, "content": content}
-    if not isinstance(content, str):
-        raise RowError(f"{where} must have a text as its content, it is {kind(content)}")
-    if given.get("weight", 1) not in (0, 1):
-        raise RowError(f"{where} has the weight {given['weight']!r}; it must be 0 (read) or 1 (learned)", remedy=remedy)
-    for key in (*THINKING_FIELDS, "tool_call_id", "name"):
-        if not isinstance(given.get(key, ""), str):
-            raise RowError(f"{where} must have a text as its {key}, it is {kind(given[key])}")
-    if "tool_calls" in given:
-        made["tool_calls"] = [_call(call, where) for call in _listed(given["tool_calls"], f"the tool_calls of {where}")]
-    return made
-
-
-def _joined(content: Any) -> Any:
-    """The content of a message, of which a list of parts that are all texts is one text, as in OpenAI's format."""
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    return "".join(map(str, texts)) if texts and len(texts) == len(parts) else content
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call of a tool, whose arguments are an object."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    function = function if isinstance(function, Mapping) else {}
-    name, arguments = function.get("name"), function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        form = '{"function": {"name": text, "arguments": object}}'
-        raise RowError(f"a call of {where} must be {form}, its arguments may be JSON in a text", remedy="fix it")
-    own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", **own, "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def tools_of(fields: Mapping[str, Any]) -> tuple[Schema, ...]:
@@ -224,14 +180,6 @@ def only_text(turn: Message, where: str) -> str:
     if more:
         raise RowError(f"{where} has {more[0]}, and only texts are ranked", remedy="leave it out of the data")
     return turn["content"]
-
-
-def kind(value: Any) -> str:
-    """The type of a JSON value, in words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    if value == []:
-        return "an empty list"
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 
 def only(fields: Mapping[str, Any]) -> str:

@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from rlft.data.fields import RowError, kind, value_of
+from rlft.tokens.messages import MessageError, known
 from rlft.types import IMAGE, Image
 
 MARK = "<image>"
 """What data sets write in the place of an image in a text."""
+
+IMAGE_PARTS = ("image", "image_url")
+"""The types of parts that are images."""
+IMAGE_FIELDS = ("image", "image_url", "url", "path", "base64", "bytes", "value")
+"""The fields of such a part, of which one holds the image."""
 
 FORMS = "a path, base64, a data URL, bytes or {bytes, path}"
 
@@ -56,23 +62,28 @@ def _with_texts(message: Any, placed: list[Any], waiting: Any) -> Any:
         return message
     parts = []
     for part in content:
-        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
             placed.append(_value_of_part(part, waiting))
             part = {"type": "text", "text": IMAGE}
-        # Tables have all keys in each part.
-        parts.append({"type": "text", "text": part["text"]} if isinstance(part, Mapping) and part.get("text") else part)
+        parts.append(part)
     return {**message, "content": parts}
 
 
 def _value_of_part(part: Mapping[str, Any], waiting: Any) -> Any:
-    for name in ("image", "image_url", "url", "path", "base64", "bytes"):
-        if part.get(name) is not None:
-            value = part[name]
-            return value["url"] if isinstance(value, Mapping) and "url" in value else value
     try:
-        return next(waiting)
-    except StopIteration:
-        raise RowError("a part of the type image has no image, and data.image_field has none for it") from None
+        given = known({k: v for k, v in part.items() if v != ""}, ("type", *IMAGE_FIELDS), "a part of the type image")
+    except MessageError as error:
+        raise RowError(f"a part of the type {part['type']} {error}", remedy=error.remedy) from None
+    values = [given[name] for name in IMAGE_FIELDS if name in given]
+    if len(values) > 1:
+        raise RowError("a part of the type image has several images", remedy="give each image a part")
+    if not values:
+        try:
+            return next(waiting)
+        except StopIteration:
+            raise RowError("a part of the type image has no image, and data.image_field has none for it") from None
+    [value] = values
+    return value["url"] if isinstance(value, Mapping) and value.get("url") is not None else value
 
 
 def _placed(question: Any, number: int) -> Any:

@@ -295,8 +295,11 @@ def test_what_nobody_reads_in_a_message_is_refused_by_name(learned) -> None:
         ({**says("d"), "weight": 0.5}, "has the weight 0.5; it must be 0 .* or 1"),
         ({**says("d"), "reasoning_content": 5}, "must have a text as its reasoning_content, it is a number"),
         ({"role": "assistant", "content": None}, "must have a text as its content, it is null"),
-        ({"role": "assistant", "tool_calls": "add"}, "tool_calls of message 3 .* must be a list"),
-        ({"role": "assistant", "tool_calls": [{"name": "add", "arguments": "a b"}]}, "a call of message 3"),
+        ({"role": "assistant", "tool_calls": "add"}, "message 3 .* has tool_calls that must be a list"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "a b"}]},
+            "message 3 .* has a call of a tool",
+        ),
         ({"role": "developer", "content": "d"}, 'must be {"role": system | user | assistant | tool'),
     ):
         with pytest.raises(UserError, match=problem.replace("|", r"\|").replace("{", r"\{")):

@@ -59,8 +59,11 @@ def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(make_data,
     text, sound = {"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": "x.wav"}
     (prompt,) = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(text, text))), **keys).load(Split.held_out)
     assert prompt.messages[0]["content"] == "aa"
-    for parts in ((text, sound), ()):
-        with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must have a text"):
+    for parts, problem in (
+        ((text, sound), "has a part 1 of its content of the type 'input_audio'"),
+        ((), "must have a text"),
+    ):
+        with pytest.raises(UserError, match=rf"a\.jsonl:1: message 0 of field 'm' {problem}"):
             make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(*parts))), **keys).load(Split.held_out)
 
 
