@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+ABSENT = object()
+"""The value of a key that is not there; null is a value."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
@@ -26,6 +29,7 @@ class Key:
         only_trains: whether an evaluation does not read it.
         in_trial: whether the run that `rlft doctor` tries has the user's value: always, or if it was typed.
         free_in_sweep: whether it may change when a sweep is resumed.
+        before: the value of runs that were recorded before there was such a key: what rlft did then.
         roles: the roles of another run that its value may name, in order of preference; a path, as well.
         inside: what is known of keys of this section, before what its own class says: {key: what}.
     """
@@ -37,12 +41,14 @@ class Key:
     only_trains: bool | None = None
     in_trial: Literal["always", "typed"] | None = None
     free_in_sweep: bool | None = None
+    before: Any = field(default=ABSENT, hash=False)
     roles: tuple[str, ...] = ()
     inside: Mapping[str, Key] = field(default_factory=dict, hash=False)
 
     def over(self, section: Key) -> Key:
-        """This, with what its section says where it says nothing itself; without the section's roles and `inside`."""
-        inherited = {f.name: getattr(section, f.name) for f in fields(Key) if f.name not in ("roles", "inside")}
+        """This, with what its section says where it says nothing itself; without what is the section's own."""
+        own = ("before", "roles", "inside")
+        inherited = {f.name: getattr(section, f.name) for f in fields(Key) if f.name not in own}
         return replace(self, **{name: value for name, value in inherited.items() if getattr(self, name) is None})
 
 
@@ -58,6 +64,11 @@ def known(root: type, key: str) -> Key:
     while key and key not in table:
         key = key.rpartition(".")[0]
     return table.get(key, Key())
+
+
+def written_at(hint: Any) -> Key:
+    """The `Key` in the type of a field."""
+    return next((other for other in getattr(hint, "__metadata__", ()) if isinstance(other, Key)), Key())
 
 
 def is_below(key: str, names: Iterable[str]) -> bool:
@@ -87,9 +98,9 @@ def _keys(cls: type, prefix: str, section: Key) -> Iterator[tuple[str, Key]]:
     hints = typing.get_type_hints(cls, include_extras=True)
     for name in (f.name for f in dataclasses.fields(cls)):
         hint = hints[name]
-        written = next((other for other in getattr(hint, "__metadata__", ()) if isinstance(other, Key)), Key())
+        written = written_at(hint)
         key = section.inside.get(name, Key()).over(written).over(section)
-        key = replace(key, roles=key.roles or written.roles, inside=written.inside)
+        key = replace(key, before=written.before, roles=key.roles or written.roles, inside=written.inside)
         yield f"{prefix}{name}", key
         kinds: list[Any] = [kind for kind in options(without_key(hint)) if dataclasses.is_dataclass(kind)]
         if kinds:

@@ -266,17 +266,18 @@ def own_engines() -> tuple[str, ...]:
 
 def free_keys(section: Mapping[str, Any]) -> Iterator[str]:
     """Keys of a plain `generation` section that change no number, so that a run may be resumed with other values."""
-    for name, engine in _classes(section).items():
+    for name, engine in engine_classes(section).items():
         yield from (f"generation.{name}.{key}" for key in engine.may_change)
 
 
 def packages(section: Mapping[str, Any]) -> Iterator[str]:
     """Distributions that the engines of a plain `generation` section need, besides those that rlft needs itself."""
-    for engine in _classes(section).values():
+    for engine in engine_classes(section).values():
         yield from engine.packages
 
 
-def _classes(section: Mapping[str, Any]) -> dict[str, Any]:
+def engine_classes(section: Mapping[str, Any]) -> dict[str, Any]:
+    """{section: its class} of the engines of a plain `generation` section."""
     return {name: _class(name, target, f"generation.{name}") for name, target in _targets(section).items()}
 
 

@@ -17,7 +17,8 @@ import yaml
 
 import rlft
 from rlft.config import command as commands
-from rlft.config.keys import flatten, is_below, known
+from rlft.config.keys import ABSENT, flatten, is_below, known
+from rlft.config.older import completed
 from rlft.config.schema import free_keys, packages
 from rlft.config.trainer import kept_lanes
 from rlft.runs import checkpoint, run_status
@@ -170,7 +171,10 @@ def write_config(
 
 
 def read(folder: Path, key: str = "resume") -> dict[str, Any]:
-    """The plain config of a run, `origin` included, with paths valid from the working directory."""
+    """The plain config of a run, `origin` included, with paths valid from the working directory.
+
+    Keys that are newer than the run have the values of what rlft did before them.
+    """
     try:
         config = whole_config(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -186,6 +190,7 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
         remedy = "restore the file from a copy, or name another run; its checkpoints hold adapters that PEFT reads"
         raise UserError(key, f"{CONFIG} in that folder is damaged ({error})", got=folder, remedy=remedy) from None
     recorded = config[ORIGIN].pop(PATHS, {})
+    config = completed(config, commands.named(config["command"]).root)
     return with_located_paths(config, recorded if isinstance(recorded, dict) else {}, folder)
 
 
@@ -300,16 +305,14 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
     changed = [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+        if before.get(key, ABSENT) != now.get(key, ABSENT)
         and not same_path(before.get(key), now.get(key))
         and not (key == TEACHER and may_have_moved(before.get(key), now.get(key)))
         and not (may_change(key, saved) and (key != "steps" or before.get("trainer.schedule") == "constant"))
     ]
     problem = f"the config differs from the run's ({'; '.join(changed)})"
-    require(not changed, "resume", problem, got=folder, remedy="leave these keys as they were, or start a new run")
-
-
-_ABSENT = object()
+    remedy = f"leave these keys as they were (`{resuming(folder)}` does), or start a new run"
+    require(not changed, "resume", problem, got=folder, remedy=remedy)
 
 
 def _write(folder: Path, config: Mapping[str, Any]) -> None:

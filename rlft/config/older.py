@@ -1,0 +1,87 @@
+"""Reads the config of a run that was recorded before a key existed: the key has the value of what rlft did then.
+
+That value stands at the key, `Annotated[int, Key(before=5)]`, in a typed section or in the class that a section's
+`_target_` names. Nothing else has to know that the key is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, get_type_hints
+
+from rlft.config.keys import ABSENT, options, without_key, written_at
+from rlft.config.schema import engine_classes
+
+OPEN = ("data", "reward", "logger", "algorithm", "demonstrations", "preferences", "loss", "environment")
+"""Sections whose classes are named by `_target_`, in the section itself or in sections of it."""
+
+
+def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
+    """The recorded config of a command with this root, with the values of the keys that it lacks.
+
+    A key without such a value stays absent, and is refused when the config is typed. A section is added if all of its
+    keys have one.
+    """
+    config = _completed(recorded, root)
+    config |= {name: _with_components(config[name]) for name in OPEN if name in config}
+    if isinstance(generation := config.get("generation"), Mapping):
+        engines = {name: _section(generation.get(name, {}), of) for name, of in engine_classes({}).items()}
+        config["generation"] = {**generation, **{name: keys for name, keys in engines.items() if keys is not ABSENT}}
+    return config
+
+
+def _completed(recorded: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    values = dict(recorded)
+    for name, before, section in _fields(cls):
+        value = values.get(name, before)
+        if section is not None and isinstance(inner := values.get(name, {}), Mapping):
+            section_now = _section(inner, section)
+            value = value if section_now is ABSENT else section_now
+        if value is not ABSENT:
+            values[name] = value
+    return values
+
+
+def _section(recorded: Mapping[str, Any], cls: type) -> Any:
+    """The completed section; ABSENT if the config has none of its keys, and they cannot all be completed."""
+    values = _completed(recorded, cls)
+    return values if recorded or len(values) == len(dataclasses.fields(cls)) > 0 else ABSENT
+
+
+@cache
+def _fields(cls: type) -> tuple[tuple[str, Any, type | None], ...]:
+    """(name, value before the key existed, the class of a typed section) of each field."""
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple(
+        (field.name, written_at(hints[field.name]).before, _class_of_section(hints[field.name]))
+        for field in dataclasses.fields(cls)
+    )
+
+
+def _class_of_section(hint: Any) -> type | None:
+    return next((kind for kind in options(without_key(hint)) if dataclasses.is_dataclass(kind)), None)  # type: ignore[return-value]
+
+
+def _with_components(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_components(inner) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+    inner = {name: _with_components(below) for name, below in value.items()}
+    cls = _own_class(value.get("_target_"))
+    return inner if cls is None else _completed(inner, cls)
+
+
+def _own_class(target: Any) -> type | None:
+    """The dataclass of rlft that the target names; what is outside the tree is not imported to read a config."""
+    if not isinstance(target, str) or not target.startswith("rlft."):
+        return None
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name, None)
+    except ImportError:  # a class that is gone is refused when the run is used
+        return None
+    return cls if isinstance(cls, type) and dataclasses.is_dataclass(cls) else None
