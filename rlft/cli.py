@@ -80,7 +80,7 @@ TOOLS = {
     "audit": Tool(
         "rlft.commands.audit.command",
         "<run or exported folder>",
-        "is it what it says? chain, files, rewards and random steps; of=trl|verl: losses of other trainers",
+        "is it what it says? chain, files, rewards and random steps",
     ),
     "plan": Tool(
         "rlft.commands.plan_command",

@@ -26,7 +26,6 @@ from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft audit <run or exported folder> [recompute=16] [replay=1] [--json]
-       rlft audit <file or folder> of=trl|verl [<setting>=<value>] ... [--json]
 
 Verifies the chain of sha256 that a run writes as it goes (chain.jsonl), and all its files by it: config, metrics,
 evaluations, alarms, completions, checkpoints. Compares data and base with those of the run. Recomputes prompts, texts,
@@ -38,19 +37,12 @@ adapter and card.
   replay     steps that are replayed, which loads the weights; 0: none
   --json     one JSON object instead of the table, for scripts
 
-Of another trainer's run, from what it has logged (docs/audit.md has the form): recomputes rewards, advantages, masks,
-ratios and losses by rlft's own, names the first number that differs, and the setting or known bug that explains it.
-
-  of         trl: TRL's tables of completions, or recorded lines; verl: its dumps of rollouts, or recorded lines
-  <setting>  by TRL's names, before those that the file states: scale_rewards, loss_type, epsilon, beta, ...
-
 A row is ok (confirmed), skipped (could not be confirmed, and why) or wrong (differs, with file and step). The exit code
 is 1 if one is wrong, else 0.
 
   rlft audit runs/grpo_arithmetic/<time>
   rlft audit runs/grpo_arithmetic/<time> replay=0
-  rlft audit exports/mine_adapter
-  rlft audit trl_output of=trl scale_rewards=none"""
+  rlft audit exports/mine_adapter"""
 
 KEYS = {"recompute": 16, "replay": 1}
 
@@ -59,13 +51,9 @@ def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something differs, else 0."""
     words = [word for word in arguments if word != "--json"]
     option = next((word for word in words if word.startswith("--")), None)
-    remedy = "write of=trl or of=verl" if option and option.startswith("--of") else "the only one is --json"
-    require(option is None, "audit", "has no such option", got=option, remedy=remedy)
+    require(option is None, "audit", "has no such option", got=option, remedy="the only one is --json")
     findings = Findings()
-    if any(word.startswith("of=") for word in words):
-        audit_logged(words, findings)
-    else:
-        audit_own(words, findings)
+    audit_own(words, findings)
     if "--json" in arguments:
         print(json.dumps({"differs": findings.differs, "rows": [asdict(row) for row in findings.rows]}, indent=1))
     else:
@@ -84,34 +72,6 @@ def audit_own(words: Sequence[str], findings: Findings) -> None:
         audit_run(folder, findings, numbers["recompute"], numbers["replay"])
     else:
         check_export(folder, read_chain(folder, findings), findings)
-
-
-def audit_logged(words: Sequence[str], findings: Findings) -> None:
-    """Audits what another trainer has logged: `<file or folder> of=trl|verl [<setting>=<value>] ...`."""
-    from rlft.commands.audit.other_trainers.compare import audit_other
-    from rlft.commands.audit.other_trainers.settings import Trainer
-
-    pairs = {key: value for key, value in map(_pair, words) if key is not None}
-    names = [word for word in words if _pair(word)[0] is None]
-    of = pairs.pop("of")
-    remedy = "write rlft audit <file or folder> of=trl"
-    require(len(names) == 1, "audit", "takes one file or folder", got=" ".join(names) or None, remedy=remedy)
-    require(of in list(Trainer), "of", "must name a trainer", got=of or None, remedy="use of=trl or of=verl")
-    audit_other(Path(names[0]), Trainer(of), {key: _value(text) for key, text in pairs.items()}, findings)
-
-
-def _pair(word: str) -> tuple[str | None, str]:
-    """(key, value) of a word; a path, which may have an = in a folder's name, has no key."""
-    key, equals, value = word.partition("=")
-    return (key, value) if equals and key.isidentifier() else (None, word)
-
-
-def _value(text: str) -> Any:
-    """A number, list, true, false or null as JSON has it; other words are text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _given(words: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,1 +1,0 @@
-"""`rlft audit of=trl|verl`: rewards, advantages, masks, ratios and losses of another trainer's run, recomputed."""
