@@ -109,16 +109,18 @@ class GRPO(RatioObjective):
         return 2
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
-        """Rows of groups whose scores are all equal, bool `[B]`; none if a KL or an entropy bonus acts on them."""
-        if self._acts_without_advantage:
-            return super().zero_gradient_rows(batch)
+        """Rows of groups whose rewards are all equal, bool `[B]`; none if a KL or an entropy bonus acts on them."""
+        return super().zero_gradient_rows(batch) if self._acts_without_advantage else self.rows_without_signal(batch)
+
+    def rows_without_signal(self, batch: Batch) -> Tensor:
+        """Rows of groups whose rewards, as they are normalised, are all equal, bool `[B]`."""
         if self._normalizes_each_reward:
             rewards_BK, _ = _each_reward(batch)
             columns_K = [group_is_equal(column, batch.group_ids) for column in rounded(rewards_BK).unbind(-1)]
             return torch.stack([torch.ones_like(batch.group_ids, dtype=torch.bool), *columns_K]).all(0)
         match self.supervision:
             case Supervision.outcome:
-                return group_is_equal(self.completion_scores(batch), batch.group_ids)
+                return group_is_equal(self.completion_rewards(batch), batch.group_ids)
             case Supervision.process:
                 token_rewards, step_ends = _steps(batch)
                 steps_equal_B = steps_are_equal(token_rewards, step_ends & batch.loss_mask, batch.group_ids)

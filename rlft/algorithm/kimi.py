@@ -80,13 +80,16 @@ class Kimi(Objective):
         return 2
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
-        """Rows of groups whose scores are all equal, bool `[B]`; none if another term acts on them.
+        """Rows of groups whose rewards are all equal, bool `[B]`; none if another term acts on them.
 
         With tau > 0 the squared log-ratio acts on all rows, from the second update on the same samples.
         """
         if self._acts_without_advantage or self.tau > 0:
             return super().zero_gradient_rows(batch)
-        return group_is_equal(self.completion_scores(batch), batch.group_ids)
+        return self.rows_without_signal(batch)
+
+    def rows_without_signal(self, batch: Batch) -> Tensor:
+        return group_is_equal(self.completion_rewards(batch), batch.group_ids)
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:

@@ -61,7 +61,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from rlft.algorithm.ops.advantage import last_of_turns, place_at_last_token, rounded
+from rlft.algorithm.ops.advantage import group_is_equal, last_of_turns, place_at_last_token, rounded, steps_are_equal
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
 from rlft.algorithm.ops.kl import KLAnchor, KLController, KLEstimator, KLPlace, agreement, k3, kl, next_coefficient
 from rlft.algorithm.ops.ratio import (
@@ -232,6 +232,21 @@ class Objective(ABC):
         """
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
+    def rows_without_signal(self, batch: Batch) -> Tensor:
+        """Rows whose rewards are those of all rows that they are compared with, bool `[B]`: rewards teach them nothing.
+
+        Rewards alone decide, whatever a KL term, an entropy bonus or a discount adds. Here, as for a critic or a
+        baseline over the batch, a row is compared with the whole step.
+        """
+        return self._equal_rewards(batch, torch.zeros_like(batch.group_ids)) & (len(batch.rewards) > 1)
+
+    def _equal_rewards(self, batch: Batch, group_ids: Tensor) -> Tensor:
+        """Whether an entry's group has the same rewards of completions and of steps, bool `[B]`."""
+        equal_B = group_is_equal(self.completion_rewards(batch), group_ids)
+        if batch.token_rewards is None or batch.step_ends is None:
+            return equal_B
+        return equal_B & steps_are_equal(rounded(batch.token_rewards), batch.step_ends & batch.loss_mask, group_ids)
+
     @property
     def _kl_in_reward(self) -> bool:
         """Whether the KL to the reference is part of the scores."""
@@ -252,13 +267,17 @@ class Objective(ABC):
 
         A KL that is part of the reward is computed from the log-probs at sampling time.
         """
-        mask, scores_B = batch.loss_mask, batch.rewards.double()
-        if batch.token_rewards is not None:
-            scores_B = scores_B + row_sum(batch.token_rewards.double(), mask)
-        scores_B = rounded(scores_B)
+        scores_B = self.completion_rewards(batch)
         if self._kl_in_reward:
-            scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), mask)
+            scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), batch.loss_mask)
         return scores_B
+
+    def completion_rewards(self, batch: Batch) -> Tensor:
+        """`completion_scores` without a KL, float64 `[B]`."""
+        scores_B = batch.rewards.double()
+        if batch.token_rewards is not None:
+            scores_B = scores_B + row_sum(batch.token_rewards.double(), batch.loss_mask)
+        return rounded(scores_B)
 
     def token_scores(self, batch: Batch, ends: Tensor | None = None) -> Tensor:
         """The reward of each token, float64 `[B, T]`: the completion's on the last one, steps' scores and a KL on each.

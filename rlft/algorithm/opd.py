@@ -135,6 +135,10 @@ class OPD(GRPO):
         """No row, bool `[B]`: the teacher has a log-prob for the tokens of each."""
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
+    def rows_without_signal(self, batch: Batch) -> Tensor:
+        """As GRPO's; no row where the teacher is the only signal (reward_coef=0)."""
+        return super().rows_without_signal(batch) if self.reward_coef > 0 else self.zero_gradient_rows(batch)
+
     @no_grad
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages `[B, T]`, 0 outside the completions: GRPO's of the rewards, and the teacher's.

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 from rlft.algorithm.objective import RatioObjective
 from rlft.algorithm.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
 from rlft.algorithm.ops.aggregate import keep, row_sum
+from rlft.algorithm.ops.kl import KLController
 from rlft.config.bounds import Fraction
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch
@@ -73,9 +74,18 @@ class Reinforce(RatioObjective):
 
     def zero_gradient_rows(self, batch: Batch) -> Tensor:
         """Rows whose advantages are all exactly 0, bool `[B]`; none if a KL or an entropy bonus acts on them."""
-        if self._acts_without_advantage:
-            return super().zero_gradient_rows(batch)
-        advantages = self.credit(batch).advantages
+        return super().zero_gradient_rows(batch) if self._acts_without_advantage else self._without_advantage(batch)
+
+    def rows_without_signal(self, batch: Batch) -> Tensor:
+        """Rows without an advantage by rewards alone, or with the rewards of their siblings where these are the
+        baseline, else of the whole step, bool `[B]`.
+        """
+        of_siblings = self.baseline in (Baseline.group, Baseline.leave_one_out)
+        equal_B = self._equal_rewards(batch, batch.group_ids) if of_siblings else super().rows_without_signal(batch)
+        return self._without_advantage(batch) | equal_B
+
+    def _without_advantage(self, batch: Batch) -> Tensor:
+        advantages = replace(self, kl_coef=0.0, kl_controller=KLController.fixed).credit(batch).advantages
         assert advantages is not None, "credit makes them"
         return (advantages == 0).all(-1)
 

@@ -66,7 +66,7 @@ class Hints:
         self._streaks: dict[str, int] = {}
         self._first_entropies: list[float] = []
         self._last_entropies: list[float] = []
-        self._highest = -math.inf
+        self._highest, self._lowest = -math.inf, math.inf
 
     def check(self, record: StepRecord) -> list[Hint]:
         """The hints about this step; a single fatal hint if a loss or the gradient is not finite."""
@@ -80,24 +80,31 @@ class Hints:
         return [Hint(text=f"step {record.step}: {text}", alarm=key if key in alarms else None) for key, text in new]
 
     def _is_solved(self, record: StepRecord) -> bool:
-        """Whether nearly every completion gets the highest reward so far."""
+        """Whether nearly every completion gets the highest reward so far, and some had less before.
+
+        A reward that has never varied may as well be one that reads nothing.
+        """
         rewards = [reward for group in record.total_rewards for reward in group]
         if not rewards:
             return False
-        self._highest = max(self._highest, *rewards)
-        return self._highest > 0 and mean(rewards) >= SOLVED * self._highest
+        self._highest, self._lowest = max(self._highest, *rewards), min(self._lowest, *rewards)
+        return self._highest > max(0.0, self._lowest) and mean(rewards) >= SOLVED * self._highest
 
     def state(self) -> dict[str, Any]:
         """The whole state, as values that JSON can hold."""
         entropies = {"first": self._first_entropies, "last": self._last_entropies}
-        highest = self._highest if math.isfinite(self._highest) else None
-        return {"said": self._last_given, "streaks": self._streaks, "entropies": entropies, "highest": highest}
+        extremes = {name: value if math.isfinite(value) else None
+                    for name, value in (("highest", self._highest), ("lowest", self._lowest))}  # fmt: skip
+        return {"said": self._last_given, "streaks": self._streaks, "entropies": entropies, **extremes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._last_given, self._streaks = dict(state["said"]), dict(state["streaks"])
         self._first_entropies = list(state["entropies"]["first"])
         self._last_entropies = list(state["entropies"]["last"])
         self._highest = -math.inf if state["highest"] is None else float(state["highest"])
+        # A checkpoint from before `lowest` was counted says nothing: the reward may have varied.
+        lowest = state.get("lowest", -math.inf)
+        self._lowest = math.inf if lowest is None else float(lowest)
 
     def _due(self, key: str, step: int) -> bool:
         return key not in self._last_given or (key in LASTING and step - self._last_given[key] >= REPEAT_HINT_STEPS)
@@ -112,7 +119,7 @@ class Hints:
             yield (
                 "no_signal",
                 f"in each of the last {PATIENCE} steps all completions of a prompt got the same reward (reward/mean"
-                f" {reward:.3g}), so nothing was learned. If they are all wrong, use easier prompts or a reward that"
+                f" {reward:.3g}), so the rewards taught nothing. If they are all wrong, use easier prompts or a reward that"
                 " gives part marks; if all right, harder prompts; a larger group_size or generation.temperature tells"
                 " completions apart",
             )
@@ -211,13 +218,9 @@ def not_finite(record: StepRecord) -> Hint | None:
 
 
 def no_signal(record: StepRecord) -> bool:
-    """Whether no group has two different rewards and, where that is measured, no completion has an advantage.
-
-    The second condition is for critics, which can learn from equal rewards; groups of one completion do not count.
-    """
-    groups = [group for group in record.total_rewards if len(group) > 1]
-    equal = bool(groups) and all(min(group) == max(group) for group in groups)
-    return equal and record.metrics.get("waste/zero_advantage_fraction", 1.0) >= 1.0
+    """Whether the rewards teach nothing in this step of several completions, whatever other terms the loss has."""
+    several = sum(map(len, record.total_rewards)) > 1
+    return several and record.metrics.get("waste/zero_advantage_fraction", 0.0) >= 1.0
 
 
 def mean(values: list[float]) -> float:

@@ -65,8 +65,8 @@ class Clock:
         return self.stages() | {"time/step": time.monotonic() - self.start}
 
 
-def rollout_metrics(rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor) -> dict[str, float]:
-    """The rewards, lengths and tokens of a step.
+def rollout_metrics(rollouts: Rollouts, batch: Batch, without_signal_B: Tensor) -> dict[str, float]:
+    """The rewards, lengths and tokens of a step; `without_signal_B` is of `Objective.rows_without_signal`.
 
     policy/entropy is estimated from the sampled tokens' log-probs, at no cost, in nats per token; an algorithm that
     computes it exactly overwrites it.
@@ -84,7 +84,7 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor) -
     metrics["sampled/completions"] = rollouts.num_sampled
     if rollouts.num_sampled:
         metrics["waste/resampled_fraction"] = 1 - len(completions) / rollouts.num_sampled
-    metrics["waste/zero_advantage_fraction"] = zero_gradient_B.float().mean().item()
+    metrics["waste/zero_advantage_fraction"] = without_signal_B.float().mean().item()
     if batch.returns is not None and batch.old_values is not None:
         metrics["value/explained_variance"] = explained_variance(batch.old_values, batch.returns, batch.loss_mask)
     metrics["policy/entropy"] = -(batch.sampled_logprobs.sum() / batch.loss_mask.sum()).item()

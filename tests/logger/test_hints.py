@@ -74,7 +74,7 @@ CASES = {
     "expected zero": ({"loss__total": 1e-9}, (0.0, 1.0), [1], "that is expected"),
     "dead zero": ({"loss__total": 0.0, "policy__grad_norm": 0.0}, (0.0, 1.0), [1], "the policy does not change"),
     "equal once": ({"loss__total": 0.0, "policy__grad_norm": 0.0, **EQUAL}, (1.0, 1.0), [1, 3], "got the same reward"),
-    "equal groups": (EQUAL, (1.0, 1.0), [3], "nothing was learned"),
+    "equal groups": (EQUAL, (1.0, 1.0), [3], "the rewards taught nothing"),
     "truncated": ({"length__truncated_fraction": 1.0}, (0.0, 1.0), [3], "generation.max_tokens"),
     "empty": ({"length__mean": 1.0}, (0.0, 1.0), [3], "nearly empty"),
     "untrained": ({"tokens__trained": 10.0}, (0.0, 1.0), [3], "only 10 of 1000"),
