@@ -119,9 +119,9 @@ class Hints:
             yield (
                 "no_signal",
                 f"in each of the last {PATIENCE} steps all completions of a prompt got the same reward (reward/mean"
-                f" {reward:.3g}), so the rewards taught nothing. If they are all wrong, use easier prompts or a reward that"
-                " gives part marks; if all right, harder prompts; a larger group_size or generation.temperature tells"
-                " completions apart",
+                f" {reward:.3g}), so the rewards taught nothing. If they are all wrong, use easier prompts or a reward"
+                " that gives part marks; if all right, harder prompts; a larger group_size or generation.temperature"
+                " tells completions apart",
             )
 
     def _zero_loss(self, record: StepRecord) -> Iterator[tuple[str, str]]:

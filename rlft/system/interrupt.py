@@ -1,9 +1,10 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves (checkpoint.on_signal), other commands end in two seconds.
+"""Handles the signals that ask a job to end, such as Ctrl-C, SIGTERM and SIGUSR1 (process/signals.py).
 
-All end with exit code 130 and a line that says what is kept. Outside a run, a signal raises KeyboardInterrupt in the
-main thread; if the process still lives some seconds later, because a library has swallowed the exception or native
-code does not return, a second thread prints the line and ends it. A SIGHUP that was ignored at the start of the
-process, as with nohup, stays ignored. SIGQUIT (Ctrl-\\) is not handled: it ends the process at once, like a kill.
+A training run saves (checkpoint.on_signal), other commands end in two seconds. All end with exit code 130 and a line
+that says what is kept. Outside a run, a signal raises KeyboardInterrupt in the main thread; if the process still lives
+some seconds later, because a library has swallowed the exception or native code does not return, a second thread prints
+the line and ends it. A SIGHUP, SIGUSR1 or SIGUSR2 that was ignored at the start of the process, as with nohup, stays
+ignored. SIGQUIT (Ctrl-\\) is not handled: it ends the process at once, like a kill.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Reported(KeyboardInterrupt):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, which ends a chat in which Ctrl-C only stops an answer."""
+    """A signal other than Ctrl-C, which ends a chat in which Ctrl-C only stops an answer."""
 
 
 class StepAbandoned(KeyboardInterrupt):

@@ -22,7 +22,8 @@ NAMES = catalog.choices("algorithm")
 OF_THE_STEP = {"a2c", "ppo", "ppo_penalty", "ppo_ptx", "reinforce", "reinforce_pp"}
 """These compare a completion with a critic or with the whole step, the others with its siblings."""
 TERMS = {
-    "kl_coef": (0.0, 0.01), "kl_in": ("loss", "reward"), "entropy_coef": (0.0, 0.02), "kl_controller": ("fixed", "adaptive"),
+    "kl_coef": (0.0, 0.01), "kl_in": ("loss", "reward"), "entropy_coef": (0.0, 0.02),
+    "kl_controller": ("fixed", "adaptive"),
 }  # fmt: skip
 OWN = {
     "reinforce": {"baseline": ("none", "batch", "group", "leave_one_out"), "reward_to_go": (False, True),
@@ -67,6 +68,7 @@ def fraction_of(name, changed, pattern, differ):
     if of_the_step:
         return float(pattern == "equal everywhere")
     return (3 - differ) / 3
+
 
 SMALL = (
     "steps=3", "prompts_per_step=2", "group_size=2", "lora.rank=2", "eval.every=0", "generation.max_tokens=4",

@@ -6,8 +6,9 @@
 The tested code knows nothing of its events: each wraps a function, found by name, that rlft calls anyway.
 
     {"at": "rlft.loop.session:Session.score", "call": 2, "do": "kill"}   on the 2nd call, before it; "when": "after" it
-        do: kill (SIGKILL) | interrupt (SIGINT, as Ctrl-C) | terminate (SIGTERM) | hang up (SIGHUP) | quit (SIGQUIT)
-            | stop (SIGSTOP: until SIGCONT) | fail (RuntimeError) | wait (so many "seconds")
+        do: kill (SIGKILL) | interrupt (SIGINT, as Ctrl-C) | terminate (SIGTERM) | hang up (SIGHUP) | warn (SIGUSR1)
+            | warn again (SIGUSR2) | quit (SIGQUIT) | stop (SIGSTOP: until SIGCONT) | fail (RuntimeError)
+            | wait (so many "seconds")
             | note (every call: a line of JSON with the process's id and its descendants' goes to the file "to", and
               the call's "argument" of that number, if one is named)
         A signal with "later" comes so many seconds later; one with "who": "everybody" goes to every process that rlft
@@ -51,6 +52,8 @@ SIGNALS = {
     "interrupt": signal.SIGINT,
     "terminate": signal.SIGTERM,
     "hang up": signal.SIGHUP,
+    "warn": signal.SIGUSR1,
+    "warn again": signal.SIGUSR2,
     "quit": signal.SIGQUIT,
     "stop": signal.SIGSTOP,
 }

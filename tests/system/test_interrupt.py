@@ -1,12 +1,16 @@
 """Signals that are held back while code runs whose state an exception would break."""
 
+import itertools
 import os
 import signal
 import threading
 
 import pytest
+from in_one_test import each
 
-from rlft.system.interrupt import Deferred
+from rlft.system import interrupt
+from rlft.system.interrupt import Deferred, Interrupt, OnSignal, Order, StepAbandoned
+from rlft.system.process import signals
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +62,38 @@ def test_other_threads_leave_the_handlers_alone() -> None:
     thread.start()
     thread.join(120)
     assert handlers == [signal.default_int_handler]
+
+
+def test_the_signals_of_a_run_are_those_that_schedulers_send() -> None:
+    names = {number.name for number in signals.ENDING}
+    assert names == {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"}, "of which another platform may lack some"
+
+
+@each(
+    ("first", "second", "later", "on_signal"),
+    itertools.product(signals.ENDING, signals.ENDING, (False, True), ("step", "now")),
+)
+def test_every_first_signal_is_a_request_and_a_second_one_an_order(
+    first: signal.Signals, second: signal.Signals, later: bool, on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """later: the second one comes after the time in which it would repeat the first."""
+    monkeypatch.setattr(Order, "SAME_S", 0.0 if later else 1000.0)
+    monkeypatch.setattr(interrupt, "_end_later", lambda seconds: None)
+    said: list[str] = []
+    before, ended = signals.count(), ""
+    with Interrupt(said.append, on_signal) as pressed:
+        pressed.in_step = True
+        try:
+            os.kill(os.getpid(), first)
+            assert pressed.requested
+        except StepAbandoned:
+            ended = "abandoned"
+        assert ended == ("abandoned" if on_signal == "now" else "")
+        assert len(said) == 1
+        try:
+            os.kill(os.getpid(), second)
+        except KeyboardInterrupt as error:
+            ended = type(error).__name__
+    is_order = later or second is signal.SIGINT
+    assert ended == ("KeyboardInterrupt" if is_order else "abandoned" if on_signal == "now" else "")
+    assert (len(said), signals.count()) == (1, before + 2)

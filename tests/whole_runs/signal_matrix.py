@@ -28,7 +28,8 @@ from run_processes import Nursery, Started, happens, marked
 from rlft.runs import run_status
 from rlft.runs.run_status import Status
 
-SIGNALS = {"INT": "interrupt", "TERM": "terminate", "HUP": "hang up", "QUIT": "quit", "KILL": "kill", "STOP": "stop"}
+SIGNALS = {"INT": "interrupt", "TERM": "terminate", "HUP": "hang up", "USR1": "warn",
+           "USR2": "warn again", "QUIT": "quit", "KILL": "kill", "STOP": "stop"}  # fmt: skip
 SCOPES = ("main", "everybody")
 FATAL = {"QUIT": -signal.SIGQUIT, "KILL": -signal.SIGKILL}
 TIMEOUT_S, PAUSE_S = 1.0, 2.5

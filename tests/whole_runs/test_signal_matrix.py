@@ -8,7 +8,7 @@ import pytest
 from run_processes import Nursery
 from signal_matrix import COMMANDS, Cell, cells, run_command
 
-PART = [Cell(stage="scoring", signal="TERM", scope="everybody")]
+PART = [Cell(stage="scoring", signal=name, scope="everybody") for name in ("TERM", "USR1")]
 
 
 def problems(command: str, nursery: Nursery, place: Path, chosen: list[Cell] | None) -> list[tuple[Cell, str]]:
@@ -28,7 +28,7 @@ def test_every_signal_in_every_stage_changes_nothing(command: str, rough: Nurser
 
 
 def test_the_table_has_every_stage_signal_and_scope() -> None:
-    # 6 signals, to the main process or all, in 8, 6, 4 and 3 stages.
+    # 8 signals, to the main process or all, in 8, 6, 4 and 3 stages.
     assert {name: len(set(cells(command))) for name, command in COMMANDS.items()} == {
-        "train": 96, "sft": 72, "rm": 48, "sample": 36,
+        "train": 128, "sft": 96, "rm": 64, "sample": 48,
     }  # fmt: skip

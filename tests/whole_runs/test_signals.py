@@ -22,9 +22,9 @@ CASES = [
     ("eval run=run scoring.workers=1", "rlft.loop.session:Session.evaluate", "terminate", "nothing was written"),
     ("eval run=run", "rlft.system.files:flush", "interrupt", "nothing was written"),
     ("export run=run out=out", "rlft.commands.export.weights:merge", "interrupt", "nothing was exported"),
-    ("export run=run out=out", "rlft.system.files:flush", "terminate", "nothing was exported"),
+    ("export run=run out=out", "rlft.system.files:flush", "warn", "nothing was exported"),
     ("report run", "rlft.commands.watch.report:page", "interrupt", "no report was written"),
-    ("report run", "rlft.system.files:flush", "terminate", "no report was written"),
+    ("report run", "rlft.system.files:flush", "warn again", "no report was written"),
     ("chat run=run", "rlft.commands.chat:open_roles", "hang up", "the conversation has ended"),
     ("plan +recipe=grpo_arithmetic", "rlft.commands.plan:plan_of", "interrupt", "nothing was begun"),
     ("runs .", "rlft.commands.watch.runs:rows", "hang up", "nothing was changed"),
@@ -126,15 +126,22 @@ main()
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_at_the_very_start_leaves_130_and_a_line(name: str) -> None:
     heard = f"import signal\nsignal.signal(signal.{name}, signal.SIG_DFL)\n"  # whatever the suite was started by: nohup
     done = ended(heard + STARTING.replace("SIGNAL", name))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "rlft: interrupted: nothing was begun\n")
 
 
-def test_what_nohup_has_started_is_deaf_to_a_dropped_connection() -> None:
-    done = ended(STARTING.replace("SIGNAL", "SIGHUP"), "nohup")
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [
+        ("SIGHUP", ["nohup"]),
+        *((name, ["sh", "-c", f"trap '' {name[3:]}; exec \"$@\"", "sh"]) for name in ("SIGUSR1", "SIGUSR2")),
+    ],
+)
+def test_what_was_ignored_at_the_start_stays_ignored(name: str, by: list[str]) -> None:
+    done = ended(STARTING.replace("SIGNAL", name), *by)
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["rlft"]), done.stderr
 
 

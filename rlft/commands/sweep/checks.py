@@ -39,7 +39,6 @@ from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import ClusterConfig
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
-from rlft.runs.config_file import is_path_key
 from rlft.runs.find import with_named_runs
 from rlft.system.process.placement import visible_gpus
 from rlft.system.terminal import override
@@ -270,34 +269,13 @@ def dated(resolved: Resolved, word: str) -> Resolved:
     return replace(resolved, plain=plain, config=replace(config, model=replace(config.model, date=date)))
 
 
-class Values:
-    """Tells whether a run was refused for what its study has chosen; any other refusal ends the study.
+def check_possible(space: Space, config_dir: Path | None, command: str) -> None:
+    """Refuses a study whose first corner, which was accepted when it began, is refused by now.
 
-    A reward's server that does not answer, a base that has been moved away, or a GPU that another process has taken
-    refuse every trial alike: none of them is a failure of a trial's values.
+    A base that has been moved away, or data that are gone, refuse every trial alike: no trial's values are to blame.
     """
-
-    def __init__(self, space: Space, config_dir: Path | None, command: str) -> None:
-        self._space, self._config_dir, self._command = space, config_dir, command
-
-    def are_refused(self, words: Sequence[str], key: str) -> bool:
-        """Whether the values of a run are to blame for a refusal that ended it.
-
-        The run is planned again. Refused again, it is for its values if the first corner, which was accepted when
-        the study began, still is. Accepted, it was refused later (by its engine, by what is in its folder): for its
-        values only if the refusal names a `key` that is chosen, and that is no file, which may have changed.
-        """
-        if self._is_refused(words):
-            _, corner = next(self._space.corners())
-            return not self._is_refused(self._space.words(corner))
-        return key in {key_of(one.key) for one in self._space.varied} and not is_path_key(key)
-
-    def _is_refused(self, words: Sequence[str]) -> bool:
-        try:
-            resolve_words(words, self._config_dir, self._command).plan()
-        except UserError:
-            return True
-        return False
+    _, corner = next(space.corners())
+    resolve_words(space.words(corner), config_dir, command).plan()
 
 
 @contextmanager

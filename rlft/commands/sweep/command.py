@@ -56,7 +56,7 @@ class Grid(Source[Run]):
             )
             for number, (params, resolved) in enumerate(zip(checked.space.combinations(), checked.configs, strict=True))
         ]
-        self._failed: list[tuple[Run, Ending]] = []
+        self._failed: dict[int, str] = {}
         jobs = counted(len(self._waiting), "job")
         self.beginning = [f"sweep of {jobs}; if it is stopped, repeat it with {repeating}"]
         self.again = f"repeat the sweep with {repeating}"
@@ -75,16 +75,16 @@ class Grid(Source[Run]):
     def ended(self, run: Run, ending: Ending) -> None:
         """A job that has failed stops none of the others."""
         if ending.problem:
-            self._failed.append((run, ending))
+            self._failed[run.number] = ending.problem
 
     def conclude(self) -> None:
         if self._failed:
-            run, ending = self._failed[0]
+            number, problem = next(iter(self._failed.items()))
             others = f"{len(self._failed)} jobs failed, the first of them " if len(self._failed) > 1 else ""
-            raise ending.error or JobsFailedError(f"{others}job {run.number}: {ending.problem}")
+            raise JobsFailedError(f"{others}job {number}: {problem}")
 
     def show(self) -> None:
-        show_jobs(self._folder, self._space)
+        show_jobs(self._folder, self._space, self._failed)
 
 
 def resume(folder: Path, changes: Sequence[str]) -> None:

@@ -19,7 +19,8 @@ from rlft.config.resolved import AUTO, Resolved
 from rlft.config.trainer import ClusterConfig
 from rlft.logger.interface import Logger
 from rlft.runs import run_folder, run_status
-from rlft.system.crash import UnforeseenError, explains_itself, one_line
+from rlft.system import disk
+from rlft.system.crash import explains_itself, one_line
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.child import start_python
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
@@ -56,17 +57,17 @@ class Ending:
     """How a run ended. It has all its steps if there is neither a problem nor an interruption.
 
     Attributes:
+        problem: why it failed, in one line.
         is_interrupted: whether a signal ended it, after saving.
-        kind: the class of the error that ended it; "" if it did not say.
-        key: what a refusal names; None if it was not refused.
-        is_explained: whether it ended for a reason that is known and is no crash.
+        is_refused: whether it was refused.
+        is_of_the_disk: whether a disk is to blame, which stops a sweep as a signal does: no run could save.
+        error: what an interruption or a disk raised in this process.
     """
 
     problem: str = ""
     is_interrupted: bool = False
-    kind: str = ""
-    key: str | None = None
-    is_explained: bool = False
+    is_refused: bool = False
+    is_of_the_disk: bool = False
     error: BaseException | None = None
 
     @property
@@ -97,10 +98,10 @@ class Source(Protocol[R]):
         ...
 
     def ended(self, run: R, ending: Ending) -> R | None:
-        """A run is finished or has failed; returns the one that follows it at once.
+        """A run is finished or has failed, which stops no other; returns the one that follows it at once.
 
         Raises:
-            Exception: the sweep cannot go on, once the runs beside it have saved.
+            Exception: no run can be done any more, so that the sweep ends once the runs beside it have saved.
         """
         ...
 
@@ -153,7 +154,7 @@ class Driver(Generic[R]):
         self._source, self._place, self._limit, self._interrupted = source, place, limit, interrupted
         self._active: list[R] = []
         self._pruned: list[R] = []
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
         self._is_cut = False
 
     def run(self) -> None:
@@ -174,7 +175,7 @@ class Driver(Generic[R]):
             raise
         if self._broken is not None:
             raise self._broken
-        if self._interrupted() and (self._is_cut or not self._source.is_done()):
+        if self._is_cut or (self._interrupted() and not self._source.is_done()):
             raise KeyboardInterrupt
 
     def _withdraw(self, run: R) -> None:
@@ -216,17 +217,25 @@ class Driver(Generic[R]):
             if ending.error is not None:
                 raise ending.error
             return
+        if ending.is_of_the_disk:
+            self._withdraw(run)
+            self._break(ending.error or JobsFailedError(f"job {run.number}: {ending.problem}"))
+            return
         try:
             following = self._source.ended(run, ending)
-        except Exception as error:  # it ends the sweep, once the other runs have saved
-            self._broken = self._broken or error
-            for other in self._active:
-                self._place.stop(other)
+        except Exception as error:
+            self._break(error)
             return
         if following is not None and self._is_ending():
             self._withdraw(following)
         elif following is not None:
             self._start(following)
+
+    def _break(self, error: BaseException) -> None:
+        """Ends the sweep with this error, once the other runs have saved."""
+        self._broken = self._broken or error
+        for other in self._active:
+            self._place.stop(other)
 
 
 class PrunedError(RuntimeError):
@@ -256,10 +265,13 @@ class InThisProcess(Place):
         except PrunedError:
             return
         except KeyboardInterrupt as error:
-            self._ending = Ending(is_interrupted=True, is_explained=True, error=error)
-        except Exception as error:  # the source says whether the sweep goes on
+            self._ending = Ending(is_interrupted=True, error=error)
+        except (Exception, SystemExit) as error:  # a run ends alone, whatever it raises
             self._ending = failure(error)
             self._say(f"job {run.number} failed: {self._ending.problem}")
+            if self._engines is not None:  # the next run gets a base and an engine that nothing has happened to
+                with suppress(Exception):
+                    self._engines.close()
 
     def ending(self, run: Run) -> Ending:
         return self._ending
@@ -287,13 +299,15 @@ class InThisProcess(Place):
             raise
 
 
-def failure(error: Exception) -> Ending:
+def failure(error: BaseException) -> Ending:
+    """The ending by this error, which is not kept: its traceback would hold the run's tensors."""
+    disk_error = disk.failure_of(error) if isinstance(error, OSError | disk.DiskError) else None
+    text, kind = one_line(error), type(error).__name__
     return Ending(
-        problem=one_line(error) or type(error).__name__,
-        kind=type(error).__name__,
-        key=error.key if isinstance(error, UserError) else None,
-        is_explained=explains_itself(error) and not isinstance(error, UnforeseenError),
-        error=error,
+        problem=text if explains_itself(error) else f"{kind}: {text}" if text else kind,
+        is_refused=isinstance(error, UserError),
+        is_of_the_disk=disk_error is not None,
+        error=disk_error,
     )
 
 
@@ -404,7 +418,7 @@ class SideBySide(Place):
         if job.stopping is not None and job.stopping() > self._timeout_s:
             late = f"has not ended {self._timeout_s:g} s after it was asked to (cluster.timeout)"
             self._say(f"job {number} {late}: its process is killed, its checkpoints stay in {job.run.folder}")
-            self._end(job, Ending(is_interrupted=True, is_explained=True))
+            self._end(job, Ending(is_interrupted=True))
             return
         if not job.answer.done():
             if job.clock() > self._timeout_s:
@@ -418,8 +432,8 @@ class SideBySide(Place):
             return
         if code is None:
             job.answer, job.clock = job.member.call("exit_code"), RunningTime()
-        elif code == EXIT_CODE and (self._interrupt.requested or job.stopping is not None):
-            self._end(job, Ending(is_interrupted=True, is_explained=True))
+        elif code == EXIT_CODE or (code < 0 and (self._interrupt.requested or job.stopping is not None)):
+            self._end(job, Ending(is_interrupted=True))
         else:
             self._end(job, self._ended_with(job, code))
 
@@ -428,11 +442,10 @@ class SideBySide(Place):
         if code == 0:
             return Ending()
         log = job.member.log
-        problem = f"{_refusal(log) or f'it ended with exit code {code}'}; its output is in {log}"
-        if code == REFUSED:
-            return Ending(problem=problem, key=problem.partition(":")[0], is_explained=True)
-        kind = (run_status.error(job.run.folder) if code == STOPPED else None) or ""
-        return Ending(problem=problem, kind=kind, is_explained=kind not in ("", UnforeseenError.__name__))
+        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        problem = f"{(_refusal(log) if code > 0 else None) or how}; its output is in {log}"
+        is_of_the_disk = code == STOPPED and run_status.error(job.run.folder) == disk.DiskError.__name__
+        return Ending(problem=problem, is_refused=code == REFUSED, is_of_the_disk=is_of_the_disk)
 
     def _end(self, job: RunningJob, ending: Ending) -> None:
         del self._running[job.run]

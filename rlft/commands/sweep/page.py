@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.watch.report import SWEEP as TABLE
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.runs import run_status
+from rlft.runs.run_status import Status
 from rlft.system.files import write_atomically
 from rlft.types import counted
 
@@ -24,13 +26,26 @@ if TYPE_CHECKING:
 
 PICTURE = "sweep.png"
 KEYS, STATE, PLUS_MINUS = "keys", "state", "±"
+FINISHED = str(Status.finished)
 COLUMNS = 3
 """Panels of the picture beside each other."""
 MOST_KEYS = 7
 """Keys with a panel of their own in the picture: the most important ones."""
 GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
-RESULTS = ("job", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds", "folder")
+RESULTS = (
+    "job",
+    "state",
+    "why",
+    "steps",
+    "accuracy_before",
+    "accuracy",
+    "accuracy_se",
+    "reward",
+    "loss",
+    "seconds",
+    "folder",
+)
 """The columns of a plain sweep's sweep.csv beside the swept keys."""
 PRINTED = ("steps", "accuracy_before", "accuracy", "reward", "loss", "seconds")
 """Those of the printed table; the accuracy is printed with its standard error."""
@@ -76,29 +91,44 @@ class Page:
         print(f"written to {self._folder / TABLE} and {self._folder / PICTURE}")
 
 
-def show_jobs(folder: Path, space: Space) -> None:
-    """Writes sweep.csv of a plain sweep and prints the table, without columns that no job has."""
-    table = rows(folder, space)
+def show_jobs(folder: Path, space: Space, failed: Mapping[int, str]) -> None:
+    """Writes sweep.csv of a plain sweep and prints the table, without columns that no job has.
+
+    failed: {job: why it failed}, of those of this process.
+    """
+    table = rows(folder, space, failed)
     file = write_csv(folder, list(table[0]), [list(row.values()) for row in table])
     names = [space.name(params) for params in space.combinations()]
-    first = next((words for name, words in RANKED_BY.items() if any(row[name] is not None for row in table)), "")
+    ranked = [row for row in table if row["state"] == FINISHED]
+    first = next((words for name, words in RANKED_BY.items() if any(row[name] is not None for row in ranked)), "")
     shown = [name for name in PRINTED if any(row[name] is not None for row in table)]
     lines = [[str(row["job"]), names[row["job"]], *(_shown(row, name) for name in shown)] for row in table]
     columns = ["job", KEYS, *("before" if name == "accuracy_before" else name for name in shown)]
+    if len(ranked) < len(table):
+        columns.append(STATE)
+        lines = [[*line, "" if row in ranked else row["state"]] for line, row in zip(lines, table, strict=True)]
     print_table(f"sweep of {counted(len(table), 'job')}{first}", columns, lines)
+    for row in (row for row in table if row["why"]):  # the table has no room for it
+        print(f"job {row['job']} failed: {row['why']}")
     print(f"written to {file}")
 
 
-def rows(folder: Path, space: Space) -> list[dict[str, Any]]:
-    """One row per job, in the order of RANKED_BY, or of the jobs if none of that was measured."""
+def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str, Any]]:
+    """One row per job, finished ones in the order of RANKED_BY, or of the jobs if none of that was measured.
+
+    Then those that are not finished or have failed, which have no rank: what they measured last is not their result.
+    """
     result = []
     for number, params in enumerate(space.combinations()):
         run = folder / str(number)
         metrics, evaluations = read_lines(run / METRICS), read_lines(run / EVALUATIONS) or [{}]
         first, last = evaluations[0], evaluations[-1]
+        state, why = ("failed", failed[number]) if number in failed else _state_of_job(run)
         result.append(
             {
                 "job": number,
+                "state": state,
+                "why": why,
                 # marked, if a result has that name, such as `reward`
                 **{f"{key}=" if key in RESULTS else key: value for key, value in space.named(params).items()},
                 "steps": metrics[-1]["step"] if metrics else 0,
@@ -114,9 +144,19 @@ def rows(folder: Path, space: Space) -> list[dict[str, Any]]:
 
     def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
         loss = row["loss"]
-        return (row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
+        if row["state"] != FINISHED:
+            return (True, row["state"] != "failed", row["job"])
+        return (False, row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
 
     return sorted(result, key=rank)
+
+
+def _state_of_job(run: Path) -> tuple[str, str]:
+    """(finished, failed or unfinished; why it failed) by what a job has left on disk."""
+    status, why = run_status.read(run)
+    if status is Status.finished:
+        return FINISHED, ""
+    return ("failed", why) if status is Status.stopped else ("unfinished", "")
 
 
 def _shown(row: Mapping[str, Any], name: str) -> str:

@@ -8,27 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlft.commands.sweep import measure
-from rlft.commands.sweep.checks import Checked, Values
-from rlft.commands.sweep.driver import Ending, JobsFailedError, PrunedError, Run, Source, why_pruned
+from rlft.commands.sweep.checks import Checked, check_possible
+from rlft.commands.sweep.driver import Ending, PrunedError, Run, Source, why_pruned
 from rlft.commands.sweep.measure import curve, lower_is_better
-from rlft.commands.sweep.page import Page
+from rlft.commands.sweep.page import TABLE, Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
 from rlft.commands.sweep.trials import Trial, Trials
 from rlft.logger.jsonl import EVALUATIONS
-from rlft.loop.driver import BrokenRunError
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.run_status import Status
-from rlft.system.memory import OutOfMemoryError
 from rlft.system.terminal import resuming, say
-from rlft.types import counted, require
+from rlft.types import UserError, counted, require
 
-OF_THE_VALUES = (BrokenRunError.__name__, OutOfMemoryError.__name__)
-"""Errors that end a run because of the values of its trial: numbers that are not finite, too much memory.
-
-Which refusals do, `checks.Values` says."""
 MOST_CRASHES = 2
 """After so many attempts in a row that ended without an explanation and without progress, a trial fails."""
 
@@ -53,7 +48,7 @@ class Study(Source[TrialRun]):
         self.trials, self.folder, self.total = trials, folder, number_of_trials(keys, checked.space)
         self.seeds = [int(checked.plains[0]["seed"]) + i for i in range(keys.seeds)]
         self._space, self._steps, self._metric = checked.space, checked.plans[0].num_steps, keys.metric
-        self._values = Values(checked.space, checked.parsed.config_dir, checked.command)
+        self._check_possible = partial(check_possible, checked.space, checked.parsed.config_dir, checked.command)
         self._page = Page(folder, trials, checked.space, keys.metric)
         self._unfinished = trials.unfinished()
         done = trials.number_drawn - len(self._unfinished)
@@ -115,22 +110,23 @@ class Study(Source[TrialRun]):
         self._has_ended(run.trial)
 
     def ended(self, run: TrialRun, ending: Ending) -> TrialRun | None:
-        """A run is finished or has failed; returns that of the next seed.
+        """A run is finished, or has failed and with it its trial; returns that of the next seed.
 
         Raises:
-            Exception: it has failed for a reason that is not its trial's values.
+            UserError: it was refused, and so would be every other trial by now: its data or its base are gone.
         """
         if ending.is_finished and run.index + 1 < len(self.seeds):
             return self.run(run.trial, run.index + 1)
-        refused = ending.key is not None and self._values.are_refused(run.words, ending.key)
         if ending.is_finished:
             self._complete(run.trial)
-        elif refused or ending.kind in OF_THE_VALUES:
-            self._has_failed(run.trial, ending.problem)
-        else:
-            if ending.is_explained:
+            return None
+        if ending.is_refused:
+            try:
+                self._check_possible()
+            except UserError:
                 self.withdraw(run)
-            raise ending.error or JobsFailedError(f"trial {run.trial.number}: {ending.problem}")
+                raise
+        self._has_failed(run.trial, ending.problem)
         return None
 
     def withdraw(self, run: TrialRun) -> None:
@@ -138,8 +134,11 @@ class Study(Source[TrialRun]):
 
     def conclude(self) -> None:
         rows = self.trials.rows()
-        if all(row.state == "failed" for row in rows):
+        failed = [row for row in rows if row.state == "failed"]
+        if len(failed) == len(rows):
             raise AllFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
+        if failed:
+            say(f"note: {len(failed)} of {counted(len(rows), 'trial')} failed; {TABLE} says why")
 
     def show(self) -> None:
         self._page.show()

@@ -389,8 +389,9 @@ def _short_folder() -> str:
 def main() -> None:
     connection, parent = Connection(int(sys.argv[1])), os.getppid()
     options: dict[str, Any] = connection.recv()
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for number in signals.ENDING:
+        if number != signal.SIGTERM:  # which Ray's processes must not inherit as ignored
+            signal.signal(number, signal.SIG_IGN)
     try:
         import ray
 

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that a run handles: Ctrl-C, what schedulers send, and a dropped connection."""
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+ENDING = tuple(number for name in NAMES if (number := getattr(signal, name, None)) is not None)
+"""The signals that a run handles, where the platform has them: Ctrl-C, what schedulers send at a limit or as a warning
+before it, and a dropped connection."""
 JOB_WIDE = (*ENDING, signal.SIGQUIT)
 """The signals that a worker process of a run survives. SIGQUIT ends the run, and with it its workers."""
 
@@ -75,8 +77,12 @@ def _came_since(before: int) -> bool:
 
 
 def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:
-    """The signals to handle: all of these except an ignored SIGHUP, as in a process started by nohup."""
-    return [n for n in numbers if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    """The signals to handle: all of these except what was ignored when the process started, as SIGHUP is by nohup.
+
+    SIGINT, which shells ignore for commands in the background, and SIGTERM are handled in any case.
+    """
+    always = (signal.SIGINT, signal.SIGTERM)
+    return [n for n in numbers if n in always or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def restore(handlers: Mapping[Any, Any]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import errno
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import RANK, RATE, STEPS, FakeRuns, keys, line, make_study, states, write
+from fake_studies import RANK, RATE, STEPS, FakeRuns, by_number, keys, line, make_study, states, write
+from in_one_test import each
 
-from rlft.commands.sweep.checks import Values
+from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.measure import curve
 from rlft.commands.sweep.study import Study
@@ -19,9 +21,10 @@ from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
 from rlft.runs import run_status
 from rlft.runs.run_folder import read
+from rlft.system.disk import DiskError
 from rlft.types import UserError
 
-INTERRUPTED = Ending(is_interrupted=True, is_explained=True)
+INTERRUPTED = Ending(is_interrupted=True)
 
 
 class FakePlace:
@@ -76,13 +79,9 @@ def side_by_side(study: Study, limit: int = 2, **fails: Ending) -> tuple[Driver[
     return Driver(study, place, limit, lambda: interrupt.requested), place, interrupt
 
 
-def refused(problem: str) -> Ending:
-    return Ending(problem=problem, key=problem.partition(":")[0], is_explained=True)
-
-
 @pytest.fixture(autouse=True)
-def _refused_for_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Values, "are_refused", lambda self, words, key: key == "trainer.lr")
+def possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "check_possible", lambda *_: None)
 
 
 def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp_path: Path) -> None:
@@ -105,31 +104,70 @@ def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path: Path) -> None
     assert set(place.stopped) == pruned
 
 
-@pytest.mark.parametrize(
-    "ending", [refused("trainer.lr: must be above 0"), Ending(problem="not finite", kind="BrokenRunError")]
-)
-def test_a_trial_whose_values_cannot_be_done_fails_alone(ending: Ending, tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=4), RATE)
-    driver, _, _ = side_by_side(study, job1=ending)
-    driver.run()
-    assert states(study) == ["complete", "failed", "complete", "complete"]
+REFUSED = Ending(problem="trainer.lr: must be above 0", is_refused=True)
+FAILURES = {
+    "refused": REFUSED,
+    "not finite": Ending(problem="loss/total is nan"),
+    "out of memory": Ending(problem="CUDA out of memory"),
+    "a reward that raises": Ending(problem="ValueError: no number"),
+    "killed": Ending(problem="it was killed by SIGKILL"),
+    "silent": Ending(problem="its process has not answered for 600 s"),
+}
+STOPS = {"interrupted": INTERRUPTED, "disk": Ending(problem="the disk is full", is_of_the_disk=True)}
 
 
-@pytest.mark.parametrize(("is_explained", "state"), [(False, "failed"), (True, "complete")])
-def test_a_trial_whose_process_crashes_again_and_again_fails_and_the_sweep_goes_on(
-    is_explained: bool, state: str, tmp_path: Path
-) -> None:
-    """Each attempt evaluates three steps: the second has evaluated no more than the first."""
-    for _ in range(3):
-        study = make_study(tmp_path, keys(trials=4), RATE)
-        driver, _, _ = side_by_side(study, 1, job1=Ending(problem="gone", is_explained=is_explained))
-        with pytest.raises(JobsFailedError, match="trial 1: gone"):
+def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp_path: Path) -> None:
+    """Random endings of random trials, one or several at a time, with one or two seeds; then the sweep is repeated."""
+    random_numbers = random.Random(7)
+    for case in range(40):
+        folder, seeds = tmp_path / str(case), random_numbers.choice((1, 2))
+        failing = {n: random_numbers.choice(list(FAILURES)) for n in range(5 * seeds) if random_numbers.random() < 0.4}
+        study = make_study(folder, keys(trials=5, seeds=seeds, sampler="random"), RATE)
+        driver, place, _ = side_by_side(study, random_numbers.choice((1, 2, 3)))
+        place.fails = {number: FAILURES[name] for number, name in failing.items()}
+        driver.run()
+        first = {n // seeds: FAILURES[failing[n]].problem for n in sorted(failing, reverse=True)}
+        for row in by_number(study):
+            assert (row.state, row.why) == (("failed", first[row.number]) if row.number in first else ("complete", ""))
+        again = make_study(folder, keys(trials=5, seeds=seeds, sampler="random"), RATE)
+        assert (again.is_done(), again.trials.unfinished()) == (True, [])
+        if len(first) == 5:
+            with pytest.raises(studies.AllFailedError, match="no trial could be done; trial "):
+                again.conclude()
+        else:
+            again.conclude()
+
+
+@each("name", STOPS)
+def test_only_a_signal_and_a_disk_stop_a_sweep_and_leave_the_trial_to_go_on(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    for _ in range(4):  # however often it is resumed: that is no crash of the trial
+        study = make_study(folder, keys(trials=4), RATE)
+        driver, _, _ = side_by_side(study, 2, job1=STOPS[name])
+        with pytest.raises(KeyboardInterrupt if name == "interrupted" else JobsFailedError):
             driver.run()
-    study = make_study(tmp_path, keys(trials=4), RATE)
-    driver, place, _ = side_by_side(study, 1)
-    driver.run()
-    assert states(study) == ["complete", state, "complete", "complete"]
-    assert (1 in place.started) == (state == "complete")
+        assert 1 in [trial.number for trial in study.trials.unfinished()]
+    study = make_study(folder, keys(trials=4), RATE)
+    side_by_side(study, 2)[0].run()
+    assert states(study) == ["complete"] * 4
+
+
+def test_a_refusal_that_every_trial_would_meet_ends_the_study_and_is_no_trials_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = UserError("model.path", "does not exist", got="base", remedy="put it back")
+
+    def refuse(*_: Any) -> None:
+        raise gone
+
+    monkeypatch.setattr(studies, "check_possible", refuse)
+    study = make_study(tmp_path, keys(trials=6), RATE)
+    driver, place, _ = side_by_side(study, job1=REFUSED)
+    with pytest.raises(UserError) as ended:
+        driver.run()
+    assert ended.value is gone
+    assert place.stopped == [0]
+    assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
 
 
 def test_interruptions_and_what_stops_beside_a_failure_are_no_crashes(tmp_path: Path) -> None:
@@ -169,22 +207,6 @@ def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path)
         status, reason = run_status.read(tmp_path / str(number) / "seed_0")
         assert status is run_status.Status.stopped
         assert reason.startswith("pruned by its sweep after step ")
-
-
-@pytest.mark.parametrize(
-    "ending",
-    [
-        Ending(problem="the disk is full", kind="DiskError", is_explained=True),
-        refused("generation.engine: vLLM could not start: the GPU is taken"),
-    ],
-)
-def test_any_other_failure_stops_the_others_and_leaves_trials_to_go_on(ending: Ending, tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=6), RATE)
-    driver, place, _ = side_by_side(study, job1=ending)
-    with pytest.raises(JobsFailedError, match=f"trial 1: {ending.problem}"):
-        driver.run()
-    assert place.stopped == [0]
-    assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
 
 
 def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path: Path) -> None:
@@ -243,15 +265,18 @@ def test_a_run_that_is_refused_says_for_what(tmp_path: Path) -> None:
     for run, key in ((run_of(tmp_path, -1.0), "trainer.lr"), (run_of(tmp_path / "file" / "run"), "hydra.run.dir")):
         place.start(run, lambda: False)
         ending = place.ending(run)
-        assert (ending.key, ending.is_explained, ending.is_finished) == (key, True, False)
+        assert (ending.is_refused, ending.is_finished) == (True, False)
         assert ending.problem.startswith(f"{key}: ")
 
 
 class Broken:
     """Raises an error where engines would be started or used."""
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    def __init__(self, error: BaseException) -> None:
+        self._error, self.closed = error, 0
+
+    def close(self) -> None:
+        self.closed += 1
 
     def __getattr__(self, name: str) -> Any:
         raise self._error
@@ -259,9 +284,18 @@ class Broken:
 
 def test_an_error_of_a_run_is_how_it_ended(tmp_path: Path) -> None:
     taken = UserError("generation.engine", "vLLM could not start: no memory", got="vllm", remedy="free the GPU")
-    for error, key in ((taken, "generation.engine"), (BrokenRunError("the loss is not finite"), None)):
-        place, run = here(Broken(error)), run_of(tmp_path / type(error).__name__)
+    full = DiskError(errno.ENOSPC, tmp_path)
+    for error, problem in (
+        (taken, str(taken)),
+        (BrokenRunError("the loss is not finite"), "the loss is not finite"),
+        (SystemExit(3), "SystemExit: 3"),
+        (full, None),
+    ):
+        engines = Broken(error)
+        place, run = here(engines), run_of(tmp_path / type(error).__name__)
         place.start(run, lambda: False)
         ending = place.ending(run)
-        assert (ending.error, ending.key, ending.kind) == (error, key, type(error).__name__)
-        assert re.fullmatch(re.escape(str(error)), ending.problem)
+        assert ending.problem == problem or error is full
+        assert (ending.is_of_the_disk, ending.is_refused) == (error is full, error is taken)
+        assert isinstance(ending.error, DiskError) == (error is full), "no other one is kept, with all its tensors"
+        assert engines.closed == 1

@@ -104,7 +104,7 @@ class Jobs:
             Run(number=i, name=f"seed={i}", words=[f"seed={i}"], folder=folder / str(i)) for i in range(number)
         ]
         self.grid = Grid.__new__(Grid)
-        self.grid._waiting, self.grid._failed = list(self.runs), []
+        self.grid._waiting, self.grid._failed = list(self.runs), {}
 
     def do(self, place: SideBySide) -> None:
         Driver(self.grid, place, 2, lambda: place._interrupt.requested).run()
@@ -138,6 +138,16 @@ def test_each_running_job_has_a_gpu_of_its_own(tmp_path: Path, said: list[str]) 
     assert {member.spec.gpus for member in launcher.members} == {0.0}
 
 
+def test_a_disk_that_is_full_begins_no_further_job(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "status.json").write_text(json.dumps({"status": "stopped", "error": "DiskError"}))
+    (tmp_path / "job-0.log").write_text("rlft: stopped: the disk is full\n")
+    launcher = FakeLauncher(tmp_path, [1, "stuck"])
+    with pytest.raises(JobsFailedError, match="job 0: the disk is full"):
+        Jobs(5, tmp_path).do(side_by_side(launcher, said, timeout=0.05))
+    assert len(launcher.members) == 2
+
+
 def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path: Path, said: list[str]) -> None:
     launcher: Any = FakeLauncher(tmp_path)
     config = ClusterConfig(kind="ray", address="auto", jobs=2)
@@ -158,27 +168,30 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, said: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "key", "is_explained"),
+    ("code", "error", "said_last", "how"),
     [
-        (2, None, "trainer.lr", True),
-        (1, "DiskError", None, True),
-        (1, "UnforeseenError", None, False),
-        (1, None, None, False),
-        (-9, None, None, False),
+        (2, None, "trainer.lr: must be above 0", {"is_refused": True}),
+        (1, "DiskError", "the disk is full", {"is_of_the_disk": True}),
+        (1, "UnforeseenError", "RuntimeError: planted", {}),
+        (1, None, "out of memory", {}),
+        (3, None, None, {}),
+        (-9, None, None, {}),
+        (-11, "DiskError", None, {}),
     ],
 )
 def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(
-    code: int, error: str | None, key: str | None, is_explained: bool, tmp_path: Path, said: list[str]
+    code: int, error: str | None, said_last: str | None, how: dict[str, bool], tmp_path: Path, said: list[str]
 ) -> None:
     jobs, place = Jobs(1, tmp_path), side_by_side(FakeLauncher(tmp_path, [code]), said)
-    (tmp_path / "job-0.log").write_text("rlft: trainer.lr: must be above 0\n")
+    (tmp_path / "job-0.log").write_text(f"rlft: {said_last}\n" if said_last else "step 1\n")
     (tmp_path / "0").mkdir()
     if error is not None:
         (tmp_path / "0" / "status.json").write_text(json.dumps({"status": "stopped", "error": error}))
     jobs.start(place)
     assert happens(lambda: jobs.is_over(place, 0), within_s=20.0)
-    problem = f"trainer.lr: must be above 0; its output is in {tmp_path / 'job-0.log'}"
-    expected = Ending(problem=problem, kind=error or "", key=key, is_explained=is_explained)
+    by_signal = {-9: "it was killed by SIGKILL", -11: "it was killed by SIGSEGV"}
+    why = said_last or by_signal.get(code, f"it ended with exit code {code}")
+    expected = Ending(problem=f"{why}; its output is in {tmp_path / 'job-0.log'}", **how)
     assert place.ending(jobs.runs[0]) == expected
 
 
@@ -202,7 +215,7 @@ def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_
     assert [line for line in said if "job 0 has" in line] == [f"job 0 {late}, its checkpoints stay in {tmp_path / '0'}"]
     assert happens(lambda: jobs.is_over(place, 1), within_s=20.0)
     endings = [place.ending(run) for run in jobs.runs]
-    assert endings == [Ending(is_interrupted=True, is_explained=True), Ending()]
+    assert endings == [Ending(is_interrupted=True), Ending()]
 
 
 def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, said: list[str]) -> None:

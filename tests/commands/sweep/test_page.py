@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from rlft.commands.sweep.page import rows, write_csv
 from rlft.commands.sweep.space import Space, read_grid
 from rlft.commands.sweep.trials import Trial
 from rlft.config.overrides import parse
+from rlft.runs import run_status
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
 
@@ -105,11 +107,12 @@ def space_of(*words: str) -> Space:
 def finished(tmp_path: Path) -> Any:
     """Writes what a job leaves in its folder: an evaluation before and after, and the last step's metrics."""
 
-    def write(number: int, accuracy: float) -> None:
-        folder = tmp_path / str(number)
+    def write(number: int, accuracy: float, sweep: Path = tmp_path) -> None:
+        folder = sweep / str(number)
         folder.mkdir()
         evaluations = [{"step": step, "accuracy": accuracy * step / 4, "accuracy_se": 0.0625} for step in (0, 4)]
         (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+        run_status.write(folder, 4, run_status.Status.finished)
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5, "time/step": 1234.56}) + "\n")
 
     return write
@@ -152,7 +155,7 @@ def test_jobs_are_named_by_whole_keys_where_two_end_alike() -> None:
 def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished: Any) -> None:
     for number in range(2):
         finished(number, accuracy=0.5)
-    table = rows(tmp_path, space_of("reward=exact_match,math"))
+    table = rows(tmp_path, space_of("reward=exact_match,math"), {})
     with write_csv(tmp_path, list(table[0]), [list(row.values()) for row in table]).open(newline="") as stream:
         found = [(row["reward="], row["reward"]) for row in csv.DictReader(stream)]
     assert found == [("exact_match", "0.5"), ("math", "0.5")]
@@ -172,11 +175,14 @@ def test_the_title_names_only_what_was_measured(
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
+        run_status.write(tmp_path / str(number), 4, run_status.Status.finished)
         if evaluation is not None and number:  # one job that was measured is enough
             (tmp_path / "1" / "eval.jsonl").write_text(json.dumps({"step": 4, **evaluation}) + "\n")
     lines = printed(tmp_path, space_of("seed=0,1"), capsys)
     assert lines[0] == title
-    assert [row["job"] for row in rows(tmp_path, space_of("seed=0,1"))] == ([0, 1] if evaluation is None else [1, 0])
+    assert [row["job"] for row in rows(tmp_path, space_of("seed=0,1"), {})] == (
+        [0, 1] if evaluation is None else [1, 0]
+    )
 
 
 def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
@@ -188,3 +194,45 @@ def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
     monkeypatch.setattr(type(study.trials), "importance", lambda self: {})
     study.show()
     assert capsys.readouterr().out.splitlines()[0] == "sweep of 1 trial"
+
+
+def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(
+    tmp_path: Path, finished: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six jobs of random fates, 30 times: the accuracy of one that has failed is the highest, and ranks nothing."""
+    monkeypatch.setenv("COLUMNS", "200")
+    space, random_numbers = space_of("trainer.lr=1e-3,2e-3,3e-3", "seed=0,1"), random.Random(3)
+    for case in range(30):
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        fates = [random_numbers.choice(("finished", "stopped", "refused", "killed", "not begun")) for _ in range(6)]
+        accuracies = random_numbers.sample([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 6)
+        failed = {}
+        for number, (fate, measured) in enumerate(zip(fates, accuracies, strict=True)):
+            if fate == "refused":
+                failed[number] = "trainer.lr: must be above 0"
+            if fate in ("refused", "not begun"):
+                continue
+            finished(number, measured + (fate != "finished"), folder)
+            if fate == "stopped":
+                run_status.write(folder / str(number), 4, run_status.Status.stopped, "loss is nan", "BrokenRunError")
+            if fate == "killed":
+                run_status.write(folder / str(number), 4, run_status.Status.running)
+                (folder / str(number) / run_status.LOCK).touch()
+        table = rows(folder, space, failed)
+        ranked = sorted((n for n in range(6) if fates[n] == "finished"), key=lambda n: -accuracies[n])
+        lost = [n for n in range(6) if fates[n] in ("stopped", "refused")]
+        rest = [n for n in range(6) if fates[n] in ("killed", "not begun")]
+        assert [row["job"] for row in table] == [*ranked, *lost, *rest]
+        whys = {"stopped": "loss is nan", "refused": "trainer.lr: must be above 0"}
+        for row in table:
+            fate = fates[row["job"]]
+            state = {"finished": "finished", **dict.fromkeys(whys, "failed")}.get(fate, "unfinished")
+            assert (row["state"], row["why"]) == (state, whys.get(fate, ""))
+        page.show_jobs(folder, space, failed)
+        printed_text = capsys.readouterr().out
+        assert ("best held-out accuracy first" in printed_text) == bool(ranked)
+        assert [line for line in printed_text.splitlines() if " failed: " in line] == [
+            f"job {number} failed: {whys[fates[number]]}" for number in lost
+        ]
+        assert printed_text.count("unfinished") == len(rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,12 @@ from fake_studies import (
 )
 
 from rlft.commands.sweep import study as studies
-from rlft.commands.sweep.checks import Values
 from rlft.commands.sweep.space import Choice
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Journal
 from rlft.loop.driver import BrokenRunError
 from rlft.runs import run_status
-from rlft.types import UserError
+from rlft.system.disk import DiskError
 
 
 class Killed(BaseException):
@@ -192,11 +192,8 @@ def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
     assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("reward.http.url", "does not answer", remedy="ask")])
-def test_an_attempt_that_ends_for_a_known_reason_is_no_crash(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Values, "are_refused", lambda self, words, key: False)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DiskError(errno.ENOSPC, None)])
+def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error: BaseException, tmp_path: Path) -> None:
     for _ in range(5):
         crash(make_study(tmp_path, keys(trials=2)), error=error)
     assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
@@ -232,12 +229,12 @@ def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None
     assert {row.state for row in by_number(study) if 1 not in (row.number, row.same_as)} == {"complete"}
 
 
-def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
     def before(run: TrialRun, step: int) -> None:
         if (run.trial.number, step) == (1, 5):
-            raise OSError("the disk is full")
+            raise OSError(errno.ENOSPC, "the disk is full")
 
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(DiskError, match="the disk is full"):
         do_all(make_study(tmp_path, keys(trials=3)), FakeRuns(before=before))
     again = make_study(tmp_path, keys(trials=3))
     assert [trial.number for trial in again.trials.unfinished()] == [1]
