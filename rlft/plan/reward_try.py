@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.config.schema import SamplingRoot
 from rlft.generation.stops import shown_texts
 from rlft.plan.trials import as_sampled
-from rlft.reward.answer import AnswerKeys
+from rlft.reward.answer import AnswerKeys, composed
 from rlft.reward.attacks import Aim, Attack, Family, Form, another_answer, attacks, filler, forms
 from rlft.reward.code import Code
 from rlft.reward.http import ServerKeys
@@ -192,15 +192,15 @@ class RewardTester:
         return [attack for attack in found if attack.family is not Family.special or can_be_said(attack.text)]
 
     def _aim(self, prompt: Prompt, prompts: Sequence[Prompt], form: Form) -> Aim:
-        golds = (prompt.answer.strip(), *prompt.other_answers)
+        golds = [composed(answer) for answer in (prompt.answer.strip(), *prompt.other_answers)]
         per_word = max(1.0, len(self.tokenizer(filler(NUM_WORDS))["input_ids"]) / NUM_WORDS)
         most = self.config.generation.sampling.max_tokens
         few, many = (filler(max(2, int(most * part / per_word))) for part in (0.1, 0.4))
         return Aim(
             question=str(prompt.messages[-1]["content"]),
             gold=golds[0],
-            others=golds[1:],
-            wrong=another_answer(golds, [other.answer.strip() for other in prompts]),
+            others=tuple(golds[1:]),
+            wrong=another_answer(golds, [composed(other.answer.strip()) for other in prompts]),
             form=form,
             rewards=tuple(self.rewards),
             special=tuple(special_tokens(self.tokenizer)),
@@ -233,8 +233,9 @@ class RewardTester:
                 if tries[index].gives_gold and isinstance(outcome, Failure) and outcome.cause is Cause.time_limit:
                     self._late.add(name)
         return [
-            ScoredText(family=attack.family, kind=attack.kind, form=form, prompt=prompt.id, gold=prompt.answer,
-                       text=completion.text, tokens=len(completion.token_ids), **of_rewards)
+            ScoredText(family=attack.family, kind=attack.kind, form=form, prompt=prompt.id,
+                       gold=composed(prompt.answer), text=completion.text, tokens=len(completion.token_ids),
+                       **of_rewards)
             for attack, completion, of_rewards in zip(tries, completions, found, strict=True)
         ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from rlft.data.prompts import PromptSet, untokenised
 from rlft.environment.protocol import Environment
 from rlft.generation.stops import shown_texts
 from rlft.plan.scoring_rules import check_metadata
-from rlft.reward.answer import AnswerIn, AnswerKeys
+from rlft.reward.answer import AnswerIn, AnswerKeys, composed
 from rlft.reward.http import ServerKeys, shown_url
 from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer
@@ -462,7 +462,7 @@ def _is_right(judge: _Judge, prompt: Prompt, completion: Completion) -> bool:
 
 
 def _normalized(prompt: Prompt) -> str:
-    return " ".join(prompt.answer.casefold().split())
+    return " ".join(composed(prompt.answer).casefold().split())
 
 
 def _or_none(judge: _Judge, prompt: Prompt) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import re._constants as op  # pyright: ignore[reportMissingImports]
 import re._parser as parser  # pyright: ignore[reportMissingImports]
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,7 +22,6 @@ from typing import Any
 from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, require
 
-MAX_ANSWER_CHARS = 2000
 MAX_NUMBER_CHARS = 100
 
 CATEGORIES = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w", "CATEGORY_NOT_DIGIT": r"\D",
@@ -69,20 +69,20 @@ class AnswerKeys:
             require(num_groups, "pattern", "has no group for the answer", got=self.pattern, remedy=remedy)
 
     def extract(self, text: str) -> str | None:
-        """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one).
+        """The answer, stripped, or None if the completion gives none (or several).
 
         Reasoning gives none, unless `in_reasoning`. The same answer given again is one answer. Tags, however, are a
         template, in which each stands once.
         """
-        text = text if self.in_reasoning else without_reasoning(text)
-        is_template = text.count(f"<{self.tag}>") == text.count(f"</{self.tag}>") == 1
+        text = composed(text if self.in_reasoning else without_reasoning(text))
+        tag = composed(self.tag)
+        is_template = text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1
         if self.which == Which.only and self.answer_in == AnswerIn.tag and not is_template:
             return None
         answers = [answer.strip() for answer in self._answers(text)]
         if not answers or (self.which == Which.only and len(set(answers)) > 1):
             return None
-        answer = answers[-1]
-        return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+        return answers[-1] or None
 
     def written(self, answer: str) -> str | None:
         """A completion that gives this answer where the reward looks for it; None if none can be made for a pattern."""
@@ -119,7 +119,7 @@ class AnswerKeys:
 
     def _compared(self, group: Group) -> list[bool | None]:
         """Whether each is right, whatever a subclass makes of it; one after the other, for a worker watches them."""
-        references = reference_answer(group.prompt), *group.prompt.other_answers
+        references = reference_answers(group.prompt)
         return [self._matches_any(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
 
     def _matches_any(self, answer: str | None, references: Sequence[str]) -> bool | None:
@@ -140,13 +140,13 @@ class AnswerKeys:
     def _answers(self, text: str) -> Iterator[str]:
         match self.answer_in:
             case AnswerIn.tag:
-                return tagged(text, self.tag)
+                return tagged(text, composed(self.tag))
             case AnswerIn.boxed:
                 return boxed(text)
             case AnswerIn.hashes:
                 return hashed(text)
             case AnswerIn.pattern:
-                return (match[1] or "" for match in re.finditer(self.pattern or "", text))
+                return (match[1] or "" for match in re.finditer(composed(self.pattern or ""), text))
             case _:
                 return iter((text,))
 
@@ -208,7 +208,20 @@ def reference_answer(prompt: Prompt) -> str:
     """The prompt's reference answer, stripped. Unscorable if there is none: nothing could be scored correctly."""
     if not prompt.answer.strip():
         raise Unscorable(f"prompt {prompt.id!r} has no reference answer to compare with")
-    return prompt.answer.strip()
+    return composed(prompt.answer.strip())
+
+
+def reference_answers(prompt: Prompt) -> tuple[str, ...]:
+    """All answers that are right, the reference answer first. Unscorable if there is none."""
+    return reference_answer(prompt), *map(composed, prompt.other_answers)
+
+
+def composed(text: str) -> str:
+    """The text in Unicode's composed form (NFC): the same letters may be stored in two ways that look alike.
+
+    Tokenizers may change one into the other, so whatever is compared as text is composed first.
+    """
+    return unicodedata.normalize("NFC", text)
 
 
 def closing_brace(text: str, start: int) -> int | None:

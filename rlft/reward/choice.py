@@ -16,10 +16,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
-from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.answer import AnswerKeys, composed, reference_answer
 from rlft.reward.exact_match import matches
 from rlft.reward.notation import unwrapped
 from rlft.types import Group, Prompt, Unscorable, UserError
+
+MAX_CHARS = 2000
+"""The most characters of an answer, on top of the longest choice's: what may stand around a choice."""
 
 _LABEL = re.compile(r"\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:]?")
 _LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])(?:[).:]|\s[-–—]\s))\s*(\S.*)", re.DOTALL)
@@ -60,6 +63,8 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
     >>> [named(text, cities, ignore_case=True) for text in ("paris", "B) Paris", "A) Paris", "C")]
     ['B', 'B', None, None]
     """
+    if len(answer) > MAX_CHARS + max(map(len, choices.values()), default=0):
+        return None
     answer = unwrapped(answer)
     for _ in range(2):  # the answer is: option B
         match = _LEAD.match(answer)
@@ -93,7 +98,7 @@ def choices_of(value: Any) -> dict[str, str]:
     lettered = all(isinstance(label, str) and _LABEL.fullmatch(label) and len(label) == 1 for label in labels)
     if not labels or len(labels) != len(texts) or len(set(labels)) != len(labels) or not lettered:
         raise ValueError(f"choices must be a list of strings or a mapping from letters to strings, got {value!r:.80}")
-    return dict(zip(labels, map(str, texts), strict=True))
+    return dict(zip(labels, (composed(str(text)) for text in texts), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

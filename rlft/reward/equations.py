@@ -10,7 +10,7 @@ from itertools import islice
 from typing import ClassVar
 
 from rlft.config.bounds import PositiveInt
-from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.answer import AnswerKeys, reference_answers
 from rlft.reward.exact_match import matches
 from rlft.types import Group, StepScores
 
@@ -59,7 +59,7 @@ class Equations(AnswerKeys):
     max_equations: PositiveInt
 
     def __call__(self, group: Group) -> list[StepScores]:
-        references = reference_answer(group.prompt), *group.prompt.other_answers
+        references = reference_answers(group.prompt)
         return [self._steps(rollout.completion.text, references) for rollout in group.rollouts]
 
     def is_right(self, answer: str, reference: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.reward.answer import check_regex
+from rlft.reward.answer import check_regex, composed
 from rlft.types import Group, require
 
 
@@ -71,10 +71,12 @@ class Format:
         return [float(self._score(rollout.completion.text)) for rollout in group.rollouts]
 
     def _score(self, text: str) -> float:
+        text = composed(text)
         if self.pattern is not None:
-            return re.fullmatch(self.pattern, text, re.DOTALL) is not None
-        follows = follows_template(text, self.tags)
+            return re.fullmatch(composed(self.pattern), text, re.DOTALL) is not None
+        tags = [composed(tag) for tag in self.tags]
+        follows = follows_template(text, tags)
         if self.mode == FormatMode.strict:
             return follows
         # Each tag in its place is a part, and the whole template the last: empty tags score less than a full one.
-        return (markers_in_place(text, self.tags) + follows) / (2 * len(self.tags) + 1)
+        return (markers_in_place(text, tags) + follows) / (2 * len(tags) + 1)

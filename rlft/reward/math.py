@@ -14,12 +14,14 @@ import functools
 import logging
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys
-from rlft.reward.notation import differ, number, plain, same_number, same_text, without_percent, without_unit, words
+from rlft.reward.literal import is_difference, literal
+from rlft.reward.notation import differ, plain, same_text, words
+from rlft.reward.quantity import PERCENT, Quantity, quantities, quantity, same_number
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
 
 MAX_SECONDS = 0.8
@@ -44,7 +46,7 @@ _EXACT, _NUMERICAL, _ROUNDED = 1e-40, 1e-9, 1e-2
 
 def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) -> bool | None:
     """Whether two answers are the same text, number, words or expression; None where the time did not suffice."""
-    if answer.strip() == reference.strip():
+    if answer.split() == reference.split():
         return True
     if len(answer) > max_chars:
         return False
@@ -53,14 +55,33 @@ def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) 
         return True
     if is_costly(answer) or is_costly(reference) or differ(answer, reference):
         return False
-    if (same := same_number(answer, reference)) is not None:
+    given, due = quantity(answer), quantity(reference)
+    if (same := _same_reading(given, due, answer, reference)) is not None:
         return same
-    if (expected := words(reference)) is not None:
-        return words(answer) == expected or answer.casefold() == reference.casefold()
-    due = number(reference)
-    if due is not None and not unevaluated and not is_finished(without_unit(answer), whole=due.denominator == 1):
+    number = None if due.is_percentage else due.number
+    if number is not None and not unevaluated and not is_finished(given.value, whole=number.denominator == 1):
         return False
-    return _equal_expressions(answer, reference, needs_value=due is not None)
+    return _equal_expressions(given.expression(answer), due.expression(reference), needs_value=number is not None)
+
+
+def _same_reading(given: Quantity, due: Quantity, answer: str, reference: str) -> bool | None:
+    """Whether two plain answers are the same as they are read: literals, quantities, words. None for expressions."""
+    parts, others = quantities(reference), quantities(answer)
+    if parts or others:
+        pairs = zip(parts, others, strict=False)
+        return len(parts) == len(others) and all(a.agrees(b) and same_number(a, b) for a, b in pairs)
+    if not given.agrees(due):
+        return False
+    read, expected = literal(given.value), literal(due.value)
+    if expected is not None or (read is not None and not is_difference(given.value)):
+        return read == expected
+    if not (due.is_symbol and not given.unit) and (same := same_number(given, due)) is not None:
+        return same
+    if due.number is not None and words(answer) is not None:
+        return False  # 18 thousand
+    if not due.unit and (expected := words(reference)) is not None:
+        return words(answer) == expected or answer.casefold() == reference.casefold()
+    return None
 
 
 def is_costly(answer: str) -> bool:
@@ -170,10 +191,10 @@ def _verify(answer: Any, reference: Any) -> bool:
 def _parse(text: str) -> Any:
     """The expression as the library parses it, or None. Dollar signs are removed, so that it is one, not several."""
     library = _library()
-    core = without_percent(text)
-    bare = (text if core is None else core).replace("\\$", " ").replace("$", " ")
-    latex = f"${bare}$" if core is None else f"${bare}$%"
-    parsed = library.parse(latex, [library.LatexExtractionConfig()], parsing_timeout=None)
+    percent = PERCENT.search(text)
+    bare = (text if percent is None else text[: percent.start()]).replace("\\$", " ").replace("$", " ")
+    latex = f"${bare}$" if percent is None else f"${bare}$%"
+    parsed = library.parse(latex, [_latex_without_units()], parsing_timeout=None)
     # A text that it can't parse comes back as itself, and the relation of two sets as a truth value.
     return next((part for part in parsed if hasattr(part, "free_symbols")), None)
 
@@ -181,6 +202,13 @@ def _parse(text: str) -> Any:
 @functools.lru_cache(maxsize=256)
 def _parse_reference(text: str) -> Any:
     return _parse(text)
+
+
+@functools.cache
+def _latex_without_units() -> Any:
+    """How the library reads LaTeX, but for the letters and words that it takes for units (`quantity.py` reads them)."""
+    config = _library().LatexExtractionConfig()
+    return replace(config, normalization_config=replace(config.normalization_config, units=False))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from rlft.reward.answer import closing_brace, plain_number
+from rlft.reward.unicode_maths import as_latex
 
 MAX_EXPONENT = 300
 """The largest exponent of 10 in scientific notation."""
@@ -24,83 +25,73 @@ _DELIMITERS = (
 _WRAPPER = (
     r"(?:text(?:bf|it|rm|tt|sf|sc|up|normal)?|math(?:bf|rm|it|tt|sf|normal)|emph|mbox|underline|boldsymbol|bm|pmb)"
 )
+# Of siunitx, and a fraction of two units.
+_SI = re.compile(
+    r"\\(?:SI|qty)\s*(?:\[[^\]]*\])?\{([^{}]*)\}\s*\{((?:[^{}]|\{[^{}]*\})*)\}|"
+    r"\\(?:si|unit)\s*\{((?:[^{}]|\{[^{}]*\})*)\}|\\num\s*\{([^{}]*)\}|\\ang\s*\{([^{};]*)\}"
+)
+_UNIT_FRACTION = re.compile(
+    r"\\frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}(\^\{?[0-9]\}?)?\s*\}"
+)
+_SI_PREFIX = re.compile(r"\\(nano|micro|milli|centi|deci|hecto|kilo|mega|giga|tera)\s*\\")
 _COMMAND = re.compile(rf"\\(?:boxed|fbox|{_WRAPPER})?\s*\{{|\{{")
+
+
+def _with_commas(match: re.Match[str]) -> str:
+    return re.sub("[ ']", ",", match[0])
+
+
 # Same value, other notation; in this order.
 _REWRITTEN = (
     (re.compile(r"\\(?:displaystyle|textstyle|limits)|\\!\s*|\\(?:left|right)(?![A-Za-z])"), ""),
     (re.compile(r"\\(?:text)?color\s*\{\w+\}|^\s*(?:=|≈|\\(?:approx|therefore)(?![A-Za-z]))"), ""),
     (re.compile(rf"\\{_WRAPPER}\s*\{{\s*([0-9][0-9.,]*)\s*\}}"), r"\1"),
+    (re.compile(r"\{\s*\\rm\s+([A-Za-z/ ]+)\}"), r"\\text{\1}"),
+    (re.compile(r"(?<=[0-9])\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(st|nd|rd|th)(?![a-z])\s*\}{0,2}"), r"\\text{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan)|log|ln|cot|csc)(?=[(_^])"), r"\\\1"),
     (re.compile(r"\\(?:bf|rm|it|sf|tt|tiny|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])|(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))"), ","),
     (re.compile(r"(?<!\\)\\(?:[,:; ]|q?quad(?![A-Za-z]))|~"), " "),
-    (re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|mathit)\s*\{\s*(and|or)\s*\}"), r" \1 "),
-    (re.compile("[−–]"), "-"),
+    (re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|mathit)\s*\{\s*(and|or|to|-+|\\?[$€£¥₹])\s*\}"), r" \1 "),
+    # Scientific notation, but not 1e3, where e may be the number.
+    (
+        re.compile(
+            r"(?<![\w.])([0-9][0-9.,]*)\s*(?:\\(?:times|cdot|ast)(?![A-Za-z])|[*xX])\s*10\s*(?:\^|\*\*)\s*"
+            r"(?:\{\s*([+-]?[0-9]+)\s*\}|\(\s*([+-]?[0-9]+)\s*\)|([+-]?[0-9]+)(?![0-9.]))"
+        ),
+        r"\1\\times10^{\2\3\4}",
+    ),
+    (re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]*)?)[eE]([+-][0-9]+|[0-9]{2,})(?![\w.])"), r"\1\\times10^{\2}"),
+    (re.compile(r"(?<![\w.])([0-9]+\.[0-9]*)[eE]([0-9])(?![\w.])"), r"\1\\times10^{\2}"),
+    (re.compile(r"\s*(?:\\text\{\s*(?:per ?cent(?:age)?|pct)\s*\}|\b(?:per ?cent(?:age)?|pct)\b)"), r"\%"),
     (re.compile(r"(?<![0-9./^_{])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])"), r"\1\\frac{\2}{\3}"),
-    (re.compile(r"°|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"(?<![0-9.,/^_])[0-9]{1,3}(?:[ '][0-9]{3})+(?![0-9/]|[ '][0-9])"), _with_commas),
+    (
+        re.compile(
+            r"°|(?<=[0-9])\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])"
+        ),
+        r"^\\circ ",
+    ),
 )
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\{([0-9]+)\}")
 _SPACE = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
-
-_DEGREES = r"\^\\circ(?:\s*(?:\\(?:text|mathrm)\{\s*)?[CF]\}?)?"
-_UNIT = re.compile(
-    rf"(?P<degrees>{_DEGREES})|\\(?:text(?:bf|it|rm)?|mbox|math(?:rm|it|bf))\s*\{{(?P<word>[^{{}}]*)\}}"
-    r"\s*(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?"
-)
-_NO_UNIT = re.compile(
-    r"[0-9]|\b(?:and|or|nor|not|plus|minus|times|negative|squared|cubed|half|hundred|thousand|million|billion|trillion|"
-    r"dozen|one|two|three|four|five|six|seven|eight|nine|ten|percent)\b",
-    re.IGNORECASE,
-)
-_UNITS = {
-    name: names.split()[0]
-    for names in (
-        "degrees degree deg",
-        "radians radian rad",
-        "mm millimeters millimeter millimetres millimetre",
-        "cm centimeters centimeter centimetres centimetre",
-        "m meters meter metres metre",
-        "km kilometers kilometer kilometres kilometre",
-        "inches inch in",
-        "feet foot ft",
-        "yards yard yd",
-        "miles mile mi",
-        "mg milligrams milligram",
-        "g grams gram",
-        "kg kilograms kilogram",
-        "seconds second sec s",
-        "minutes minute min",
-        "hours hour hr hrs h",
-        "days day",
-        "weeks week",
-        "months month",
-        "years year",
-        "cents cent",
-        "dollars dollar",
-    )
-    for name in names.split()
-}
 
 _BASE = re.compile(r"(?<=[0-9])\}?_\s*(?:\{\s*(?:\\(?:text|mathrm)\{)?\s*(\w+)\s*\}?\s*\}|([0-9]+|[A-Za-z]))")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BRACKETS = re.compile(r"\\[{}]|\\[lr](?:brace|angle)(?![A-Za-z])|[()\[\],;]")
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 
-_ASSIGNED = re.compile(r"([A-Za-z]\w*)\s*(?:=|\\approx(?![A-Za-z]))(?!.*=)\s*")
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent(?:age)?|pct)\s*\}|\b(?:percent(?:age)?|pct))$")
-_CURRENCY = re.compile(r"^([+-]?)\s*\\?[$£€]\s*|\\?[$£€]$")
-_SCIENTIFIC = re.compile(
-    r"(.*?[0-9.])(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([0-9]))|(?i:e)([+-][0-9]+|[0-9]{2,}))"
-)  # not 1e3, where e may be the number
+ASSIGNED = re.compile(r"([A-Za-z]\w*)\s*(?:=|\\approx(?![A-Za-z]))(?!.*=)\s*")
+_SCIENTIFIC = re.compile(r"(.*?[0-9.])\s*\\times10\^\{([+-]?[0-9]+)\}")
 
-_WORD = re.compile(r"[A-Za-z]{3,}")
+_WORD = re.compile(r"(?<![A-Za-z])(?!(?:and|or)\b)[a-z]{3,}")
 _NO_TEXT = re.compile(r"[\\+*/=^<>_{}|]")
 _SHORT_WORDS = {"no", "on", "in", "up", "am", "pm", "ok"}
-_NAMES = {"inf", "infinity", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "arcsin", "arccos"} | {
+NAMES = {"inf", "infinity", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "arcsin", "arccos"} | {
     *("arctan", "sinh", "cosh", "tanh", "max", "min", "gcd", "lcm")
 }
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def plain(text: str) -> str:
@@ -109,7 +100,7 @@ def plain(text: str) -> str:
     >>> [plain(text) for text in (r"\(18\)", "**18**.", r"\boxed{\text{Monday}}", r"1{,}000", r"\left(\dfrac12\right)")]
     ['18', '18', 'Monday', '1,000', '(\\frac12)']
     """
-    text = unwrapped(text)
+    text = _UNIT_FRACTION.sub(_spelled_fraction, _SI.sub(_spelled, unwrapped(as_latex(text))))
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     return unwrapped(_REPEATING.sub(_as_fraction, text))
@@ -150,78 +141,40 @@ def words(text: str) -> list[str] | None:
 
     >>> words("Monday"), words("Bob and Alice"), words("No"), words("June 20")
     (['monday'], ['alice', 'bob'], ['no'], ['june 20'])
-    >>> [words(text) for text in ("xyz", "18 apples", "x > 3", "sqrt 2", "ab")]
+    >>> [words(text) for text in ("xyz", "3, 4 and 5", "x > 3", "sqrt 2", "ab")]
     [None, None, None, None, None]
     """
     text = " ".join(text.casefold().split())
-    first = _WORD.match(text)
-    is_text = text in _SHORT_WORDS or (first is not None and first[0] not in _NAMES and first[0] not in _ALPHABET)
+    first = _WORD.search(text)
+    is_text = text in _SHORT_WORDS or (first is not None and first[0] not in NAMES and not is_alphabetic(first[0]))
     if not is_text or _NO_TEXT.search(text):
         return None
     return sorted(item.strip() for item in re.split(r",|;|\band\b", text) if item.strip())
 
 
-def number(text: str) -> Fraction | None:
-    r"""The value of a plain answer that is one number written out, with or without a unit, a currency or `x =`.
+def is_alphabetic(text: str) -> bool:
+    """Whether letters are neighbours in the alphabet, as the variables of a product are: xyz."""
+    return text in "abcdefghijklmnopqrstuvwxyz"
 
-    >>> [str(number(text)) for text in (r"90^\circ", r"18\text{ cm}^2", "1,000", r"1.2\times10^3", r"x = -\$5")]
-    ['90', '18', '1000', '1200', '-5']
-    >>> [number(text) for text in ("8+10", "36/2", "10^3", r"18\text{ or 19}", r"50\%", "90_8")]
-    [None, None, None, None, None, None]
+
+def as_number(text: str) -> Fraction | None:
+    r"""The value of a plain answer that is one number written out.
+
+    >>> [str(as_number(text)) for text in ("1,000", r"1.2\times10^{3}", "- 5", "18.", "18 cm", "8+10", "36/2", "10^3")]
+    ['1000', '1200', '-5', '18', 'None', 'None', 'None', 'None']
     """
-    text = without_unit(text)
-    if match := _ASSIGNED.match(text):
-        text = text[match.end() :]
-    text = _CURRENCY.sub(r"\1", text).strip()
+    text = text.strip()
     if text[:1] in ("-", "+"):
         text = text[0] + text[1:].lstrip()
     exponent = 0
     if match := _SCIENTIFIC.fullmatch(text):
-        text, exponent = match[1], int(match[2] or match[3] or match[4])
-    value: Decimal | None = plain_number(text.strip().removesuffix("."))
+        text, exponent = match[1], int(match[2])
+    value: Decimal | None = plain_number(text.removesuffix("."))
     return None if value is None or abs(exponent) > MAX_EXPONENT else Fraction(value) * Fraction(10) ** exponent
 
 
-def without_percent(text: str) -> str | None:
-    """What stands before the percent sign that ends a plain answer; None without one."""
-    match = _PERCENT.search(text)
-    return None if match is None else text[: match.start()]
-
-
-def same_number(a: str, b: str) -> bool | None:
-    """Whether two plain answers are the same number; None unless both are numbers, or percentages of numbers.
-
-    A percentage equals the fraction that it is, and its own number if that is whole or both are meant in per cent.
-
-    >>> [same_number("50%", b) for b in ("50%", "0.5", "50", "5", "1/2")]
-    [True, True, True, False, None]
-    """
-    percent_a, percent_b = without_percent(a), without_percent(b)
-    number_a = number(a if percent_a is None else percent_a)
-    number_b = number(b if percent_b is None else percent_b)
-    if number_a is None or number_b is None:
-        return None
-    if (percent_a is None) == (percent_b is None):
-        return number_a == number_b
-    part, other = (number_a, number_b) if percent_b is None else (number_b, number_a)
-    return part / 100 == other or (part == other and (percent_b is not None or part.denominator == 1))
-
-
-def without_unit(text: str) -> str:
-    r"""A plain answer without the unit behind it: a degree sign, or words in a text command that change no value.
-
-    >>> without_unit(r"18 \text{ km/h}"), without_unit(r"18\text{ thousand}"), without_unit(r"\text{odd}")
-    ('18', '18\\text{ thousand}', '\\text{odd}')
-    """
-    begin = _begin_of_unit(text)
-    word = _UNIT.match(text, begin)
-    if word is None or (word["word"] is not None and _NO_UNIT.search(word["word"])):
-        return text
-    return text[:begin].strip()
-
-
 def differ(a: str, b: str) -> bool:
-    r"""Whether two plain answers differ in the name of a value, a base, a unit or a kind of bracket.
+    r"""Whether two plain answers differ in the name of a value, a base or a kind of bracket.
 
     Except for names, the library does not see them. What only one of them states makes no difference, but for bases.
 
@@ -229,13 +182,26 @@ def differ(a: str, b: str) -> bool:
     (True, True, True, False)
     >>> differ("x = 3", "n = 3"), differ("x = 3", "3")
     (True, False)
-    >>> differ(r"90^\circ", r"90\text{ rad}"), differ(r"18\text{ or 19}", "18"), differ(r"5\text{ cm}", "5")
-    (True, True, False)
     """
-    name_a, name_b = _ASSIGNED.match(a), _ASSIGNED.match(b)
+    name_a, name_b = ASSIGNED.match(a), ASSIGNED.match(b)
     if name_a is not None and name_b is not None and name_a[1].casefold() != name_b[1].casefold():
         return True
-    return _bases(a) != _bases(b) or _units_differ(_unit(a), _unit(b)) or _brackets_differ(a, b)
+    return _bases(a) != _bases(b) or _brackets_differ(a, b)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    r"""A command of siunitx as a value and its unit as text: `\SI{5}{\kilo\meter\per\hour}` is 5 kilometer per hour."""
+    value, unit, alone, number, angle = (part or "" for part in match.groups())
+    words = re.sub(r"\\([A-Za-z]+)", r" \1 ", _SI_PREFIX.sub(r"\\\1", unit or alone))
+    return f"{value}\\text{{ {_no_braces(words)} }}" if words else f"{number}{angle}" + r"^\circ" * bool(angle)
+
+
+def _spelled_fraction(match: re.Match[str]) -> str:
+    return f"\\text{{ {match[1]} per {match[2]}{_no_braces(match[3] or '')} }}"
+
+
+def _no_braces(text: str) -> str:
+    return text.translate({ord("{"): None, ord("}"): None})
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -243,32 +209,6 @@ def _as_fraction(match: re.Match[str]) -> str:
     nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     value = Fraction(int(whole + fixed + repeated) - int(whole + fixed), nines)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _begin_of_unit(text: str) -> int:
-    """Where the last text command or degree sign begins that ends the text, after a value; else the text's length."""
-    for match in _UNIT.finditer(text):
-        if match.end() == len(text.rstrip()) and text[: match.start()].strip():
-            return match.start()
-    return len(text)
-
-
-def _unit(text: str) -> tuple[str, str]:
-    """(the unit behind an answer in lower case, its power); ("", "") without one."""
-    match = _UNIT.match(text, _begin_of_unit(text))
-    if match is None:
-        return "", ""
-    word = "degrees" if match["degrees"] else " ".join(match["word"].casefold().split())
-    return _UNITS.get(word, word), match["power"] or ""
-
-
-def _units_differ(a: tuple[str, str], b: tuple[str, str]) -> bool:
-    if a == b:
-        return False
-    if _NO_UNIT.search(a[0]) or _NO_UNIT.search(b[0]):
-        return True
-    known = set(_UNITS.values())
-    return a[0] == b[0] or (a[0] in known and b[0] in known)
 
 
 def _bases(text: str) -> Counter[str]:

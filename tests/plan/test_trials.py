@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from scripted_server import Reply, ScriptedServer, chat, rated, scores
 from slow_cases import slow
 from tokenizers import AddedToken
+from tokenizers.normalizers import NFC
 
 from rlft.config.compose import compose
 from rlft.config.instantiate import from_mapping, instantiate
@@ -199,6 +201,15 @@ def notes(prompts, *words, tokenizer=None, limit_s=20.0):
 )
 def test_references_that_are_right_by_themselves_pass_without_a_word(words):
     assert notes(rows("18", "1,080", "-2.5", "0", "7", "12"), *words) == []
+
+
+@pytest.mark.parametrize("normal", ["NFC", "NFD", "NFKD"])
+@pytest.mark.parametrize("reward", ["exact_match", "math", "[cosine,length]"])
+def test_references_are_right_in_whatever_form_their_letters_are_stored(reward, normal):
+    tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
+    tokenizer.backend_tokenizer.normalizer = NFC()  # as Qwen's own tokenizer has it
+    answers = [unicodedata.normalize(normal, text) for text in ("Hà Nội", "São Paulo", "Đà Nẵng", "Zürich")]
+    assert notes(rows(*answers), f"reward={reward}", tokenizer=tokenizer) == []
 
 
 CUT = ["reward=exact_match", "reward.exact_match.answer_in=pattern", r"reward.exact_match.pattern='#### (-?\d+)'"]

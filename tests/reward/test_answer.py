@@ -1,5 +1,8 @@
+import random
 import re
 import time
+import unicodedata
+from dataclasses import replace
 
 import pytest
 from in_one_test import each
@@ -10,6 +13,9 @@ from rlft.reward import choice
 from rlft.reward.answer import AnswerIn, AnswerKeys, Which, written_for
 from rlft.reward.choice import Choice
 from rlft.reward.exact_match import ExactMatch
+from rlft.reward.format import Format, FormatMode
+from rlft.reward.length import Length
+from rlft.reward.math import Math
 from rlft.reward.workers.worker import Failure, Loaded, score
 from rlft.types import UserError
 
@@ -34,7 +40,7 @@ def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only) -
         ("<answer> \n </answer>", None, None),
         ("<ANSWER>18</ANSWER>", None, None),
         ("< answer >18</ answer >", None, None),
-        ("<answer>" + "1" * 3000 + "</answer>", None, None),
+        ("<answer>" + "1" * 3000 + "</answer>", "1" * 3000, "1" * 3000),
         ("18", None, None),
         ("", None, None),
     ],
@@ -155,6 +161,74 @@ def test_a_million_characters_take_no_time(answer_in, piece):
     for which in Which:
         keys(answer_in, which=which).extract(text)
     assert time.monotonic() - start < 60
+
+
+LONG = [
+    ("exact_match", lambda: ExactMatch(**TAGGED, numeric=True, ignore_case=False)),
+    ("math", lambda: Math(**TAGGED, unevaluated=False, max_chars=200)),
+    ("choice", lambda: Choice(**TAGGED, ignore_case=True, choices_field="choices")),
+    (
+        "length",
+        lambda: Length(**TAGGED, numeric=True, ignore_case=False, mode="kimi", target=None, limit=None, penalty=1.0),
+    ),
+]
+
+
+@each(("name", "make"), LONG)
+def test_a_long_answer_is_right_if_it_is_the_reference(name, make):
+    rng = random.Random(16)
+    for size in (1999, 2000, 2001, 5000, 50_000):
+        moves = [
+            f"Move disk {rng.randint(1, 9)} from Peg {rng.randint(1, 3)} to Peg {rng.randint(1, 3)}"
+            for _ in range(1700)
+        ]
+        reference = "\n".join(moves)[:size].strip()
+        assert len(reference) >= size - 2
+        made = make_group([f"<answer>{reference}</answer>", f"<answer>{reference[:-1]}x</answer>"], answer=reference)
+        made = replace(made, prompt=replace(made.prompt, metadata={"choices": [reference, "another"]}))
+        assert make().right(made) == [True, False], (name, size)
+
+
+# -- letters that are stored in two ways -------------------------------------------------------------------------------
+MARKS = "\u0300\u0301\u0302\u0303\u0308\u030a\u030c\u0323\u0327\u0328\u0309\u031b"
+
+
+def made_words(rng: random.Random) -> str:
+    """Words of letters with one or two marks, of Latin, Greek, Cyrillic, kana and Hangul."""
+    letters = [
+        rng.choice("aeiouycnszEOUА") + "".join(rng.sample(MARKS, rng.randint(0, 2))) for _ in range(rng.randint(3, 8))
+    ]
+    return " ".join(["Th", "".join(letters), rng.choice(["Hà Nội", "한국어", "ガギグ", "йод", "Ωμέγα", "São"])])
+
+
+@each("normal", ["NFC", "NFD"])
+def test_a_text_is_the_same_composed_or_not_in_every_reward_that_compares_texts(normal):
+    rng = random.Random(12)
+    other = "NFD" if normal == "NFC" else "NFC"
+    for _ in range(100):
+        reference, wrong = (
+            unicodedata.normalize(normal, made_words(rng)),
+            unicodedata.normalize(normal, made_words(rng)),
+        )
+        answer = unicodedata.normalize(other, reference)
+        tag = unicodedata.normalize(normal, "đáp")
+        written = unicodedata.normalize(other, "đáp")
+        texts = [f"<{written}>{answer}</{written}>", f"<{written}>{wrong}</{written}>"]
+        for name, reward in [(name, make()) for name, make in LONG]:
+            made = make_group(texts, answer=reference)
+            made = replace(made, prompt=replace(made.prompt, metadata={"choices": [wrong, reference]}))
+            tagged = replace(reward, tag=tag)
+            assert tagged.right(made) == [True, False], (name, reference)
+            several = replace(made, prompt=replace(made.prompt, answer=wrong + "x", other_answers=(reference,)))
+            assert name == "choice" or tagged.right(several) == [True, False], (name, reference)
+            by_pattern = replace(reward, answer_in=AnswerIn.pattern, pattern=f"{tag}: (.*)")
+            assert by_pattern.right(replace(made, rollouts=make_group([f"{written}: {answer}"]).rollouts)) == [True], (
+                name
+            )
+        form = Format(mode=FormatMode.strict, tags=[tag], pattern=None)
+        assert form(make_group(texts)) == [1.0, 1.0]
+        pattern = Format(mode=FormatMode.strict, tags=[tag], pattern=f"{reference}.*")
+        assert pattern(make_group([answer, wrong])) == [1.0, 0.0]
 
 
 # -- texts that a pattern finds an answer in ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ VERDICTS = [
     (r"\boxed{18}", "18", True, "boxed inside the tag"),
     (r"18\text{ apples}", "18", True, "a unit set as text"),
     ("18 cm", "18", True, "a unit the library knows"),
-    ("18 dollars", "18", False, "a word it doesn't know is a product of symbols"),
+    ("18 dollars", "18", True, "a unit in words"),
     ("18 thousand", "18", False, "nor may a word change the number"),
     *(
         (form, "18", True, "a font, a size or a colour")
@@ -102,8 +102,8 @@ VERDICTS = [
     ("The answer is 18", "18", False, "prose"),
     ("What is 8 + 10? 18", "18", False, "an echo of the question before it"),
     ("8 + 10 = 18", "18", False, "an echo of the sum before it"),
-    ("１８", "18", False, "full-width digits"),
-    ("١٨", "18", False, "Arabic-Indic digits"),
+    ("１８", "18", True, "full-width digits"),
+    ("١٨", "18", True, "Arabic-Indic digits"),
     ("", "18", False, "nothing"),
     ("$", "18", False, "nothing"),
     (r"\frac{1}{", "18", False, "broken LaTeX"),

@@ -2,7 +2,9 @@ import time
 
 from in_one_test import each
 
-from rlft.reward.notation import differ, number, plain, same_number, same_text, words
+from rlft.reward.literal import literal
+from rlft.reward.notation import differ, plain, same_text, words
+from rlft.reward.quantity import quantity, same_number
 
 
 @each(
@@ -35,9 +37,11 @@ def test_a_number_is_read_with_what_may_stand_beside_it():
         r"2.5\times10^{-1}": 0.25,
         r"3 \text{ m}": 3,
     }
-    assert {text: number(plain(text)) for text in values} == values
+    assert {text: quantity(plain(text)).number for text in values} == values
     assert [
-        text for text in ("1,00", "18 19", "x", "", r"\infty", r"1\times10^{999}", "1_000") if number(plain(text))
+        text
+        for text in ("1,00", "18 19", "x", "", r"\infty", r"1\times10^{999}", "1_000")
+        if quantity(plain(text)).number
     ] == []
 
 
@@ -45,14 +49,12 @@ def test_differences_that_a_parser_drops_are_seen_in_both_directions():
     apart = [
         ("10_8", "10_{16}"),
         ("(1,2)", "[1,2]"),
-        (r"1\text{ s}", r"1\text{ min}"),
         ("x=1", "y=1"),
-        (r"1\text{ or 2}", "1"),
     ]
-    alike = [("10_8", r"10_{\text{eight}}"), ("(1,2),(3,4)", r"\{(1,2),(3,4)\}"), (r"1\text{ s}", r"1\text{ seconds}")]
+    alike = [("10_8", r"10_{\text{eight}}"), ("(1,2),(3,4)", r"\{(1,2),(3,4)\}")]
     assert [pair for pair in apart if not (differ(*pair) and differ(*reversed(pair)))] == []
     assert [pair for pair in alike if differ(*pair) or differ(*reversed(pair))] == []
-    assert same_number("0.5%", "0.5") is False
+    assert same_number(quantity("0.5%"), quantity("0.5")) is False
     assert words("Anna, Bob") == words("Bob and Anna")
     assert not same_text("1 2", "12")
 
@@ -64,5 +66,5 @@ def test_long_answers_take_no_time(piece):
     text = piece * (2000 // len(piece))  # the longest answer that is looked at
     start = time.process_time()
     bare = plain(text)
-    number(bare), words(bare), differ(bare, bare), same_text(bare, bare)
+    quantity(bare), literal(bare), words(bare), differ(bare, bare), same_text(bare, bare)
     assert time.process_time() - start < 1

@@ -47,6 +47,14 @@ def test_a_verifier_accepts_another_right_answer_than_the_reference(reward: Reas
 
 
 @pytest.mark.usefixtures("gym_here")
+def test_an_answer_of_thousands_of_characters_is_scored(reward: ReasoningGym) -> None:
+    # Seven disks take at least 2 ** 7 - 1 = 127 moves of some 30 characters.
+    prompt = max(load("tower_of_hanoi", min_disks=7, max_disks=9, min_pegs=3, max_pegs=4), key=lambda p: len(p.answer))
+    assert len(prompt.answer) > 3500
+    assert reward(group(prompt, f"<answer>{prompt.answer}</answer>")) == [1.0]
+
+
+@pytest.mark.usefixtures("gym_here")
 def test_options_reach_the_verifier(reward: ReasoningGym) -> None:
     assert reward(group(load("chain_sum", min_terms=2, max_terms=2)[0], "<answer>x</answer>"))[0] < 1.0
 

@@ -1,0 +1,275 @@
+r"""The normal form of an answer that is a number and what follows it: a unit, a currency, per cent.
+
+`18 dollars`, `\$18`, `18\text{ cm}^2`, `18 km/h` and `18 marbles left` are a value and a unit. What is known of units
+is their grammar (factors, powers, `per`, `square`) and the abbreviations of the common ones; any other words are the
+unit that they name. A unit that only one of two answers states makes no difference, but two have to agree: no unit is
+converted into another. Words that change or repeat a number (thousand, half, or) are no unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlft.reward.notation import ASSIGNED, NAMES, as_number, is_alphabetic, unwrapped
+
+MAX_UNIT_CHARS = 100
+"""The longest unit that is looked for behind a value."""
+
+_PREFIXES = {"": "", "n": "nano", "u": "micro", "m": "milli", "c": "centi", "d": "deci", "h": "hecto", "k": "kilo",
+             "M": "mega", "G": "giga", "T": "tera"}  # fmt: skip
+_PREFIXED = (
+    "m meter metre|g gram gramme|s second|L liter litre|l liter|W watt|V volt|J joule|N newton|Pa pascal|Hz hertz|"
+    "A ampere|K kelvin|mol mole|B byte|bit bit|cal calorie|eV electronvolt|Wh watthour|ohm ohm|bps bps"
+)
+_OTHERS = (
+    "inch inches in|foot feet ft|yard yd|mile mi|acre|hectare ha|minute min|hour hr h|day d|week wk|month mo|year yr|"
+    "ounce oz|pound|ton|tonne t|gallon gal|quart qt|pint|tablespoon tbsp|teaspoon tsp|degree deg|radian rad|dollar $|"
+    "cent ¢|euro eur €|rupee rs inr ₹|yen jpy ¥|yuan rmb cny|point pt|piece pc|person people|child children|man men|"
+    "woman women|revolution rev|beat|unit|second sec|gram gm|ampere amp"
+)
+_MEANING = {
+    "mph": "mile per hour", "kph": "kilometer per hour", "kmph": "kilometer per hour", "kmh": "kilometer per hour",
+    "rpm": "revolution per minute", "bpm": "beat per minute", "mpg": "mile per gallon", "fps": "foot per second",
+    "cc": "cubic centimeter", "sqft": "square foot", "lb": "pound weight", "lbs": "pound weight",
+    "£": "pound sterling", "gbp": "pound sterling", "usd": "dollar american", "C": "celsius", "F": "fahrenheit",
+    "degreecelsius": "celsius",
+}  # fmt: skip
+
+
+def _table() -> dict[str, str]:
+    """{a unit's name, plural or abbreviation: its first name}."""
+    names: dict[str, str] = {}
+    for (symbol, *words), (short, prefix) in itertools.product(map(str.split, _PREFIXED.split("|")), _PREFIXES.items()):
+        first = prefix + words[0]
+        names |= {short + symbol: first, f"{short}{symbol}s": first} if short or len(symbol) > 1 else {symbol: first}
+        names |= {prefix + word + plural: first for word in words for plural in ("", "s")}
+    for line in map(str.split, _OTHERS.split("|")):
+        names |= dict.fromkeys(line, line[0]) | {f"{name}s": line[0] for name in line if len(name) > 1}
+    return names
+
+
+_UNITS = _table()
+_FOLDED = {name.lower(): unit for name, unit in _UNITS.items() if len(name) > 1 and name != "us"}
+_CHANGES = {"squared": "2", "cubed": "3"}
+_SCALES = {"celsius", "fahrenheit"}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_SAYS_NOTHING = {"of", "the", "in", "for", "on", "at", "us", "left", "remaining", "total", "altogether", "all", "each",
+                 "st", "nd", "rd", "th"}  # fmt: skip
+# Words that change a number, give a second one, say another thing of it, or are mathematics.
+_NO_UNIT = NAMES | {
+    word
+    for words in (
+        "and or nor not no plus minus negative over by to than then if but because so is are was were be equals",
+        "half halve third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth double twice thrice",
+        "hundred thousand million billion trillion lakh crore dozen gross k mil mn bn percent",
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
+        "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
+        "am pm bc ad bce ce january february march april may june july august september october november december",
+        "mod factorial choose power root pi alpha beta gamma delta theta lambda sigma omega phi rho tau",
+    )
+    for word in words.split()
+}
+_NUMERALS = ("milli", "mille", "millo", "tausend", "hundert", "dutzend", "douzaine", "docena")  # of other languages
+_STEMS = ((re.compile(r"(?<=[sxz])es$|(?<=[cs]h)es$|(?<![su])s$"), ""), (re.compile(r"(?:ie|y)$"), "i"),
+          (re.compile(r"e$"), ""), (re.compile(r"v$"), "f"))  # fmt: skip
+
+_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|[mh]box|operatorname|math(?:rm|it|bf|sf|normal))\s*"
+_TEXT += r"\{(?:[^{}]|\^\{-?[0-9]\})*\}"
+_PART = (
+    rf"{_TEXT}|\\?[$€£¥₹¢]|\^\s*\\circ|\^\s*\{{?\s*-?[0-9]\s*\}}?|\\(?:cdot|times)(?![a-z])|[A-Za-z]+|"
+    r"(?<=[A-Za-z])[23](?![0-9])|[./*()\s-]"
+)
+_TAIL = re.compile(
+    rf"(?:(?<=[0-9)}}\]$*`%])\s*(?=[A-Za-z/(]|-[A-Za-z]{{2}}|\\?[$€£¥₹¢])|(?:(?<=\\pi)|(?<=\\infty))\s+(?=[A-Za-z])|"
+    rf"(?<=\S)\s*(?={_TEXT}|\^\s*\\circ))(?P<unit>(?:{_PART})++)$"
+)
+_TOKEN = re.compile(
+    rf"(?P<text>{_TEXT})|(?P<degree>\^\s*\\circ)|(?:\^\s*\{{?\s*)?(?P<power>-?[0-9])|\\[a-z]+|"
+    r"(?P<word>[A-Za-z]+|[$€£¥₹¢])|(?P<per>/)"
+)
+_HALF_DAY = re.compile(r"\s*[AaPp]\.\s*[Mm]\.?")
+_CURRENCY = re.compile(r"([+-]?)\s*(?:\\?([$£€¥₹])|(USD|EUR|GBP|INR|JPY|CNY|R[Ss])\.?(?=[\s0-9]))\s*(?=[-+.0-9\\])")
+_DELIMITED = re.compile(r"^\$([^$\s](?:[^$]*[^$\s\\])?)\$(?=[^$]*$)")
+PERCENT = re.compile(r"\s*\\?%$")
+_BETWEEN = re.compile(r"(?<=[A-Za-z.}$€£¢])\s*(?:,|\band\b)?\s+(?=\\?[$€£]?[0-9])|(?<=\\circ)\s*(?=[0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The normal form of a unit: powers of its factors, and words that describe it (tall, american)."""
+
+    factors: frozenset[tuple[str, int]] = frozenset()
+    words: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.factors or self.words)
+
+    def agrees(self, other: Unit) -> bool:
+        """Whether two answers may have these units: one has none, or they are the same up to words left out."""
+        if not self or not other:
+            return True
+        return self.factors == other.factors and (self.words <= other.words or other.words <= self.words)
+
+
+NO_UNIT = Unit()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A plain answer as a value and a unit.
+
+    Attributes:
+        value: the answer without its unit, as text; a name that it is assigned to and a percent sign are kept.
+        number: the value as a number, in per cent if `is_percentage`; None for another expression.
+        is_symbol: the unit is one letter behind a number, which may be a variable.
+    """
+
+    value: str
+    number: Fraction | None
+    is_percentage: bool = False
+    unit: Unit = NO_UNIT
+    is_symbol: bool = False
+
+    def agrees(self, other: Quantity) -> bool:
+        """Whether two answers may have these units; per cent and a unit are two."""
+        if self.is_percentage != other.is_percentage and (other if self.is_percentage else self).unit:
+            return False
+        return self.unit.agrees(other.unit)
+
+    def expression(self, text: str) -> str:
+        """The answer as an expression, of this text: without its unit, unless that may be a variable."""
+        return text if self.is_symbol else self.value
+
+
+@functools.lru_cache(maxsize=1024)
+def quantity(text: str) -> Quantity:
+    r"""The value and the unit of a plain answer.
+
+    >>> [quantity(text).value for text in (r"18\text{ cm}^2", "18 km/h", r"x = \$18", "18 marbles left", "18 thousand")]
+    ['18', '18', 'x = 18', '18', '18 thousand']
+    >>> [str(quantity(text).number) for text in (r"90^\circ", "1,000 m", r"1.2\times10^{3}", "8+10", r"50\%")]
+    ['90', '1000', '1200', 'None', '50']
+    """
+    if (number := as_number(text)) is not None:
+        return Quantity(text, number)
+    match = ASSIGNED.match(text)
+    name, body = ("", text) if match is None else (match[0], text[match.end() :])
+    head, unit, phrase = _split(_DELIMITED.sub(r"\1", body))
+    head = unwrapped(head)
+    currency = _CURRENCY.match(head)
+    if currency and (money := _unit(currency[2] or currency[3])):
+        head = currency[1] + head[currency.end() :]
+        unit = Unit(money.factors | unit.factors, money.words | unit.words)
+    percent = PERCENT.search(head)
+    number = as_number(head if percent is None else head[: percent.start()])
+    is_symbol = len(phrase) == 1 and phrase.isalpha()
+    if is_symbol and (number is None or phrase == "K" or currency):  # 18K, $18m
+        return Quantity(text, None)
+    return Quantity(name + head, number, percent is not None, unit, is_symbol)
+
+
+def same_number(a: Quantity, b: Quantity) -> bool | None:
+    """Whether an answer is the same number as a reference; None unless both are numbers, or percentages of numbers.
+
+    A percentage equals the fraction that it is, and its own number if that is whole or the reference is in per cent.
+
+    >>> [same_number(quantity("50%"), quantity(b)) for b in ("50%", "0.5", "50", "5", "1/2")]
+    [True, True, True, False, None]
+    """
+    if a.number is None or b.number is None:
+        return None
+    if a.is_percentage == b.is_percentage:
+        return a.number == b.number
+    part, other = (a.number, b.number) if a.is_percentage else (b.number, a.number)
+    return part / 100 == other or (part == other and (b.is_percentage or part.denominator == 1))
+
+
+def quantities(text: str) -> list[Quantity]:
+    r"""The values of an answer that is several with a unit each, as 3 hours and 20 minutes, by unit; else [].
+
+    >>> [(str(part.number), bool(part.unit)) for part in quantities("5 ft 6 in")]
+    [('5', True), ('6', True)]
+    """
+    parts = [quantity(part) for part in _BETWEEN.split(text)]
+    is_several = len(parts) > 1 and all(part.number is not None and part.unit for part in parts)
+    return sorted(parts, key=lambda part: (sorted(part.unit.factors), sorted(part.unit.words))) if is_several else []
+
+
+def _split(text: str) -> tuple[str, Unit, str]:
+    """(what stands before the unit behind a value, the unit, its text); the text alone without a unit."""
+    match = _TAIL.search(text, max(1, len(text) - MAX_UNIT_CHARS))
+    if match is not None:
+        head, phrase = text[: match.start()], match["unit"]
+        is_value = re.search(r"[0-9]|\\pi|\\infty", head) or phrase.startswith(("\\text", "\\math", "\\mbox"))
+        if head.strip() and is_value and not _HALF_DAY.fullmatch(phrase) and (unit := _unit(phrase)) is not None:
+            return head.strip(), unit, phrase if match.start() == match.start("unit") else f" {phrase}"
+    return text, NO_UNIT, ""
+
+
+def _tokens(phrase: str, is_text: bool = False) -> Iterator[tuple[str, bool]]:
+    """(a word, or ^ and a power; whether it is set as text, in which no letter is a variable)."""
+    for match in _TOKEN.finditer(phrase):
+        token = match[0]
+        if match["text"]:
+            yield from _tokens(token[token.index("{") + 1 : -1], is_text=True)
+        elif match["power"]:
+            yield f"^{match['power']}", is_text
+        elif match["degree"] or match["per"]:
+            yield "degree" if match["degree"] else "per", is_text
+        elif match["word"]:
+            meaning = _MEANING.get(token) or _MEANING.get(token.lower())
+            yield from ((word, True) for word in meaning.split()) if meaning else [(token, is_text)]
+
+
+def _unit(phrase: str) -> Unit | None:
+    """The unit that a phrase names; None where it names none, or says something else of the value."""
+    factors: Counter[str] = Counter()
+    words: set[str] = set()
+    sign, power, last = 1, 1, ""
+    tokens = list(_tokens(phrase))
+    for place, (token, is_text) in enumerate(tokens, start=1):
+        word, name = token.lower(), _known(token)
+        if word in _CHANGES or word.startswith("^"):
+            if not last:
+                return None
+            factors[last] *= int(_CHANGES.get(word, word[1:]))
+        elif word == "per" or (word in ("a", "an") and place < len(tokens)):
+            sign = -1
+        elif word in _POWERS:
+            power = _POWERS[word]
+        elif word in _SCALES:
+            factors["degree"] = 1
+            words.add(word)
+        elif name is not None and not (word == "in" and (factors or words)):
+            factors[name] += sign * power
+            last, power = name, 1
+        elif word in _NO_UNIT or word.removesuffix("s") in _NO_UNIT or word.startswith(_NUMERALS):
+            return None
+        elif word in _SAYS_NOTHING:
+            continue
+        elif not is_text and (len(word) < 3 or not set(word) & set("aeiouy") or is_alphabetic(word)):
+            return None  # letters that are a product of variables
+        elif sign < 0:
+            factors[_stem(word)] -= power
+        else:
+            words.add(_stem(word))
+    return Unit(frozenset(pair for pair in factors.items() if pair[1]), frozenset(words))
+
+
+def _known(token: str) -> str | None:
+    """The first name of a unit that is known; abbreviations of one letter are told apart by case."""
+    word = token.lower()
+    return _UNITS.get(token) or (None if word in _NO_UNIT else _FOLDED.get(word))
+
+
+def _stem(word: str) -> str:
+    """A word without its plural: the same for both, if not a word."""
+    for pattern, ending in _STEMS:
+        word = pattern.sub(ending, word)
+    return word

@@ -1,0 +1,295 @@
+"""Numbers with units: a grammar of values, units and notations, whose meaning is known by construction."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+from answer_cases import SUPERSCRIPTS, ZEROS, in_script, sampled, wrong_of
+
+SEED = 51
+
+# -- values ------------------------------------------------------------------------------------------------------------
+SEPARATORS = (",", r"\,", r"\;", r"\:", r"\ ", "~", "{,}", " ", "\u2009", "\u202f", "\xa0", r"\!,\!"[:2] + ",")
+TIMES = (r"\times", r" \times ", "*", " * ", "×", " × ", "·", "⋅", r"\cdot ", " x ", "x")
+
+
+def of_value(value: Fraction) -> list[str]:
+    """The ways to write a number."""
+    sign = "-" * (value < 0)
+    if value.denominator != 1:
+        decimal = str(float(abs(value)))
+        return [sign + decimal, sign + decimal + "0", f"−{decimal}" if sign else f"+{decimal}"]
+    digits = str(abs(value.numerator))
+    forms = [digits, digits + ".0", *(digits.translate(in_script(zero)) for zero in ZEROS)]
+    if len(digits) > 3:
+        forms += [f"{int(digits):,}".replace(",", separator) for separator in SEPARATORS]
+    if len(digits) > 4:
+        forms += scientific(digits)
+    signs = ("-", "−", "–", "－", "- ") if sign else ("", "+")
+    return [mark + form for form, mark in zip(forms, itertools.cycle(signs), strict=False)]
+
+
+def scientific(digits: str) -> list[str]:
+    mantissa, exponent = f"{digits[0]}.{digits[1:].rstrip('0') or '0'}", len(digits) - 1
+    powers = (f"10^{exponent}", f"10^{{{exponent}}}", f"10{str(exponent).translate(SUPERSCRIPTS)}", f"10**{exponent}")
+    forms = [f"{mantissa}{times}{power}" for times in TIMES for power in powers]
+    return [*forms, f"{mantissa}e{exponent}", f"{mantissa}E+{exponent}"]
+
+
+def around(text: str) -> list[str]:
+    return [
+        text,
+        f"${text}$",
+        rf"\({text}\)",
+        f"**{text}**",
+        rf"\boxed{{{text}}}",
+        f"{text}.",
+        f" {text} ",
+        f"x = {text}",
+    ]
+
+
+# -- units -------------------------------------------------------------------------------------------------------------
+SPELLED = {
+    "meter": "m meter meters metre metres",
+    "centimeter": "cm centimeter centimeters centimetres",
+    "kilometer": "km kilometer kilometers kilometres",
+    "millimeter": "mm millimeters millimetre",
+    "gram": "g gram grams",
+    "kilogram": "kg kilogram kilograms KG",
+    "second": "s sec secs second seconds",
+    "minute": "min mins minute minutes",
+    "hour": "h hr hrs hour hours",
+    "day": "day days",
+    "year": "yr yrs year years",
+    "inch": "in inch inches",
+    "foot": "ft foot feet",
+    "mile": "mi mile miles",
+    "liter": "L liter liters litre",
+    "newton": "N newton newtons",
+    "megawatt": "MW megawatt megawatts",
+    "milliwatt": "mW milliwatt milliwatts",
+    "kilohertz": "kHz kilohertz",
+    "gigabyte": "GB gigabyte gigabytes",
+    "dollar": "dollar dollars USD",
+    "euro": "€ euro euros EUR",
+    "cent": "cent cents",
+    "degree": "° degree degrees ^\\circ ^{\\circ}",
+}
+NOUNS = (
+    "marble",
+    "book",
+    "apple",
+    "student",
+    "box",
+    "bus",
+    "berry",
+    "cookie",
+    "glass",
+    "horse",
+    "person",
+    "knife",
+    "house",
+)
+PLURALS = {
+    "box": "boxes",
+    "bus": "buses",
+    "berry": "berries",
+    "glass": "glasses",
+    "person": "people",
+    "knife": "knives",
+}
+SQUARED = ("{}^2", "{}²", "square {}", "sq {}", "{}^{{2}}", "{} squared", "sq. {}", "{}2")
+CUBED = ("{}^3", "{}³", "cubic {}", "{}^{{3}}", "{} cubed", "cu. {}")
+PER = ("{}/{}", "{} per {}", "{} / {}", "{} {}^-1", "{}·{}⁻¹")
+RATES = [("kilometer", "hour"), ("meter", "second"), ("mile", "hour"), ("dollar", "hour"), ("gram", "liter"),
+         ("book", "student"), ("mile", "day"), ("hour", "day"), ("hour", "kilometer")]  # fmt: skip
+MULTIPLIERS = (
+    "thousand",
+    "million",
+    "billion",
+    "dozen",
+    "hundred",
+    "half",
+    "squared",
+    "or 19",
+    "and a half",
+    "million",
+    "k",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit by its meaning: powers of names, and how it may be written in plain text."""
+
+    factors: tuple[tuple[str, int], ...]
+    forms: tuple[str, ...]
+
+    def behind(self, value: str) -> list[str]:
+        """The ways to write a value and this unit."""
+        found = []
+        for form in self.forms:
+            found.append(f"{value} {form}")
+            bare = (
+                form.replace("²", "^2").replace("³", "^3").replace("⁻¹", "^-1").replace("·", " ").replace("€", "euros")
+            )
+            if not {*bare} & {*"{}°\\"}:
+                found += [rf"{value}\text{{ {bare}}}", rf"{value}\,\mathrm{{{bare}}}", rf"\SI{{{value}}}{{{bare}}}"]
+        return found
+
+
+def invented(rng: random.Random) -> str:
+    """A word that is in no dictionary."""
+    return "".join(rng.choice("bdfglmnprt") + rng.choice("aiou") for _ in range(3)) + rng.choice("bdglmnrt")
+
+
+def spelled(name: str) -> list[str]:
+    if name in SPELLED:
+        return SPELLED[name].split()
+    return [name, PLURALS.get(name, f"{name}s"), PLURALS.get(name, f"{name}s").capitalize()]
+
+
+def units(rng: random.Random) -> list[Unit]:
+    nouns = [*NOUNS, *(invented(rng) for _ in range(12))]
+    lengths = ("meter", "centimeter", "kilometer", "inch", "foot", "mile")
+    made = [Unit(((name, 1),), tuple(spelled(name))) for name in (*SPELLED, *nouns)]
+    for power, patterns in ((2, SQUARED), (3, CUBED)):
+        for name in lengths:
+            forms = [
+                pattern.format(form)
+                for pattern in patterns
+                for form in spelled(name)
+                if (" " not in pattern or len(form) > 1) and (form != "in" or pattern[0] == "{")
+            ]
+            made.append(Unit(((name, power),), tuple(forms)))
+    for top, bottom in RATES:
+        forms = [
+            per.format(a, b) for per in PER[: 5 if top in SPELLED else 2] for a in spelled(top) for b in spelled(bottom)
+        ]
+        made.append(Unit(((top, 1), (bottom, -1)), tuple(forms)))
+    extra = {"kilometer": ("kph", "kmph", "km/hr"), "mile": ("mph",)}
+    return [
+        Unit(unit.factors, unit.forms + extra.get(unit.factors[0][0], ())) if unit.factors[-1] == ("hour", -1) else unit
+        for unit in made
+    ]
+
+
+MONEY = {"dollar": ("${}", r"\${}", "USD {}", "{}$", r"\$ {}", r"\text{{\$}}{}"), "euro": ("€{}", "{} €", "{}€"),
+         "pound": ("£{}",), "yen": ("¥{}",), "cent": ("{}¢", "{} cents")}  # fmt: skip
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+VALUES = [
+    Fraction(text) for text in ("18", "3", "-7", "1000", "12500", "1234567", "602000000000000", "2.5", "-0.25", "40")
+]
+
+
+def numbers() -> Iterator[tuple[str, str, bool]]:
+    """(answer, reference, whether they are equal): each notation of each value against each other value."""
+    for value in VALUES:
+        plain = str(value.numerator) if value.denominator == 1 else str(float(value))
+        for form in of_value(value):
+            yield from ((given, plain, True) for given in around(form))
+            yield plain, form, True
+            for other in (value + 1, -value, value * 10, value / 10):
+                yield form, str(other.numerator) if other.denominator == 1 else str(float(other)), False
+
+
+def with_units(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+    known = units(rng)
+    for value in ("18", "3", "1,000", "2.5"):
+        behind = {each.factors: each.behind(value) for each in known}
+        for unit, form in [(each, form) for each in known for form in behind[each.factors]]:
+            written = behind[unit.factors]
+            yield form, value, True  # the reference has no unit
+            yield value, form, True  # the answer has none
+            yield form, rng.choice(written), True
+            yield form, "19", False
+            other = rng.choice([factors for factors in behind if factors != unit.factors])
+            yield form, rng.choice(behind[other]), False
+            yield f"{value} {rng.choice(MULTIPLIERS)} {rng.choice(unit.forms)}", value, False
+
+
+def money() -> Iterator[tuple[str, str, bool]]:
+    forms = {
+        name: [form.format(value) for form in templates for value in ("3", "3.00")] for name, templates in MONEY.items()
+    }
+    forms["dollar"] += ["3 dollars", "3.00 dollars", r"3\text{ dollars}"]
+    for name, written in forms.items():
+        for form, other in itertools.product(written, written):
+            yield form, other, True
+        for form in written:
+            yield form, "3", True
+            yield form, "4", False
+            for of_another in (text for another, texts in forms.items() if another != name for text in texts):
+                yield form, of_another, False
+
+
+def percentages() -> Iterator[tuple[str, str, bool]]:
+    forms = [
+        "{}%",
+        r"{}\%",
+        "{} %",
+        "{} percent",
+        "{} per cent",
+        "{} pct",
+        r"{}\text{{ percent}}",
+        "{}％",
+        "{}٪",
+        r"\SI{{{}}}{{\percent}}",
+    ]
+    for a, b in itertools.product(forms, forms):
+        yield a.format("18"), b.format("18"), True
+        yield a.format("18"), b.format("18.0"), True
+        yield a.format("18"), b.format("19"), False
+    for form in forms:
+        yield form.format("18"), "0.18", True
+        yield form.format("18"), "18", True
+        yield form.format("18"), "1.8", False
+        yield form.format("18"), "18 dollars", False
+
+
+def compounds() -> Iterator[tuple[str, str, bool]]:
+    kinds = [("hour", "minute"), ("foot", "inch"), ("dollar", "cent"), ("apple", "marble"), ("year", "day")]
+    for top, bottom in kinds:
+        forms = [
+            f"{{}} {a}{glue}{{}} {b}" for glue in (" ", " and ", ", ") for a in spelled(top) for b in spelled(bottom)
+        ]
+        for form, other in itertools.product(forms, forms):
+            yield form.format(3, 20), other.format(3, 20), True
+        for form in forms:
+            for wrong in ("3", "20", "60", "23", "3.2", f"3 {spelled(top)[-1]}", f"20 {spelled(bottom)[-1]}"):
+                yield form.format(3, 20), wrong, False
+                yield wrong, form.format(3, 20), False
+            yield form.format(20, 3), form.format(3, 20), False
+            yield form.format(3, 30), form.format(3, 20), False
+
+
+def test_a_number_is_the_same_in_every_notation_and_no_other_number():
+    assert len(ZEROS) > 60
+    assert wrong_of(sampled(numbers(), 3000)) == []
+
+
+def test_a_unit_may_be_left_out_and_two_units_must_agree():
+    assert wrong_of(sampled(with_units(random.Random(SEED)), 2500)) == []
+
+
+def test_money_and_percentages_are_equal_in_every_notation():
+    assert wrong_of([*money(), *percentages()]) == []
+
+
+def test_several_values_with_units_are_right_together_only():
+    assert wrong_of(sampled(compounds(), 1500)) == []
+
+
+@pytest.mark.slow
+def test_every_notation_of_every_number_and_unit():
+    cases = [*numbers(), *with_units(random.Random(SEED + 1)), *compounds()]
+    assert len(cases) > 30000
+    assert wrong_of(cases) == []
