@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby, takewhile
@@ -20,8 +19,9 @@ from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
 from rlft.tokens.plain import PlainText
+from rlft.tokens.said import Unread, unread
 from rlft.tokens.text import rendered, tail
-from rlft.types import IMAGE, NOTHING, Prompt, Shown, Split, UserError, counted, require
+from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,10 +31,6 @@ CHUNK, CHUNK_CHARACTERS = 1000, 250_000
 """The most prompts that are tokenised in one call, and the most characters."""
 
 Item = TypeVar("Item")
-
-WORD = re.compile(r"\w+")
-SWITCH = re.compile(r"/\w+")
-"""Such as /no_think, which some templates read and leave out."""
 
 NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
 
@@ -286,8 +282,8 @@ def _tokenise(
         require(with_images is None, "prompts.style", problem, got=style, remedy=remedy)
         texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
-            _check_words(prompt, prompt.messages, text)
-            _check_tools(prompt, text)
+            for missing in unread(tokenizer, prompt.messages, text, prompt.tools, by_template=False):
+                raise _unread(prompt, missing)
         ids = plain.ids(*plain.cut_texts(texts, said=False), partial(raw_prompt_ids, tokenizer))
         return texts, ids, ids
     from jinja2.exceptions import TemplateError
@@ -315,8 +311,8 @@ def _tokenise(
         ids = plain.ids(texts, gap)
     texts = [text.replace(gap, "") for text in texts] if gap else texts
     for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
-        _check_words(prompt, conversation, text)
-        _check_tools(prompt, text)
+        for missing in unread(tokenizer, conversation, text, shown.tools):
+            raise _unread(prompt, missing)
     return texts, ids, short
 
 
@@ -341,34 +337,18 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys(begin))
 
 
-def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Refuses a prompt of which the chat template has left out a message or a call: they are nowhere in the text."""
-    bare, words = "".join(text.split()), None
-    for message in conversation:
-        content = message["content"].rpartition("</think>")[2]  # templates leave earlier thinking out
-        content = content.replace(IMAGE, "") if prompt.images else content
-        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        if "".join(content.split()) in bare and all(name in text for name in called):
-            continue
-        words = set(WORD.findall(text)) if words is None else words
-        wanted = {*WORD.findall(SWITCH.sub("", content)), *called}
-        if all(name in text for name in called) and (2 * len(wanted - words) < len(wanted) or not wanted):
-            continue
-        problem = f"the model's chat template leaves out the {message['role']}'s message of prompt {prompt.id!r}"
-        raise _refused(
-            f"{problem}, so the policy never reads it",
-            got=repr(content.strip()[:60] or called),
-            is_system=message["role"] == "system",
-            otherwise="use data whose turns it writes, or prompts.style=raw",
-        )
-
-
-def _check_tools(prompt: Prompt, text: str) -> None:
-    """Refuses a prompt whose data show tools that are nowhere in the text."""
-    for name in (tool["function"]["name"] for tool in prompt.tools):
-        problem = f"the model's chat template does not show the tool {name} of prompt {prompt.id!r}"
+def _unread(prompt: Prompt, missing: Unread) -> UserError:
+    """The error of what the chat template leaves out of a prompt."""
+    if missing.index is None:
+        problem = f"the model's chat template does not show {missing.what} of prompt {prompt.id!r}"
         remedy = "use a model whose template shows tools, or leave the rows' tools out"
-        require(name in text, "model.path", problem, remedy=remedy)
+        return UserError("model.path", problem, remedy=remedy)
+    return _refused(
+        f"the model's chat template leaves out {missing.what} of prompt {prompt.id!r}, so the policy never reads it",
+        got=repr(missing.said[:60]),
+        is_system=missing.what == "the system's message",
+        otherwise="use data whose turns it writes, or prompts.style=raw",
+    )
 
 
 def _refused(problem: str, *, is_system: bool, otherwise: str, got: str | None = None) -> UserError:

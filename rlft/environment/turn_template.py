@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 Role = Literal["tool", "user"]
 """Who answers the policy."""
+
+Check = Callable[[str], None]
+
+
+def unchecked(text: str) -> None:
+    """For texts that were checked before."""
+
 
 OPENING = ({"role": "user", "content": "question"},)
 THOUGHT = "<think>\nthought\n</think>\n\n"
@@ -85,13 +92,17 @@ class TurnTemplate:
                 "chat template that keeps them as they were",
             )
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], *, start: bool = True) -> tuple[int, ...]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, start: bool = True, check: Check = unchecked
+    ) -> tuple[int, ...]:
         """The tokens of a conversation; with `start` up to the start of the policy's next turn.
 
         What looks like a special token in a message stays text, except for what an assistant says (`PlainText`).
+        `check` is called with the text.
         """
         [cut], tools, gap = self._plain.cut([messages], self._tools)
         text = render(self._tokenizer, cut, tools=tools, start=start)
+        check(text.replace(gap, ""))
         return tuple(self._plain.ids([text], gap)[0])
 
     def spoken(self, sampled: Sequence[int]) -> str:
@@ -104,7 +115,9 @@ class TurnTemplate:
             text = bare[: match.start()]
         return text
 
-    def suffix(self, sampled: Sequence[int], answers: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def suffix(
+        self, sampled: Sequence[int], answers: Sequence[Mapping[str, Any]], check: Check = unchecked
+    ) -> tuple[int, ...]:
         """The tokens that follow a turn of the policy: the answers, and the start of its next turn.
 
         They begin with the token that ends a turn if the policy did not sample it, because a limit or a stop string
@@ -114,11 +127,13 @@ class TurnTemplate:
             sampled: the turn's token ids.
             answers: messages of one role at whose answers earlier turns stay as they are; those of tools in the order
                 of the calls.
+            check: is called with their text.
         """
         roles = {answer["role"] for answer in answers}
         if len(roles) != 1 or roles & self.rewriting:
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
         run, rest, gap = self._between(roles.pop(), answers)
+        check(rest.replace(gap, ""))
         return tuple(self._plain.ids([run + rest], gap)[0][num_said(sampled, self._ids(run)) :])
 
     # -- text ----------------------------------------------------------------------------------------------------------

@@ -85,15 +85,18 @@ def dated(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def with_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def with_variables(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], section: str = "prompts.template_variables."
+) -> PreTrainedTokenizerBase:
     """The tokenizer, whose template has these variables (`prompts.template_variables`).
 
-    Raises UserError: the template does not read one of them, or it is one that every rendering has.
+    Raises UserError: the template does not read one of them, or it is one that every rendering has; its key begins with
+    `section`.
     """
     if variables:
-        read = _read_by(tokenizer, _template(tokenizer)) - {XML_TOOLS}
+        read = _read_by(tokenizer, template_of(tokenizer)) - {XML_TOOLS}
         for name, value in variables.items():
-            key, got = f"prompts.template_variables.{name}", repr(value)
+            key, got = f"{section}{name}", repr(value)
             if name in OWN_VARIABLES:
                 raise UserError(key, "is given by rlft in every rendering", got=got, remedy="leave it out")
             problem = "the model's chat template does not read it" if read else "the model's chat template reads none"
@@ -168,7 +171,7 @@ def _applied(
 ) -> list[str]:
     date = datetime.date.fromisoformat(date_of(tokenizer))
     variables = {**getattr(tokenizer, VARIABLES, {}), "strftime_now": partial(formatted, date)}
-    if tools and XML_TOOLS in _read_by(tokenizer, _template(tokenizer)):
+    if tools and XML_TOOLS in _read_by(tokenizer, template_of(tokenizer)):
         variables[XML_TOOLS] = tools
     texts = tokenizer.apply_chat_template(
         list(conversations), tools=tools, add_generation_prompt=start, tokenize=False, **variables
@@ -202,7 +205,7 @@ def _as_templates_take_it(tokenizer: PreTrainedTokenizerBase, message: Mapping[s
     thoughts = next((message[name] for name in THINKING_FIELDS if message.get(name)), None)
     made = {**message, **(dict.fromkeys(THINKING_FIELDS, thoughts) if thoughts else {})}
     if message.get("tool_calls"):
-        as_text = _arguments_as_text(tokenizer, _template(tokenizer))
+        as_text = _arguments_as_text(tokenizer, template_of(tokenizer))
         made["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in message["tool_calls"]]
     return made
 
@@ -258,12 +261,12 @@ def decode(tokenizer: PreTrainedTokenizerBase, row: Sequence[int]) -> str:
 
 def visible_special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The special tokens that a text shows."""
-    return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[0]
+    return _special_tokens(tokenizer, template_of(tokenizer), getattr(tokenizer, ENDS, ()))[0]
 
 
 def written_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The special tokens that the template writes around what is said, and those of the beginning and the end."""
-    written = "".join(_around(tokenizer, _template(tokenizer)))
+    written = "".join(_around(tokenizer, template_of(tokenizer)))
     ends = {str(tokenizer.bos_token), str(tokenizer.eos_token)}
     return {i for i, name in hidden_special_tokens(tokenizer).items() if name in written or name in ends}
 
@@ -288,7 +291,7 @@ def _closers(text: str) -> set[str]:
 
 def hidden_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
     """{id: special token} of those that a text does not show."""
-    return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[1]
+    return _special_tokens(tokenizer, template_of(tokenizer), getattr(tokenizer, ENDS, ()))[1]
 
 
 def with_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> PreTrainedTokenizerBase:
@@ -297,7 +300,7 @@ def with_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> PreTrai
     return tokenizer
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """All on which renderings depend but the date."""
     return f"{getattr(tokenizer, 'chat_template', None)}{getattr(tokenizer, VARIABLES, None) or ''}"
 
@@ -333,7 +336,7 @@ def tail(tokenizer: PreTrainedTokenizerBase, prompt: str, *, by_template: bool) 
     chat. Rewards read it together with the completion. "" where nothing is left open.
     """
     if by_template:
-        opened = _opening_of_turn(tokenizer, _template(tokenizer))
+        opened = _opening_of_turn(tokenizer, template_of(tokenizer))
         if opened is not None:
             return opened if opened and prompt.endswith(opened) else ""
     match = OPENED.search(prompt)

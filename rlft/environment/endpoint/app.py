@@ -26,6 +26,7 @@ from rlft.environment.endpoint.bodies import (
     Tokenize,
     list_of_models,
     read,
+    unfit,
 )
 from rlft.environment.endpoint.service import Inbox, Request
 from rlft.system.terminal import pip_install
@@ -109,10 +110,11 @@ def make_app(
     def answering(kind: type[Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
             key = key_of(http)
+            _check_plain(http)
             body = read(kind, await _body(http, limits))
             if body.model not in (None, model):
                 problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
-                raise Refusal(404, problem, "model_not_found")
+                raise Refusal(404, problem, "model_not_found", param="model")
             if isinstance(body, Chat) and body.stream:
                 return await streamed(http, key, body)
             request = Request(key=key, body=body)
@@ -164,6 +166,15 @@ def make_app(
         ],
         exception_handlers=handlers,
     )
+
+
+def _check_plain(http: HttpRequest) -> None:
+    """Raises Refusal: the request says something outside of its body, or in another encoding."""
+    for name in http.query_params:
+        raise unfit(name, "stands in the URL, where nothing is read; send it in the body")
+    if http.headers.get("content-encoding", "identity") != "identity":
+        problem = "content-encoding: bodies are read as they are; send it uncompressed"
+        raise Refusal(415, problem, "unsupported_encoding")
 
 
 async def _body(http: HttpRequest, limits: Limits) -> bytes:
@@ -255,7 +266,7 @@ async def _events(
             return
         if not stream.sent:
             yield stream.start()
-        for event in stream.end(whole, with_usage=bool((body.stream_options or {}).get("include_usage"))):
+        for event in stream.end(whole, with_usage=bool(body.stream_options and body.stream_options.include_usage)):
             yield event
     finally:
         reply.cancel()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from rlft.environment.endpoint.fields import (
+    CACHING,
+    LABELS,
+    SAMPLED,
+    TEXTS,
+    Fields,
+    Message,
+    Neutral,
+    StreamOptions,
+    Tool,
+    refused,
+)
 from rlft.environment.protocol import Call
 from rlft.system.seeds import derive
 from rlft.types import Completion, Sampling
@@ -19,25 +30,7 @@ from rlft.types import Completion, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "functions": (None, []),
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "guided_json": (None,),
-    "structured_outputs": (None,),
-    "features": (None,),
-    "suffix": (None, ""),
-    "prompt_logprobs": (None,),
-    "content_parts": (None, []),
-}
-"""{field: its values that change nothing}. Other values would change what is sampled; they are refused, not ignored."""
-MAX_TOP_LOGPROBS = 20
+VARIABLES = "chat_template_kwargs."
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity in JSON, as in vLLM."""
 
@@ -45,12 +38,12 @@ LEAST_LOGPROB = -9999.0
 class Refusal(Exception):
     """A request that is not served, with its HTTP status; `message` says what is wrong, and what to do.
 
-    `code` is OpenAI's `error.code`; `again` says whether the same request may be served later, which OpenAI's client
-    tries by itself.
+    `code` is OpenAI's `error.code`, `param` the field that it is about; `again` says whether the same request may be
+    served later, which OpenAI's client tries by itself.
     """
 
-    def __init__(self, status: int, message: str, code: str, *, again: bool = False) -> None:
-        self.status, self.message, self.code, self.again = status, message, code, again
+    def __init__(self, status: int, message: str, code: str, *, param: str | None = None, again: bool = False) -> None:
+        self.status, self.message, self.code, self.param, self.again = status, message, code, param, again
         super().__init__(message)
 
     @property
@@ -58,13 +51,16 @@ class Refusal(Exception):
         """The body of the response, as OpenAI's API has it."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Body(BaseModel):
-    """What all requests have. Unknown fields are accepted, because clients of other servers send them."""
+def unfit(field: str, problem: str, code: str = "invalid_value") -> Refusal:
+    """The refusal of a field of the request."""
+    return Refusal(400, f"{field}: {problem}", code, param=field)
 
-    model_config = ConfigDict(extra="allow")
+
+class Body(Fields):
+    """What all requests have."""
 
     model: str | None = None
 
@@ -109,15 +105,45 @@ class Drawn(Body):
 class Chat(Drawn):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    without_effect = LABELS | CACHING
+    neutral: ClassVar[Neutral] = {
+        **TEXTS,
+        **dict.fromkeys(("echo", "continue_final_message", "add_special_tokens", "return_prompt_text"), (False,)),
+        **dict.fromkeys(("add_generation_prompt", "include_reasoning", "parallel_tool_calls"), (True,)),
+        **dict.fromkeys(("functions", "documents"), ([],)),
+        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+        **dict.fromkeys(("chat_template", "audio", "prediction", "moderation", "web_search_options"), ()),
+        "function_call": ("auto", "none"),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=1)
     return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Chat:
+        effort, by_name = self.reasoning_effort, self.chat_template_kwargs.get("reasoning_effort")
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise refused("max_tokens", "differs from max_completion_tokens; send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "needs logprobs=true; send it, or leave this out")
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "needs stream=true; send it, or leave this out")
+        if self.stream and self.n > 1:
+            raise refused("stream", "one answer is streamed; set n to 1")
+        if effort is not None and by_name not in (None, effort):
+            raise refused("reasoning_effort", "differs from that of chat_template_kwargs; send one of them")
+        return self
 
     @property
     def drawn(self) -> Drawn:
@@ -129,24 +155,48 @@ class Chat(Drawn):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
+        return [] if self.tool_choice == "none" else [tool.plain for tool in self.tools or []]
+
+    @property
+    def variables(self) -> dict[str, dict[str, Any]]:
+        """Variables of the chat template, by the beginning of their fields in the request."""
+        effort = {"": {"reasoning_effort": self.reasoning_effort}} if self.reasoning_effort is not None else {}
+        return {VARIABLES: self.chat_template_kwargs} | effort if self.chat_template_kwargs else effort
 
 
 class DrawnTokens(Drawn):
-    """`sampling_params` of a `Generate`."""
+    """`sampling_params` of a `Generate`; replies have no texts."""
 
-    logprobs: int | None = None
+    without_effect = frozenset({
+        "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind", "return_token_ids",
+        "skip_clone", "skip_reading_prefix_cache",
+    })  # fmt: skip
+    neutral: ClassVar[Neutral] = {
+        **SAMPLED,
+        "extra_args": ({},),
+        "flat_logprobs": (False,),
+        **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"), ()),
+    }
+
+    logprobs: int | None = Field(default=None, ge=0, le=1)
 
 
 class Generate(Body):
     """`POST /inference/v1/generate`: tokens in, tokens out."""
+
+    without_effect = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
+    neutral: ClassVar[Neutral] = {
+        **dict.fromkeys(("features", "stream_options", "kv_transfer_params", "ec_transfer_params"), ()),
+        "content_parts": ([],),
+        "priority": (0,),
+        "stream": (False,),
+    }
 
     token_ids: list[int] = Field(min_length=1)
     sampling_params: DrawnTokens = Field(default_factory=DrawnTokens)
     request_id: str | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] = "tokens"
-    stream: Literal[False] | None = None
 
     @property
     def drawn(self) -> Drawn:
@@ -163,11 +213,19 @@ class Complete(Drawn):
     With `echo` the prompt stands before the continuation, and with `logprobs` its log-probs before the others.
     """
 
+    without_effect = LABELS | CACHING
+    neutral: ClassVar[Neutral] = {
+        **TEXTS,
+        **dict.fromkeys(("stream", "return_token_ids"), (False,)),
+        **dict.fromkeys(("stream_options", "prompt_embeds"), ()),
+        "suffix": ("",),
+    }
+
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(default=16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=1)
-    stream: Literal[False] | None = None
+    add_special_tokens: bool = True
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -180,12 +238,40 @@ class Complete(Drawn):
 class Tokenize(Body):
     """`POST /tokenize`: the tokens of a text, or of messages."""
 
+    neutral: ClassVar[Neutral] = {
+        "continue_final_message": (False,),
+        "chat_template": (),
+        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+    }
+
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Tokenize:
+        if self.prompt is None and self.messages is None:
+            raise refused("prompt", "is missing; send a text, or messages")
+        if self.prompt is not None and self.messages is not None:
+            raise refused("prompt", "stands beside messages; send one of them")
+        for field in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+            if self.messages is None and getattr(self, field):
+                raise refused(field, "goes with messages; leave it out")
+        if self.messages is not None and self.add_special_tokens:
+            raise refused("add_special_tokens", "goes with a text, since the chat template writes them; leave it out")
+        return self
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return [tool.plain for tool in self.tools or []]
+
+    @property
+    def variables(self) -> dict[str, dict[str, Any]]:
+        return {VARIABLES: self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -194,86 +280,48 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """The body of a request.
 
-    Refusal: it is not a JSON object, lacks a field or has one of another type, or requests what is not supported.
+    Refusal: it is not a JSON object, lacks a field, or has one that is not known, or a value that is not supported.
     """
     try:
-        value = json.loads(raw)
+        value = json.loads(raw, parse_constant=_no_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is no JSON ({error}); send a JSON object", "invalid_json") from None
     if not isinstance(value, dict):
         raise Refusal(400, "the body is no JSON object; send one", "invalid_json")
     try:
-        body = kind.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Refusal(400, f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}", "invalid_value") from None
+        # Of the alternatives of a field it names the one that fits best.
+        found = max(error.errors(), key=lambda each: len(_place(value, each["loc"])))
+        field = found["loc"][-1] if found["type"] == "missing" else found.get("ctx", {}).get("field")
+        where = ".".join(map(str, (*_place(value, found["loc"]), *([field] if field else []))))
+        problem = f"{found['msg'][:1].lower()}{found['msg'][1:]}"
+        raise unfit(where, problem, "unsupported_value" if found["type"] == "refused" else "invalid_value") from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply; send less", "invalid_value") from None
-    for part in (value, value.get("sampling_params")):
-        if isinstance(part, Mapping):
-            _refuse_unsupported(part)
-    if kind is Chat and body.n > 1 and value.get("stream"):  # type: ignore[attr-defined]
-        raise Refusal(400, "stream: one answer is streamed; set n to 1", "unsupported_value")
-    return body
 
 
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, neutral in NEUTRAL.items():
-        if name in fields and fields[name] not in neutral:
-            raise Refusal(400, f"{name}: is not supported here; leave it out", "unsupported_value")
+def _place(value: Any, loc: Sequence[int | str]) -> list[int | str]:
+    """Where in a JSON value an error is, without pydantic's names of alternatives."""
+    place: list[int | str] = []
+    for step in loc:
+        if (isinstance(value, list) and isinstance(step, int)) or (isinstance(value, Mapping) and step in value):
+            value = value[step]  # type: ignore[index]
+            place.append(step)
+    return place
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-def normal(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: contents are texts, arguments of calls are objects where they are JSON.
-
-    Raises Refusal: a message has no role or an unknown one, or a part that is not text.
-    """
-    return [_normal(message, number) for number, message in enumerate(messages)]
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
-def _normal(message: dict[str, Any], number: int) -> dict[str, Any]:
-    role = {"developer": "system"}.get(str(message.get("role")), message.get("role"))
-    if role not in ("system", "user", "assistant", "tool"):
-        problem = f"messages.{number}.role: must be system, developer, user, assistant or tool"
-        raise Refusal(400, problem, "invalid_value")
-    normalized: dict[str, Any] = {"role": role, "content": _text(message.get("content"), number)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(message.get(name), str):
-            normalized[name] = message[name]
-    calls = message.get("tool_calls")
-    if calls:
-        normalized["tool_calls"] = list(_calls(calls, number))
-    return normalized
-
-
-def _text(content: Any, number: int) -> str:
-    if content is None or isinstance(content, str):
-        text = content or ""
-    else:
-        parts = content if isinstance(content, list) else [content]
-        if any(not isinstance(part, dict) or part.get("type", "text") != "text" for part in parts):
-            problem = f"messages.{number}.content: only text is understood here; leave images and sounds out"
-            raise Refusal(400, problem, "unsupported_value")
-        text = "".join(str(part.get("text", "")) for part in parts)
-    return text.encode("utf-8", "replace").decode()
-
-
-def _calls(calls: Any, number: int) -> Iterator[dict[str, Any]]:
-    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refusal(400, f"messages.{number}.tool_calls.{index}: has no function with a name", "invalid_value")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # then it stays as the policy wrote it
-                arguments = json.loads(arguments)
-        yield {
-            "type": "function",
-            "id": str(call.get("id") or ""),
-            "function": {"name": function["name"], "arguments": arguments},
-        }
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; ValueError if it has a field twice, of which parsers keep either."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"the field {twice!r} is there twice")
+    return made
 
 
 # -- replies -----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,11 @@ from rlft.environment.endpoint.bodies import (
     Tokenize,
     chat_reply,
     generate_reply,
-    normal,
     tokenize_reply,
+    unfit,
 )
 from rlft.environment.endpoint.continuations import complete_reply, scored_prompt
+from rlft.environment.endpoint.fields import normal
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator, TokenCallback
 from rlft.generation.stops import ShownText, plain_decoder
@@ -246,17 +247,18 @@ class Service:
         """What a request needs from the engine. Raises Refusal if it cannot be answered."""
         if isinstance(body, Chat):
             messages = normal(body.messages)
-            yield self._draw(body.drawn, self._speech.of(body.shown_tools).prompt(messages), body.most_tokens, messages)
+            yield self._draw(body.drawn, self._speech.of(body).prompt(messages), body.most_tokens, messages)
         elif isinstance(body, Generate):
             yield self._draw(body.drawn, check_ids(body.token_ids, self._vocabulary), body.most_tokens)
         else:
             assert isinstance(body, Complete), "there are four kinds of requests"
             if body.max_tokens == 0 and not body.echo:
-                raise Refusal(400, "max_tokens: 0 needs echo; ask for tokens, or for the prompt", "invalid_value")
+                raise unfit("max_tokens", "0 needs echo; ask for tokens, or for the prompt")
             for given in body.prompts:
-                ids = ids_of_text(given, self._speech) if isinstance(given, str) else given
+                special = body.add_special_tokens
+                ids = ids_of_text(given, self._speech, with_special=special) if isinstance(given, str) else given
                 if not ids:
-                    raise Refusal(400, "prompt: has no token; send one that has", "invalid_value")
+                    raise unfit("prompt", "has no token; send one that has")
                 yield self._draw(body, check_ids(ids, self._vocabulary, "prompt"), body.max_tokens)
 
     def _draw(
@@ -270,8 +272,10 @@ class Service:
             raise Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
         if limit is not None and limit > room:
             number = counted(limit, "token")
-            problem = f"max_tokens: {number} and the prompt's {len(ids)} are more than {self._most_tokens}"
-            raise Refusal(400, f"{problem}; ask for fewer, or raise generation.max_tokens", "context_length_exceeded")
+            problem = f"{number} and the prompt's {len(ids)} are more than {self._most_tokens}"
+            remedy = "ask for fewer, or raise generation.max_tokens"
+            raise unfit("max_tokens", f"{problem}; {remedy}", "context_length_exceeded")
+        check_ids(asked.stop_token_ids or (), self._vocabulary, "stop_token_ids")
         self._num_requests += 1
         seed = asked.seed
         seed = derive(self._seed, self._num_requests, "endpoint") if seed is None else seed % 2**63
@@ -305,20 +309,17 @@ def reply_of(
     if isinstance(body, Generate):
         return generate_reply(body, model, completions), []
     assert isinstance(body, Chat), "others are answered without the engine"
-    spoken = speech.of(body.shown_tools)
+    spoken = speech.of(body)
     said = [spoken.said(completion.token_ids, completion.text) for completion in completions]
     return chat_reply(body, model, draw.prompt.token_ids, completions, said, draw.seed, speech.tokenizer), said
 
 
 def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any]:
-    """The reply to a request for tokens. Raises Refusal if it has neither a text nor messages."""
+    """The reply to a request for tokens."""
     if body.messages is not None:
-        ids = speech.of(body.tools or []).prompt(normal(body.messages), start=body.add_generation_prompt)
-    elif body.prompt is not None:
-        with_special = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = ids_of_text(body.prompt, speech, with_special=with_special)
+        ids = speech.of(body).prompt(normal(body.messages), start=body.add_generation_prompt is not False)
     else:
-        raise Refusal(400, "prompt: is missing; send a text, or messages", "invalid_value")
+        ids = ids_of_text(body.prompt or "", speech, with_special=body.add_special_tokens is not False)
     return tokenize_reply(body, ids, most_tokens, speech.tokenizer)  # type: ignore[arg-type]
 
 
@@ -332,6 +333,5 @@ def check_ids(ids: Sequence[int], vocabulary: int, field: str = "token_ids") -> 
     """The token ids of a request. Raises Refusal for one that the model does not have."""
     unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
     if unknown is not None:
-        problem = f"{field}: the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}"
-        raise Refusal(400, problem, "invalid_value")
+        raise unfit(field, f"the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}")
     return tuple(ids)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlft.environment.calls import Syntax, reader_of, shown_by, written
-from rlft.environment.endpoint.bodies import Refusal, Said
+from rlft.environment.endpoint.bodies import Chat, Refusal, Said, Tokenize, unfit
 from rlft.environment.turn_template import OPENING, TurnTemplate
+from rlft.tokens.said import unread
+from rlft.tokens.text import VARIABLES, with_variables
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -32,22 +35,27 @@ class Speech:
         self._syntax: Syntax = syntax
         self._cached = lru_cache(maxsize=REMEMBERED)(self._make)
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> Spoken:
-        """The speech with these tools. Refusal: the chat template cannot show tools, or they are no functions with
-        schemas.
-        """
-        for number, tool in enumerate(tools):
-            function = tool.get("function")
-            if tool.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
-                raise Refusal(400, f"tools.{number}: is no function with a name", "invalid_value")
-        return self._cached(json.dumps(tools))
+    def of(self, body: Chat | Tokenize) -> Spoken:
+        """The speech with the tools of this request, and its variables of the chat template.
 
-    def _make(self, tools: str) -> Spoken:
+        Refusal: the chat template cannot show tools, or does not read a variable.
+        """
+        return self._cached(json.dumps([body.shown_tools, body.variables]))
+
+    def _make(self, shown: str) -> Spoken:
+        tools, variables = json.loads(shown)
+        tokenizer = copy.copy(self.tokenizer) if variables else self.tokenizer
+        for section, named in variables.items():
+            both = {**getattr(tokenizer, VARIABLES, {}), **named}
+            try:
+                setattr(with_variables(tokenizer, named, section), VARIABLES, both)
+            except UserError as error:
+                raise unfit(error.key, f"{error.problem}; {error.remedy}", "unsupported_value") from None
         try:
-            return Spoken(self.tokenizer, self._syntax, [_schema(tool) for tool in json.loads(tools)])
+            return Spoken(tokenizer, self._syntax, tools, self._key)
         except UserError as error:
             remedy = error.remedy
-            if tools != "[]" and self._syntax == "template":
+            if tools and self._syntax == "template":
                 remedy = f"set {self._key}=json or xml, or {remedy}"
             raise Refusal(400, f"{error.key}: {error.problem}; {remedy}", "unsupported_template") from None
 
@@ -55,8 +63,10 @@ class Speech:
 class Spoken:
     """What conversations with these tools look like to one model. UserError: its chat template cannot hold them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._tokenizer, self._tools = tokenizer, list(tools)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, tools: Sequence[Mapping[str, Any]], key: str
+    ) -> None:
+        self._tokenizer, self._tools, self._key = tokenizer, list(tools), key
         self._syntax: Syntax = syntax
         self._by_template = syntax == "template"
         self._shown = shown_by(syntax, tokenizer, tools, OPENING)
@@ -67,13 +77,10 @@ class Spoken:
     def prompt(self, messages: Sequence[Message], *, start: bool = True) -> tuple[int, ...]:
         """The tokens of a whole conversation; with `start`, up to the start of the policy's next turn.
 
-        Refusal: the chat template does not accept these messages.
+        Refusal: the chat template does not accept these messages, or leaves out a part of what they say.
         """
         shown = self._shown.messages(list(self._plain(messages)))
-        try:
-            return self._template.prompt(shown, start=start)
-        except Exception as error:  # a template is a program of somebody else's: it may raise anything
-            raise _not_taken(error) from None
+        return self._taken(self._template.prompt, shown, start=start, check=partial(self._check, shown))
 
     def has_suffix(self, messages: Sequence[Message]) -> bool:
         """Whether earlier turns stay as they were when these messages follow; else the policy reads it all again."""
@@ -85,10 +92,32 @@ class Spoken:
 
         Refusal: as in `prompt`.
         """
+        answers = list(self._plain(messages))
+        calls = [{"id": each.get("tool_call_id"), "function": {"name": "tool"}} for each in answers]
+        by_tools = {"tool_calls": calls} if answers[0]["role"] == "tool" else {}
+        whole = [*OPENING, {"role": "assistant", "content": "answer", **by_tools}, *answers]
+        said = self._template.spoken(sampled)  # it has the names of the tools that answer
+        check = partial(self._check, whole, before=said, start=2)
+        return self._taken(self._template.suffix, sampled, answers, check=check)
+
+    def _taken(self, made: Callable[..., tuple[int, ...]], *what: Any, **more: Any) -> tuple[int, ...]:
+        """What the chat template makes of messages. Refusal: it does not take them."""
         try:
-            return self._template.suffix(sampled, list(self._plain(messages)))
-        except Exception as error:  # as above
-            raise _not_taken(error) from None
+            return made(*what, **more)
+        except Refusal:
+            raise
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+            problem = f"messages: the chat template does not take them ({error})"
+            raise Refusal(400, problem, "invalid_messages", param="messages") from None
+
+    def _check(self, messages: Sequence[Message], text: str, *, before: str = "", start: int = 0) -> None:
+        for missing in unread(self._tokenizer, messages, before + text, self._shown.tools, start=start):
+            by_hand = f"leave it out, or serve with {self._key}=json or xml"
+            is_calls = missing.index is None or messages[missing.index].get("tool_calls")
+            remedy = by_hand if is_calls else "leave it out, or say it in a user's message"
+            got = f" ({missing.said[:60]!r})" if missing.said else ""
+            problem = f"the model's chat template leaves out {missing.what}{got}, so the policy would never read it"
+            raise unfit("tools" if missing.index is None else "messages", f"{problem}; {remedy}", "left_out")
 
     def said(self, ids: Sequence[int], text: str) -> Said:
         """A turn as a message; `text` is the engine's text of it. Calls without a name stay text."""
@@ -111,7 +140,8 @@ class Spoken:
             if answers:
                 yield {"role": "user", "content": "\n".join(answers)}
                 answers = []
-            yield {**message, "content": self._with_calls(message)} if message.get("tool_calls") else message
+            others = {field: value for field, value in message.items() if field != "tool_calls"}
+            yield {**others, "content": self._with_calls(message)} if message.get("tool_calls") else message
         if answers:
             yield {"role": "user", "content": "\n".join(answers)}
 
@@ -122,17 +152,3 @@ class Spoken:
             call_arguments = arguments if isinstance(arguments, dict) else {"": arguments}
             texts.append(written(self._syntax, self._tokenizer, self._tools, OPENING, name, call_arguments))
         return "\n".join(texts)
-
-
-def _not_taken(problem: Exception) -> Refusal:
-    return Refusal(400, f"messages: the chat template does not take them ({problem})", "invalid_messages")
-
-
-def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool of a request, completed with what OpenAI's API lets clients leave out."""
-    function = dict(tool["function"])
-    function.setdefault("description", "")
-    function["parameters"] = dict(function.get("parameters") or {})
-    function["parameters"].setdefault("type", "object")
-    function["parameters"].setdefault("properties", {})
-    return {"type": "function", "function": function}

@@ -6,13 +6,15 @@ rendered. A request that does not, since the agent has cut or rewritten earlier 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlft.environment.conversations import Conversation, Transcript, say
 from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, arguments_of, as_message, normal
+from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, arguments_of, as_message, unfit
+from rlft.environment.endpoint.fields import Message as Sent
+from rlft.environment.endpoint.fields import normal
 from rlft.environment.endpoint.service import Draw, check_ids, reply_of
 from rlft.environment.endpoint.speech import Message, Speech
 from rlft.environment.pool import Reply
@@ -37,7 +39,7 @@ class Trajectory:
         conversation: its state, as for other environments; the opening is that of the first request.
         longest_row: the most tokens of the opening and all that follows.
         known: messages so far, the policy's included; None after a request of tokens.
-        tools: tools of the last request.
+        shown: tools and variables of the last request.
         is_asked: whether a request of it is being sampled.
         last: token ids of the last turn.
         was_cut: whether a limit ended the last turn.
@@ -51,7 +53,7 @@ class Trajectory:
     model: str
     has_begun: bool = False
     known: list[Message] | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    shown: tuple[Any, Any] = ([], {})
     is_asked: bool = False
     last: Sequence[int] = ()
     was_cut: bool = False
@@ -66,7 +68,7 @@ class Trajectory:
             problem = "another request of this conversation is under way; send one after the other"
             raise Refusal(409, problem, DOES_NOT_CONTINUE)
         if body.drawn.n != 1:
-            raise Refusal(400, "n: a conversation goes on from one answer; leave it out", "unsupported_value")
+            raise unfit("n", "a conversation goes on from one answer; leave it out", "unsupported_value")
         if len(conversation.turns) == self.environment.max_turns:
             conversation.end = FinishReason.turns
         if conversation.end is not None:
@@ -78,11 +80,12 @@ class Trajectory:
         left = self._turn_to(context)
         self._note_answers(answers)
         self.known, self.is_asked = messages, True
-        self.tools = body.shown_tools if isinstance(body, Chat) else []
+        self.shown = _shown(body) if isinstance(body, Chat) else ([], {})
         limit = min(filter(None, (left, self.environment.turn_tokens, body.most_tokens)))
         turn, seed = len(conversation.turns), conversation.seed
         stops = tuple(dict.fromkeys((*self.sampling.stop, *body.drawn.stops)))
-        stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(body.drawn.stop_token_ids or ()))))
+        asked_ids = check_ids(body.drawn.stop_token_ids or (), len(self.speech.tokenizer), "stop_token_ids")
+        stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *asked_ids)))
         next_turn = NextTurn(turn=turn, seed=seed, max_tokens=limit)
         read = tuple(conversation.transcript.context)
         return Draw(
@@ -111,7 +114,7 @@ class Trajectory:
         for said in messages:
             self._note_calls(said)
             assert self.known is not None, "a chat has messages"
-            self.known.extend(normal([as_message(said, draw.seed)]))
+            self.known.extend(normal([Sent.model_validate(as_message(said, draw.seed))]))
         return reply
 
     def finish(self, reply: Reply, end_token: int) -> None:
@@ -142,16 +145,16 @@ class Trajectory:
         if isinstance(body, Generate):
             return check_ids(body.token_ids, len(self.speech.tokenizer)), []
         assert messages is not None, "a chat has messages"
-        spoken = self.speech.of(body.shown_tools)
-        new = self._continued_by(messages, body.shown_tools)
+        spoken = self.speech.of(body)
+        new = self._continued_by(messages) if _shown(body) == self.shown else None
         if new is not None and spoken.has_suffix(new):
             return (*self.conversation.transcript.context, *spoken.suffix(self.last, new)), new
         return spoken.prompt(messages), messages[-1:] if new is None else new
 
-    def _continued_by(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+    def _continued_by(self, messages: list[Message]) -> list[Message] | None:
         """The messages after the conversation so far; None if these messages do not continue it."""
         known = self.known
-        if known is None or len(messages) <= len(known) or list(tools) != self.tools:
+        if known is None or len(messages) <= len(known):
             return None
         same = all(_alike(a, b) for a, b in zip(known, messages, strict=False))
         return messages[len(known) :] if same else None
@@ -223,11 +226,14 @@ class Trajectory:
         return Refusal(400, f"this conversation is over ({key}); end it, or raise that", OVER)
 
 
+def _shown(body: Chat) -> tuple[Any, Any]:
+    return body.shown_tools, body.variables
+
+
 def _alike(known: Message, sent: Message) -> bool:
-    """Whether an agent has sent a message again unchanged; clients may leave out empty fields, and add others."""
-    return (
-        known["role"] == sent["role"]
-        and known["content"].strip() == sent["content"].strip()
-        and [call["function"] for call in known.get("tool_calls", ())]
-        == [call["function"] for call in sent.get("tool_calls", ())]
-    )
+    """Whether an agent has sent a message again unchanged but for ids; clients may leave out empty fields."""
+    one, other = ({**each, "content": each["content"].strip()} for each in (known, sent))
+    for each in (one, other):
+        each.pop("tool_call_id", None)
+        each["tool_calls"] = [call["function"] for call in each.get("tool_calls", ())]
+    return one == other

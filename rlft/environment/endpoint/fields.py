@@ -1,0 +1,221 @@
+"""THE list of what requests may say, at every level: what is used, what changes no answer, and what asks for nothing.
+
+A field that is used is a field of a model here or in `bodies.py`. Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlft.config.choices import closest
+from rlft.data.fields import FIELDS
+from rlft.tokens.text import THINKING_FIELDS
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""{field: its values that ask for nothing, beside null}. Other values would change an answer, and are refused."""
+
+SAMPLED: Neutral = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("routed_experts_prompt_start",), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of", "stream_interval"), (1,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "watermarking"), (False,)),
+    **dict.fromkeys(("logit_bias", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("bad_words", "logprob_token_ids"), ([],)),
+    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "thinking_token_budget", "repetition_detection"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "prompt_logprobs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ()),
+}
+TEXTS: Neutral = {
+    **SAMPLED,
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_token_offsets", "return_mm_kwargs", "store"), (False,)),
+    "mm_payload": ("tensors",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+}
+LABELS = frozenset({"user", "safety_identifier", "metadata", "request_id", "session_id", "cache_salt"})
+CACHING = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"})
+
+
+class Fields(BaseModel):
+    """An object of a request, whose fields are used; null stands for a field that is not given.
+
+    `without_effect` are its fields that change no answer, `neutral` those that must ask for nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for name, value in given.items():
+            if name in cls.neutral:
+                if value is not None and not any(_same(value, other) for other in cls.neutral[name]):
+                    raise refused(name, "is not supported here; leave it out")
+            elif name not in cls.model_fields and name not in cls.without_effect:
+                meant = closest(name, (*cls.model_fields, *cls.neutral, *cls.without_effect))
+                raise refused(name, f"is not known here; {f'did you mean {meant}?' if meant else 'leave it out'}")
+        return {name: value for name, value in given.items() if name in cls.model_fields and value is not None}
+
+
+def refused(field: str, problem: str) -> PydanticCustomError:
+    """The error of a field of the object that is being validated; `problem` says what to do as well."""
+    return PydanticCustomError("refused", "{problem}", {"field": field, "problem": problem})
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; true is not 1."""
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+class Part(Fields):
+    """A part of a message's content."""
+
+    without_effect = frozenset({"prompt_cache_breakpoint", "cache_control"})
+    neutral = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"), ())
+
+    type: Literal["text"] = "text"
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("type", "text") != "text":
+            raise refused("type", "only text is understood here; leave images, sounds and files out")
+        return given
+
+
+class CalledFunction(Fields):
+    """What a call of a tool calls; `arguments` are an object, or JSON in a text."""
+
+    name: str = Field(min_length=1)
+    arguments: str | dict[str, Any] = ""
+
+
+class Called(Fields):
+    """A call of a tool in an assistant's message."""
+
+    without_effect = frozenset({"index"})
+    neutral: ClassVar[Neutral] = {"custom": ()}
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        arguments: Any = self.function.arguments or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # then it stays as the policy wrote it
+                arguments = json.loads(arguments)
+        return {"type": "function", "id": self.id, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Fields):
+    """A message; its thoughts may have any of the names that templates have for them."""
+
+    neutral: ClassVar[Neutral] = {
+        **dict.fromkeys(("refusal", "audio", "function_call", "parsed"), ()),
+        "annotations": ([],),
+        "provider_specific_fields": ({},),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Called] = Field(default_factory=list)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Message:
+        known = {"role", "content", "name", *FIELDS[self.plain_role]}
+        for field in type(self).model_fields:
+            if field not in known and getattr(self, field):
+                raise refused(field, f"a message of the role {self.role} has none; leave it out")
+        if self.content is None and self.role != "assistant":
+            raise refused("content", "is missing; send a text")
+        if len({thoughts for field in THINKING_FIELDS if (thoughts := getattr(self, field))}) > 1:
+            raise refused(THINKING_FIELDS[0], f"differs from {' or '.join(THINKING_FIELDS[1:])}; send one of them")
+        return self
+
+    @property
+    def plain_role(self) -> str:
+        return "system" if self.role == "developer" else self.role
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it: content is a text, arguments of calls are objects if they are JSON."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        made: dict[str, Any] = {"role": self.plain_role, "content": text.encode("utf-8", "replace").decode()}
+        if thoughts := next((value for field in THINKING_FIELDS if (value := getattr(self, field))), ""):
+            made[THINKING_FIELDS[0]] = thoughts
+        made |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        return made | ({"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {})
+
+
+class Function(Fields):
+    """A tool's name, and what a chat template shows of it."""
+
+    neutral: ClassVar[Neutral] = {"strict": (False,), "defer_loading": (False,)}
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Fields):
+    """A tool of a request."""
+
+    neutral: ClassVar[Neutral] = {"custom": ()}
+
+    type: Literal["function"] = "function"
+    function: Function
+    _given: Mapping[str, Any] = PrivateAttr({})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_given(cls, given: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        made = handler(given)
+        made._given = given["function"]
+        return made
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The tool in the client's order of fields, completed with what OpenAI's API lets clients leave out."""
+        function = dict(self._given)
+        function.setdefault("description", "")
+        function["parameters"] = dict(function.get("parameters") or {})
+        function["parameters"].setdefault("type", "object")
+        function["parameters"].setdefault("properties", {})
+        return {"type": "function", "function": function}
+
+
+class StreamOptions(Fields):
+    """What a stream has besides its answer."""
+
+    without_effect = frozenset({"include_obfuscation"})
+    neutral: ClassVar[Neutral] = {"continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+
+
+def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them."""
+    return [message.plain for message in messages]
