@@ -61,11 +61,14 @@ def unread(
     if by_template and not any(IMAGE in message["content"] for message in conversation):
         marked = [*_marked(conversation), _marked_tools(len(conversation), tools)]
         unwritten = _unwritten(tokenizer, template, json.dumps(marked))
+    contents = [message["content"].replace(IMAGE, "").rpartition("</think>")[2].strip() for message in conversation]
+    written = [each for content in contents[start:] if (each := "".join(content.split())) in bare]
     for index, message in enumerate(conversation[start:], start):
-        whose = f"the {message['role']}'s message"
-        content = message["content"].replace(IMAGE, "").rpartition("</think>")[2].strip()
-        is_there = "".join(content.split()) in bare
-        if not is_there:
+        whose, content = f"the {message['role']}'s message", contents[index]
+        sought = "".join(content.split())
+        # Other messages may say it as well, or as a part of what they say.
+        is_there = not sought or (sought in bare and bare.count(sought) >= sum(each.count(sought) for each in written))
+        if sought not in bare:
             words = set(WORD.findall(text)) if words is None else words
             wanted = set(WORD.findall(SWITCH.sub("", content)))
             is_there = not wanted or 2 * len(wanted - words) < len(wanted)
@@ -78,7 +81,7 @@ def unread(
         if not all(each in text for each in called) or unwritten & {(index, "call"), (index, "argument")}:
             yield Unread(index, "tool_calls", f"the calls of {whose}", ", ".join(called))
         thoughts = _thoughts(message)
-        if "".join(thoughts.split()) not in bare and not (by_template and _writes_thoughts(tokenizer, template)):
+        if thoughts and not (_writes_thoughts(tokenizer, template) if by_template else thoughts in text):
             yield Unread(index, THINKING_FIELDS[0], f"the thoughts of {whose}", thoughts)
     for name in (tool["function"]["name"] for tool in tools):
         if name not in text:

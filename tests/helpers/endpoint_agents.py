@@ -81,6 +81,21 @@ def rewrites(base_url: str, api_key: str, prompt: list[dict[str, Any]], **row: A
     return float("choices" in chat(base_url, api_key, messages))
 
 
+def is_unread(base_url: str, api_key: str, prompt: list[dict[str, Any]], **row: Any) -> float:
+    """Says in the first and in a later turn what the template leaves out, or what is not known; counts the refusals."""
+    refused, messages = 0, list(prompt)
+    for turn in range(2):
+        *earlier, last = messages
+        for more, wish in (({"name": "Ann"}, {}), ({"mood": "kind"}, {}), ({}, {"min_tokens": 5}), ({}, {"mood": 1})):
+            reply = chat(base_url, api_key, [*earlier, {**last, **more}], **wish)
+            refused += reply.get("status") == 400 and "choices" not in reply
+        tool = {"role": "tool", "name": "calculator", "tool_call_id": "000000001", "content": f"{turn}"}
+        refused += chat(base_url, api_key, [*messages, tool]).get("status") == 400
+        reply = chat(base_url, api_key, messages, min_tokens=0, user="me", stop=None)
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "and?"}]
+    return float(refused)
+
+
 def by_tokens(base_url: str, api_key: str, ids: list[int], **row: Any) -> float:
     """Two turns by tokens; the second has ids behind what was sampled."""
     wish = {"sampling_params": {"logprobs": 1}}

@@ -71,8 +71,8 @@ def make_app(
 
     under_way = 0
 
-    def refused(refusal: Refusal) -> Response:
-        headers = {"x-should-retry": "true" if refusal.again else "false"}
+    def refused(refusal: Refusal, more: Mapping[str, str] | None = None) -> Response:
+        headers = {**(more or {}), "x-should-retry": "true" if refusal.again else "false"}
         if refusal.status == 429:
             headers["retry-after"] = str(RETRY_AFTER_S)
         if refusal.status == 401:
@@ -148,7 +148,8 @@ def make_app(
     async def not_served(http: HttpRequest, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         what = {404: "there is no such path here", 405: "this path takes another method"}.get(status, "an error")
-        return refused(Refusal(status, f"{what}: {http.method} {http.url.path}", "not_found"))
+        allowed = error.headers if isinstance(error, HTTPException) else None
+        return refused(Refusal(status, f"{what}: {http.method} {http.url.path}", "not_found"), allowed)
 
     async def crashed(http: HttpRequest, error: Exception) -> Response:
         return refused(Refusal(500, f"an error of the server: {type(error).__name__}", "server_error"))

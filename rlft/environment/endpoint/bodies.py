@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from rlft.environment.endpoint.fields import (
-    CACHING,
     LABELS,
     SAMPLED,
     TEXTS,
@@ -21,6 +20,7 @@ from rlft.environment.endpoint.fields import (
     Neutral,
     StreamOptions,
     Tool,
+    only,
     refused,
 )
 from rlft.environment.protocol import Call
@@ -65,7 +65,7 @@ class Body(Fields):
     model: str | None = None
 
 
-class Drawn(Body):
+class Drawn(Fields):
     """How an answer is sampled; None: by the server's own setting."""
 
     n: int = Field(default=1, ge=1, le=128)
@@ -102,20 +102,20 @@ class Drawn(Body):
         )
 
 
-class Chat(Drawn):
+class Chat(Body, Drawn):
     """`POST /v1/chat/completions`."""
 
-    without_effect = LABELS | CACHING
+    without_effect = LABELS
     neutral: ClassVar[Neutral] = {
         **TEXTS,
-        **dict.fromkeys(("echo", "continue_final_message", "add_special_tokens", "return_prompt_text"), (False,)),
-        **dict.fromkeys(("add_generation_prompt", "include_reasoning", "parallel_tool_calls"), (True,)),
-        **dict.fromkeys(("functions", "documents"), ([],)),
-        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
-        **dict.fromkeys(("chat_template", "audio", "prediction", "moderation", "web_search_options"), ()),
-        "function_call": ("auto", "none"),
-        "modalities": (["text"],),
-        "verbosity": ("medium",),
+        **only("echo continue_final_message add_special_tokens return_prompt_text", False),
+        **only("add_generation_prompt include_reasoning parallel_tool_calls", True),
+        **only("functions documents", []),
+        **only("media_io_kwargs mm_processor_kwargs", {}),
+        **only("chat_template audio prediction moderation web_search_options"),
+        **only("function_call", "auto", "none"),
+        **only("modalities", ["text"]),
+        **only("verbosity", "medium"),
     }
 
     messages: list[Message] = Field(min_length=1)
@@ -167,15 +167,17 @@ class Chat(Drawn):
 class DrawnTokens(Drawn):
     """`sampling_params` of a `Generate`; replies have no texts."""
 
-    without_effect = frozenset({
-        "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind", "return_token_ids",
-        "skip_clone", "skip_reading_prefix_cache",
-    })  # fmt: skip
+    without_effect = frozenset(
+        {
+            *only("detokenize skip_special_tokens spaces_between_special_tokens return_token_ids"),
+            *only("output_kind skip_clone skip_reading_prefix_cache"),
+        }
+    )
     neutral: ClassVar[Neutral] = {
         **SAMPLED,
-        "extra_args": ({},),
-        "flat_logprobs": (False,),
-        **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"), ()),
+        **only("extra_args", {}),
+        **only("flat_logprobs", False),
+        **only("prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids"),
     }
 
     logprobs: int | None = Field(default=None, ge=0, le=1)
@@ -186,10 +188,10 @@ class Generate(Body):
 
     without_effect = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
     neutral: ClassVar[Neutral] = {
-        **dict.fromkeys(("features", "stream_options", "kv_transfer_params", "ec_transfer_params"), ()),
-        "content_parts": ([],),
-        "priority": (0,),
-        "stream": (False,),
+        **only("features stream_options kv_transfer_params ec_transfer_params"),
+        **only("content_parts", []),
+        **only("priority", 0),
+        **only("stream", False),
     }
 
     token_ids: list[int] = Field(min_length=1)
@@ -207,18 +209,18 @@ class Generate(Body):
         return self.sampling_params.max_tokens
 
 
-class Complete(Drawn):
+class Complete(Body, Drawn):
     """`POST /v1/completions`: a text or tokens, or several of either, are continued as they are, without a template.
 
     With `echo` the prompt stands before the continuation, and with `logprobs` its log-probs before the others.
     """
 
-    without_effect = LABELS | CACHING
+    without_effect = LABELS
     neutral: ClassVar[Neutral] = {
         **TEXTS,
-        **dict.fromkeys(("stream", "return_token_ids"), (False,)),
-        **dict.fromkeys(("stream_options", "prompt_embeds"), ()),
-        "suffix": ("",),
+        **only("stream return_token_ids", False),
+        **only("stream_options prompt_embeds"),
+        **only("suffix", ""),
     }
 
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -239,9 +241,9 @@ class Tokenize(Body):
     """`POST /tokenize`: the tokens of a text, or of messages."""
 
     neutral: ClassVar[Neutral] = {
-        "continue_final_message": (False,),
-        "chat_template": (),
-        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+        **only("continue_final_message", False),
+        **only("chat_template"),
+        **only("media_io_kwargs mm_processor_kwargs", {}),
     }
 
     prompt: str | None = None
@@ -293,8 +295,10 @@ def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
     except ValidationError as error:
         # Of the alternatives of a field it names the one that fits best.
         found = max(error.errors(), key=lambda each: len(_place(value, each["loc"])))
-        field = found["loc"][-1] if found["type"] == "missing" else found.get("ctx", {}).get("field")
-        where = ".".join(map(str, (*_place(value, found["loc"]), *([field] if field else []))))
+        place, field = _place(value, found["loc"]), found.get("ctx", {}).get("field")
+        if found["type"] == "missing":
+            place, field = _place(value, found["loc"][:-1]), found["loc"][-1]
+        where = ".".join(map(str, (*place, *([field] if field else []))))
         problem = f"{found['msg'][:1].lower()}{found['msg'][1:]}"
         raise unfit(where, problem, "unsupported_value" if found["type"] == "refused" else "invalid_value") from None
     except RecursionError:

@@ -14,35 +14,44 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Pr
 from pydantic_core import PydanticCustomError
 
 from rlft.config.choices import closest
-from rlft.data.fields import FIELDS
+from rlft.tokens.messages import FIELDS
 from rlft.tokens.text import THINKING_FIELDS
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """{field: its values that ask for nothing, beside null}. Other values would change an answer, and are refused."""
 
+
+def only(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """Fields, separated by spaces, with the values that ask for nothing in each of them."""
+    return dict.fromkeys(names.split(), values)
+
+
 SAMPLED: Neutral = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "priority"), (0,)),
-    **dict.fromkeys(("routed_experts_prompt_start",), (0,)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of", "stream_interval"), (1,)),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "watermarking"), (False,)),
-    **dict.fromkeys(("logit_bias", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("bad_words", "logprob_token_ids"), ([],)),
-    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "thinking_token_budget", "repetition_detection"), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "prompt_logprobs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
-    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ()),
+    **only("frequency_penalty presence_penalty min_tokens priority routed_experts_prompt_start", 0),
+    **only("repetition_penalty length_penalty best_of stream_interval", 1),
+    **only("ignore_eos use_beam_search watermarking", False),
+    **only("logit_bias vllm_xargs", {}),
+    **only("bad_words logprob_token_ids", []),
+    **only("structured_outputs guided_json guided_regex guided_choice guided_grammar"),
+    **only("guided_decoding_backend guided_whitespace_pattern allowed_token_ids repetition_detection"),
+    **only("prompt_logprobs thinking_token_budget truncate_prompt_tokens truncation_side"),
+    **only("kv_transfer_params ec_transfer_params"),
 }
 TEXTS: Neutral = {
     **SAMPLED,
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("return_tokens_as_token_ids", "return_token_offsets", "return_mm_kwargs", "store"), (False,)),
-    "mm_payload": ("tensors",),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
+    **only("skip_special_tokens spaces_between_special_tokens", True),
+    **only("return_tokens_as_token_ids return_token_offsets return_mm_kwargs store", False),
+    **only("mm_payload", "tensors"),
+    **only("response_format", {"type": "text"}),
+    **only("service_tier", "auto", "default"),
 }
-LABELS = frozenset({"user", "safety_identifier", "metadata", "request_id", "session_id", "cache_salt"})
-CACHING = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"})
+LABELS = frozenset(
+    {
+        *only("user safety_identifier metadata request_id session_id cache_salt"),
+        *only("prompt_cache_key prompt_cache_options prompt_cache_retention"),
+    }
+)
+"""Fields for bookkeeping and caches."""
 
 
 class Fields(BaseModel):
@@ -85,7 +94,7 @@ class Part(Fields):
     """A part of a message's content."""
 
     without_effect = frozenset({"prompt_cache_breakpoint", "cache_control"})
-    neutral = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"), ())
+    neutral: ClassVar[Neutral] = only("image_url input_audio audio_url video_url file refusal")
 
     type: Literal["text"] = "text"
     text: str
@@ -93,7 +102,7 @@ class Part(Fields):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("type", "text") != "text":
+        if isinstance(given, Mapping) and given.get("type") not in (None, "text"):
             raise refused("type", "only text is understood here; leave images, sounds and files out")
         return given
 
@@ -109,7 +118,7 @@ class Called(Fields):
     """A call of a tool in an assistant's message."""
 
     without_effect = frozenset({"index"})
-    neutral: ClassVar[Neutral] = {"custom": ()}
+    neutral: ClassVar[Neutral] = only("custom")
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -128,9 +137,9 @@ class Message(Fields):
     """A message; its thoughts may have any of the names that templates have for them."""
 
     neutral: ClassVar[Neutral] = {
-        **dict.fromkeys(("refusal", "audio", "function_call", "parsed"), ()),
-        "annotations": ([],),
-        "provider_specific_fields": ({},),
+        **only("refusal audio function_call parsed"),
+        **only("annotations", []),
+        **only("provider_specific_fields", {}),
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -173,7 +182,7 @@ class Message(Fields):
 class Function(Fields):
     """A tool's name, and what a chat template shows of it."""
 
-    neutral: ClassVar[Neutral] = {"strict": (False,), "defer_loading": (False,)}
+    neutral: ClassVar[Neutral] = only("strict defer_loading", False)
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -183,7 +192,7 @@ class Function(Fields):
 class Tool(Fields):
     """A tool of a request."""
 
-    neutral: ClassVar[Neutral] = {"custom": ()}
+    neutral: ClassVar[Neutral] = only("custom")
 
     type: Literal["function"] = "function"
     function: Function
@@ -211,7 +220,7 @@ class StreamOptions(Fields):
     """What a stream has besides its answer."""
 
     without_effect = frozenset({"include_obfuscation"})
-    neutral: ClassVar[Neutral] = {"continuous_usage_stats": (False,)}
+    neutral: ClassVar[Neutral] = only("continuous_usage_stats", False)
 
     include_usage: bool = False
 

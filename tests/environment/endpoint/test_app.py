@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gzip
 import json
 import math
 import socket
@@ -25,6 +27,7 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
+from rlft.tokens.text import with_variables
 from rlft.types import Batch, Group, Prompt, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
@@ -47,6 +50,13 @@ ADD = {
 }
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+DEAF = """{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that leaves system messages out."""
 
 
 class Recorder(ScriptedGenerator):
@@ -211,6 +221,17 @@ def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: S
     again = client.chat.completions.create(model="policy", messages=messages, tools=[ADD], extra_body=more)
     text = plain.decode(again.prompt_token_ids)
     assert '{"name": "add", "arguments": {"a": 2, "b": 3}}<|im_end|>\n<|im_start|>user\n5<|im_end|>' in text
+
+
+def test_calls_that_are_written_as_json_are_written_once_by_a_template_that_knows_calls(serve: Serve) -> None:
+    served = serve(Recorder("5"), QWEN, "json")
+    call = {"id": "000000001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    messages = [*ASKED, {"role": "assistant", "content": "So:", "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "000000001", "content": "5"}]
+    reply = served.post(CHAT, {"messages": messages, "tools": [ADD], "return_token_ids": True}).json()
+    text = QWEN.decode(reply["prompt_token_ids"])
+    assert 'So:\n{"name": "add", "arguments": {"a": 2, "b": 3}}<|im_end|>' in text
+    assert "<tool_call>" not in text
 
 
 def test_a_streamed_chat_says_the_same_in_events(serve: Serve) -> None:
@@ -477,6 +498,90 @@ def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Serve) -> None
         served.client("wrong").models.list()
     assert httpx2.get(f"{served.url}/v1/models").status_code == 401  # no key at all
     assert httpx2.get(f"{served.url}/health").status_code == 200
+
+
+def test_what_stands_outside_of_a_body_is_refused(serve: Serve) -> None:
+    served = serve(Recorder("five"))
+    for path in (CHAT, COMPLETIONS, "/tokenize", "/inference/v1/generate"):
+        asked = served.post(f"{path}?temperature=0", {"messages": ASKED})
+        assert (asked.status_code, asked.json()["error"]["param"]) == (400, "temperature")
+        headers = {"authorization": f"Bearer {KEY}", "content-encoding": "gzip"}
+        packed = httpx2.post(f"{served.url}{path}", content=gzip.compress(b"{}"), headers=headers, timeout=30)
+        assert (packed.status_code, "send it uncompressed" in packed.text) == (415, True)
+        wrong = httpx2.get(f"{served.url}{path}", headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+def test_fields_that_ask_for_what_is_not_done_are_refused_by_openais_client(serve: Serve) -> None:
+    """And those that ask for nothing are served; all of them are in test_fields.py."""
+    client = serve(Recorder("five")).client()
+    for more in (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},  # which this template does not read
+        {"extra_body": {"min_tokens": 5}},
+        {"extra_body": {"ignore_eos": True}},
+        {"extra_body": {"bad_words": ["five"]}},
+        {"extra_body": {"guided_choice": ["six"]}},
+        {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}},
+        {"reasoning_effort": "low"},
+        {"frequency_penalty": 0.5},
+        {"parallel_tool_calls": False},
+        {"store": True},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="policy", messages=ASKED, **more)
+        [field] = {str(refused.value.param).partition(".")[0]} & {*more, *more.get("extra_body", {})}
+        assert str(refused.value).count(field)
+    neutral = {"n": None, "stop": None, "max_tokens": None, "temperature": None, "tools": None, "tool_choice": None}
+    plain = {"frequency_penalty": 0, "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    extra = {"min_tokens": 0, "ignore_eos": False, "bad_words": [], "repetition_penalty": 1.0, "best_of": 1}
+    reply = client.chat.completions.create(model="policy", messages=ASKED, **neutral, **plain, extra_body=extra)
+    assert reply.choices[0].message.content == "five"
+
+
+def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(serve: Serve) -> None:
+    qwen3 = copy.copy(family_tokenizer("qwen3"))
+    served = serve(Recorder("five", tokenizer=qwen3), qwen3)
+    wish = {"messages": ASKED, "return_token_ids": True}
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        reply = served.post(CHAT, {**wish, "chat_template_kwargs": variables}).json()
+        expected = qwen3.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False, **variables)
+        assert reply["prompt_token_ids"] == list(expected)
+        tokens = served.post("/tokenize", {"messages": ASKED, "chat_template_kwargs": variables}).json()["tokens"]
+        assert tokens == reply["prompt_token_ids"]
+    for more, param in (
+        ({"chat_template_kwargs": {"enable_thinking": False, "effort": 1}}, "chat_template_kwargs.effort"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ):
+        error = served.post(CHAT, {**wish, **more}).json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+    qwen3.chat_template += "{{ reasoning_effort }} {{ style }}"
+    with_variables(qwen3, {"style": "plain"})
+    for more in ({"reasoning_effort": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
+        reply = served.post(CHAT, {**wish, **more}).json()
+        assert qwen3.decode(reply["prompt_token_ids"]).endswith("low plain")
+
+
+def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(serve: Serve) -> None:
+    deaf = copy.copy(QWEN)
+    deaf.chat_template = DEAF
+    engine = Recorder("five", tokenizer=deaf)
+    client = serve(engine, deaf).client()
+    for role in ("system", "developer"):
+        said: list[Any] = [{"role": role, "content": "3"}, *ASKED]  # which is a part of the question
+        with pytest.raises(
+            openai.BadRequestError, match=r"leaves out the system's message .*user's message"
+        ) as refused:
+            client.chat.completions.create(model="policy", messages=said)
+        assert refused.value.param == "messages"
+        said = [{"role": "user", "content": f"3\n\n{ASKED[0]['content']}"}]
+        client.chat.completions.create(model="policy", messages=said)
+    for field in ("name", "reasoning_content"):
+        named: list[Any] = [*ASKED, {"role": "assistant", "content": "5", field: "Ann"}, *ASKED]
+        with pytest.raises(openai.BadRequestError, match="of the assistant's message"):
+            client.chat.completions.create(model="policy", messages=named)
+    assert len(engine.calls) == 2
 
 
 def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Serve) -> None:

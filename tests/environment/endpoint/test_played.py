@@ -241,6 +241,15 @@ def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_
     assert rewards(played.sample([prompt()], 1, [0], SAMPLING)) == [[400.0]]  # n=2
 
 
+def test_what_the_policy_would_never_read_is_refused_in_every_turn(play: Play) -> None:
+    """Names, fields and wishes that are not known, and the name of a tool that was not called; the rest goes on."""
+    played = play([["five", "six"]], agent="endpoint_agents.is_unread")
+    groups = played.sample([prompt()], 1, [0], SAMPLING)
+    assert rewards(groups) == [[None, 10.0]]  # 5 in each turn
+    [completion] = completions(groups)
+    assert completion.branches == ()
+
+
 PROGRAM = """
 import json, os, sys, urllib.request
 row = json.load(sys.stdin)
