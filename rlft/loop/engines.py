@@ -21,6 +21,7 @@ from rlft.model.forward import Forward, choose
 from rlft.model.networks import Networks
 from rlft.model.roles import Roles
 from rlft.plan.adapters import modules_to_adapt
+from rlft.plan.roles import teacher_is_meant
 from rlft.plan.run_plan import Plan
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.memory import Largest
@@ -131,7 +132,8 @@ def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None
     settings = teacher_settings(snapshot, model)
     if settings is None:
         return None
-    backbone = read_backbone(settings)
+    with teacher_is_meant():
+        backbone = read_backbone(settings)
     return choose(backbone.model, backbone.kernels)
 
 

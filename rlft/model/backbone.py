@@ -32,7 +32,8 @@ from rlft.model.families import recorded_family
 from rlft.model.images import ImageEncoder
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
-from rlft.model.text_model import load_model, own_class
+from rlft.model.network_files import check_files, check_quantized
+from rlft.model.text_model import load_model, network_of, own_class
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
@@ -80,11 +81,17 @@ def read_config(config: ModelConfig) -> Any:
         remedy = "use another model"
         raise UserError("model.path", f"with a {model.model_type}, {problem}", got=config.path, remedy=remedy)
     own_class(model)  # refuses what has no class of causal language models
+    check_quantized(model, config.path, "model.path")
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         is_known = isinstance(getattr(model.get_text_config(), name, None), int)
         problem = f"is no causal language model: its config.json, of type {model.model_type}, has no {name}"
         require(is_known, "model.path", problem, got=config.path, remedy="use a decoder-only language model")
     return model
+
+
+def check_weights(config: ModelConfig) -> None:
+    """Refuses a base whose files lack tensors, have others, or are cut off, by their headers alone."""
+    check_files(network_of(read_config(config), source(config)))
 
 
 def why_not_causal(config: PreTrainedConfig) -> str | None:
@@ -254,7 +261,7 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     silence_dropout(model_config)
     model = load_model(
         model_config,
-        **source(config),
+        source(config),
         dtype=dtype,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         **extra,
@@ -268,9 +275,7 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     if config.gradient_checkpointing in LESS_MEMORY:
         set_checkpointing(model, config.gradient_checkpointing)
     tokenizer = _read_tokenizer(config)  # the plan has checked it
-    images = ImageEncoder(
-        read_config(config), {**source(config), "dtype": dtype}, device, partial(processor_of, tokenizer)
-    )
+    images = ImageEncoder(read_config(config), source(config), dtype, device, partial(processor_of, tokenizer))
     return Backbone(model=model, tokenizer=tokenizer, device=device, path=config.path, kernels=kernels, images=images)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlft.model.image_masks import ImageMasks
+from rlft.model.network_files import Network, load_network
 from rlft.model.text_model import own_class
 from rlft.tokens.images import ImageProcessor
 from rlft.types import Image, ImageRows, Prompt, counted, require
@@ -51,7 +52,8 @@ class ImageEncoder:
 
     Args:
         config: the config of the folder's own class.
-        options: those of transformers' `from_pretrained`.
+        source: transformers' keyword arguments that say where its folder is.
+        dtype: of the tower.
         device: where the model is.
         processor: gives the processor of the folder.
     """
@@ -59,11 +61,13 @@ class ImageEncoder:
     def __init__(
         self,
         config: Any,
-        options: Mapping[str, Any],
+        source: Mapping[str, Any],
+        dtype: torch.dtype,
         device: torch.device,
         processor: Callable[[], ImageProcessor],
     ) -> None:
-        self._config, self._options, self._device, self._processor = config, options, device, processor
+        self._config, self._source, self._dtype = config, source, dtype
+        self._device, self._processor = device, processor
         self._tower: Any = None
         self._masks: ImageMasks | None = None
         self._kept: OrderedDict[str, Encoded] = OrderedDict()
@@ -134,12 +138,7 @@ class ImageEncoder:
 
     def _load(self) -> Any:
         """The folder's own class with its tower alone."""
-        model, loading = tower_class(self._config).from_pretrained(
-            config=tower_config(self._config), output_loading_info=True, **self._options
-        )
-        missing = sorted(loading["missing_keys"])
-        problem = f"the folder has no weights of its vision tower ({', '.join(missing[:2])} ..)"
-        require(not missing, "model.path", problem, remedy="use the folder of the whole model")
+        model = load_network(network_of_tower(self._config, self._source), dtype=self._dtype)
         model.requires_grad_(False).eval().to(self._device)
         self._masks = ImageMasks.of(_own_class(self._config), self._config)
         return model.base_model
@@ -156,6 +155,11 @@ def read_image(tower: Any, tensors: Mapping[str, Tensor], device: torch.device) 
     if deep is not None:
         deep = torch.stack([torch.cat(tuple(layer)) for layer in deep]).cpu()
     return Encoded(vectors=vectors.cpu(), deep=deep, grid=tensors.get("image_grid_thw"))
+
+
+def network_of_tower(config: Any, source: Mapping[str, Any]) -> Network:
+    """The tower in a folder whose model has this config; `source` is transformers' keyword arguments for loading it."""
+    return Network(loader=tower_class(config), config=tower_config(config), source=source, key="model.path")
 
 
 def tower_class(config: Any) -> Any:

@@ -25,6 +25,7 @@ from transformers import (
 
 from rlft.batch import select
 from rlft.config.model import is_adapter, looks_local
+from rlft.model.network_files import Network, check_files, check_quantized, load_network
 from rlft.model.networks import Networks
 from rlft.model.packing import Layout
 from rlft.model.positions import independent_limit
@@ -314,24 +315,27 @@ def load_classifier(
     """A frozen sequence classifier with one label, and its tokenizer, from a folder or the hub; runs none of its code.
 
     Raises:
-        UserError: it cannot be read, has another number of labels, or no weights for its score.
+        UserError: it cannot be read, has another number of labels, or lacks weights, such as those of its score.
     """
-    config = read_classifier(path, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**_source(path))
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            **_source(path), config=config, dtype=dtype, output_loading_info=True
-        )
+        model = load_network(_network(path, key), dtype=dtype)
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
-    if report["missing_keys"]:
-        problem = f"its weights lack {min(report['missing_keys'])}, which would be random"
-        remedy = "point it at a model that was trained as a sequence classifier"
-        raise UserError(key, problem, got=path, remedy=remedy)
     model.config.use_cache = False
     tokenizer.truncation_side = "left"
     model.to(device)
     return model.requires_grad_(False).eval(), tokenizer
+
+
+def check_classifier(path: str, key: str) -> None:
+    """Refuses what `load_classifier` does, by the headers of its files."""
+    check_files(_network(path, key))
+
+
+def _network(path: str, key: str) -> Network:
+    config, source = read_classifier(path, key), _source(path)
+    return Network(loader=AutoModelForSequenceClassification, config=config, source=source, key=key)
 
 
 def read_classifier(path: str, key: str) -> Any:
@@ -352,6 +356,7 @@ def read_classifier(path: str, key: str) -> Any:
     problem = "a reward model gives one score, this model's config has another num_labels"
     remedy = "point it at a sequence-classification model with num_labels 1, or at an adapter folder"
     require(config.num_labels == 1, key, problem, got=config.num_labels, remedy=remedy)
+    check_quantized(config, path, key)
     return config
 
 

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from rlft.model.network_files import Network, load_network
 from rlft.model.text_classes import INSIDE, causal_class
 from rlft.types import UserError
 
@@ -161,11 +162,29 @@ def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrai
     return text_model_of(own)
 
 
-def load_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """The model that is trained, with its weights; `options` are those of transformers' `from_pretrained`."""
+def network_of(config: PreTrainedConfig, source: Mapping[str, Any]) -> Network:
+    """The network in a folder of a model that is trained; `source` is transformers' keyword arguments for loading it.
+
+    Of a folder's own class only what the text model consists of has to be there.
+    """
     contains = own_class(config)
-    if config.model_type in INSIDE:
-        return cast(type[PreTrainedModel], causal_class(config)).from_pretrained(config=config, **options)
-    if contains is None:
-        return AutoModelForCausalLM.from_pretrained(config=config, **options)
-    return text_model_of(contains.from_pretrained(config=config, **options))
+    loader = causal_class(config) if config.model_type in INSIDE else contains or AutoModelForCausalLM
+    part = None if contains is None else _text_names
+    return Network(loader=loader, config=config, source=source, key="model.path", part=part)
+
+
+def _text_names(own: PreTrainedModel) -> list[str]:
+    """The names of the text model's tensors in this model's own class."""
+    text = text_model_of(own)
+    return [names_of(text).outside(name) for name in text.state_dict()]
+
+
+def load_model(config: PreTrainedConfig, source: Mapping[str, Any], **options: Any) -> PreTrainedModel:
+    """The model that is trained, with its weights; `options` are those of transformers' `from_pretrained`.
+
+    Raises:
+        UserError: its files lack tensors, have others, or cannot be read.
+    """
+    network = network_of(config, source)
+    model = load_network(network, **options)
+    return model if network.part is None else text_model_of(model)

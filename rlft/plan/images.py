@@ -7,6 +7,9 @@ from typing import Any
 from rlft.config.schema import RunConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine
+from rlft.model.backbone import read_config, source
+from rlft.model.images import network_of_tower
+from rlft.model.network_files import check_files
 from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import resolve_device
 from rlft.types import UserError, require
@@ -33,6 +36,7 @@ def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None
     for name, spec in specs(config.reward).items():
         problem = "reads texts alone, and the data have images"
         require(not spec.runs_in_trainer, f"reward.{name}", problem, remedy="use a reward of the answer")
+    check_files(network_of_tower(read_config(config.model), source(config.model)))
     if not isinstance(config, RunConfig):
         return
     snapshot, remedy = config.snapshot, "leave it out, or use data without images"

@@ -15,7 +15,7 @@ from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.duration import StepWork
@@ -204,6 +204,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     check_machine(config.model, runs_here=runs_here)
     check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    check_weights(config.model)
     limit = config.max_completion_tokens
     check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
     check_targets(config.lora, config.model, model_config)

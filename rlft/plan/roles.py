@@ -305,13 +305,14 @@ def check_teacher(
         longest_prompt: number of tokens of the longest prompt that the teacher may read.
         vocabulary: number of token ids that the student may sample: the rows of its embedding.
     """
-    from rlft.model.backbone import fingerprint, load_tokenizer, read_config
+    from rlft.model.backbone import check_weights, fingerprint, load_tokenizer, read_config
 
     settings = teacher_settings(config.snapshot, config.model)
     if settings is None:
         return None
     with teacher_is_meant():
         model, teacher_tokenizer = read_config(settings), load_tokenizer(settings)
+        check_weights(settings)
     check_vocabulary(tokenizer, teacher_tokenizer, settings.path)
     rows = model.get_text_config().vocab_size  # also of ids that its tokenizer does not use
     problem = f"has token ids up to {rows - 1}, and the student may sample ids up to {vocabulary - 1}"

@@ -14,7 +14,7 @@ from rlft.data.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import lora_of, uses_of_sample
 from rlft.plan.duration import StepWork
@@ -151,6 +151,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     if config.adapter is not None:
         _check_served(config.generation, lora, config.adapter)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    check_weights(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
     check_adapters(used, lora, config.model, base_fingerprint, model_config)

@@ -149,9 +149,9 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
 
 
 def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
-    """Refuses reward models with a network of their own whose output is not a single score."""
-    from rlft.model.reward_model import read_classifier
+    """Refuses reward models with a network of their own that lacks tensors, or whose output is not a single score."""
+    from rlft.model.reward_model import check_classifier
 
     for spec in rewards.values():
         if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
-            read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
+            check_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")

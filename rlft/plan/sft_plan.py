@@ -13,7 +13,7 @@ from rlft.data.examples import Examples, scan_demonstrations
 from rlft.data.prompts import PromptSet, left_out, scan
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, ends_of, fingerprint, load_tokenizer, read_config
 from rlft.plan.adapters import fingerprints_of, uses_of_rewards
 from rlft.plan.config_checks import uses_of_sft
 from rlft.plan.duration import StepWork
@@ -142,6 +142,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
     )
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    check_weights(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
     used = uses_of_sft(config)

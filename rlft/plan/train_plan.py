@@ -22,7 +22,7 @@ from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import decoder_layers, ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, decoder_layers, ends_of, fingerprint, load_tokenizer, read_config
 from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
@@ -404,6 +404,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             check_address(config.cluster.address)
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
+    check_weights(config.model)
     check_context(config, model_config)
     if trains:
         check_routing(config.snapshot, config.generation.named(engine), config.model, model_config)

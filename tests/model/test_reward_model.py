@@ -343,7 +343,7 @@ def test_a_model_without_a_trained_score_is_refused(save_classifier):
     folder = save_classifier("Qwen2", "ForCausalLM")
     file = Path(folder) / "config.json"
     file.write_text(file.read_text().replace("ForCausalLM", "ForSequenceClassification"))
-    with pytest.raises(UserError, match=r"^reward\.taste\.path: its weights lack score\.weight, which would be random"):
+    with pytest.raises(UserError, match=r"^reward\.taste\.path: its files lack score\.weight, which would be random"):
         load_classifier(folder, KEY, CPU, torch.float32)
 
 

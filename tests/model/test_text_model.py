@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.generation.adapter_files import AdapterFiles
-from rlft.model.backbone import Backbone, read_backbone, read_config
+from rlft.model.backbone import Backbone, read_backbone, read_config, source
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
 from rlft.model.text_classes import INSIDE, causal_class
 from rlft.model.text_model import empty_model, load_model, names_of, own_class
@@ -141,6 +141,6 @@ def test_the_config_of_such_a_text_model_is_one_of_a_model_of_texts(kind: str, t
     for parameter in alone.parameters():
         parameter.data.normal_()
     alone.save_pretrained(tmp_path / "text")
-    read = load_model(read_config(settings(tmp_path / "text")), pretrained_model_name_or_path=tmp_path / "text")
+    read = load_model(read_config(settings(tmp_path / "text")), source(settings(tmp_path / "text")))
     saved = dict(alone.named_parameters())
     assert all(torch.equal(p, saved[n]) for n, p in read.named_parameters())

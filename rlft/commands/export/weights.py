@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.utils.hub import cached_file
+from transformers import GenerationConfig
 
 from rlft.batch import score_sequences
 from rlft.config.instantiate import from_mapping
@@ -25,7 +25,8 @@ from rlft.model.activations import peft_is_quiet
 from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules, own_tensors
 from rlft.model.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
 from rlft.model.backbone import read_config, resolve_path, source
-from rlft.model.text_model import empty_model, names_of, own_class, text_model_of
+from rlft.model.network_files import file_of, load_network
+from rlft.model.text_model import empty_model, names_of, network_of, own_class, text_model_of
 from rlft.runs.find import CheckpointKind
 from rlft.system.disk import writing
 from rlft.system.files import size_of
@@ -139,8 +140,8 @@ def load_float32(config: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     if getattr(read_config(config), "quantization_config", None) is not None:
         problem = "the base's own weights are quantised, and merged ones would be rounded to its grid"
         raise UserError("as", problem, got="model", remedy="use as=adapter")
-    loader: Any = own_class(read_config(config)) or AutoModelForCausalLM
-    model = loader.from_pretrained(**source(config), dtype="auto")
+    network = replace(network_of(read_config(config), source(config)), part=None)  # also what else is in the folder
+    model = load_network(network, dtype="auto")
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     return model.float().eval(), dtypes
 
@@ -212,15 +213,7 @@ def write_ends(folder: Path, base_file: Path | None, ends: Sequence[int]) -> Non
 # -- what its base has besides -----------------------------------------------------------------------------------------
 def file_of_base(config: ModelConfig, name: str) -> Path | None:
     """The path of the base's file of this name; None if it has none."""
-    base = source(config)
-    file = cached_file(
-        base["pretrained_model_name_or_path"],
-        name,
-        revision=base["revision"],
-        local_files_only=base["local_files_only"],
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return None if file is None else Path(file)
+    return file_of(source(config), name)
 
 
 def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: Callable[[str], None]) -> None:

@@ -1,0 +1,382 @@
+"""Loads networks whose files have all of their tensors, and refuses others by name before weights are read.
+
+transformers fills what a file lacks with random numbers. So the names and shapes in the files' headers first go through
+transformers' own loading as tensors without numbers, which knows its renamings, stacked experts and tied weights. What
+it then says of missing, other and additional tensors is judged here, and once more after the weights have been read.
+
+Prefixes of wrappers (torch.compile, DDP, FSDP, PEFT, value heads) are taken off where they leave each name once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file, cached_files
+
+from rlft.types import UserError, counted, require
+
+NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""Files in which transformers looks for weights, in its order."""
+
+INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Modules that wrappers put between others: torch.compile, FSDP, and activation checkpointing."""
+
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantised weights that transformers turns into 16 bits while it reads them."""
+
+SCALES = re.compile(r"(_scale_inv|\.(activation|input)_scale)$")
+"""Names of an fp8 file's tensors that belong to another tensor."""
+
+LEGACY = re.compile(r"(^|\.)(masked_bias|(original_)?inv_freq|position_ids|rope\.freqs)$")
+"""Names of buffers that older releases of transformers wrote, and that models compute."""
+
+AGAIN = "download it again, or save the model again with save_pretrained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A network to be loaded.
+
+    Attributes:
+        loader: its class, or transformers' auto class for it.
+        config: its config.
+        source: transformers' keyword arguments that say where it is.
+        key: the config key that names it.
+        part: gives the names of the tensors of which none may be missing, of a model without weights; None: all.
+    """
+
+    loader: Any
+    config: PreTrainedConfig
+    source: Mapping[str, Any]
+    key: str
+    part: Callable[[PreTrainedModel], Collection[str]] | None = None
+
+    @property
+    def path(self) -> str:
+        return self.source["pretrained_model_name_or_path"]
+
+    def refusal(self, problem: str, remedy: str) -> UserError:
+        return UserError(self.key, problem, got=self.path, remedy=remedy)
+
+
+def load_network(network: Network, **options: Any) -> PreTrainedModel:
+    """The network with its weights; `options` are those of transformers' `from_pretrained`.
+
+    Raises:
+        UserError: its files lack tensors, have others, or cannot be read.
+    """
+    renamings, config = check_files(network, downloads=True), network.config
+    if quantized_by(config) is not None:  # GPUs could compute with such weights, but gradients would end there
+        config = deepcopy(config)
+        config.quantization_config = {**_fields(config), "dequantize": True}
+    model, found = network.loader.from_pretrained(
+        config=config,
+        key_mapping=renamings or None,
+        output_loading_info=True,
+        **network.source,
+        **options,
+    )
+    _judge(network, model, found)
+    # Else transformers would put the wrapper's names into every file that it saves.
+    conversions = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [each for each in conversions if each.source_patterns[0] not in renamings]
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise network.refusal("it holds an adapter, not a model", "name its base, and the adapter as lora.path")
+    return model
+
+
+def check_files(network: Network, *, downloads: bool = False) -> dict[str, str]:
+    """{pattern in a name: what it becomes} for transformers, empty unless a wrapper's names are in the files.
+
+    Reads headers alone. Without `downloads`, a model that is not on this machine yet is not checked.
+
+    Raises:
+        UserError: as `load_network`.
+    """
+    if (files := _files(network, downloads=downloads)) is None:
+        return {}
+    tensors = {name: tensor for name, tensor in _headers(network, files).items() if not SCALES.search(name)}
+    if quantized_by(network.config) == "mxfp4":  # whose tensors are others in the files
+        return {}
+    renamings = _wrapping_modules(network, tensors)
+    if (read := _read_without_numbers(network, tensors, renamings)) is None:
+        return renamings
+    if prefix := _prefix(network, tensors, *read):
+        renamings |= {f"^{re.escape(prefix)}": ""}
+        read = _read_without_numbers(network, tensors, renamings) or read
+    _judge(network, *read, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    return renamings
+
+
+def quantized_by(config: PreTrainedConfig) -> str | None:
+    """The method by which the weights in the files are quantised, in the words of transformers; None if they are not.
+
+    It is a refusal's business which of them can be loaded (`check_quantized`).
+    """
+    method = _fields(config).get("quant_method", "unnamed") if _fields(config) else None
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Its quantization_config; empty if it has none."""
+    fields: Any = getattr(config, "quantization_config", None) or {}
+    return fields if isinstance(fields, dict) else fields.to_dict()
+
+
+def check_quantized(config: PreTrainedConfig, path: str, key: str) -> None:
+    """Refuses weights that are quantised in the files, unless transformers turns them into 16 bits."""
+    method = quantized_by(config)
+    problem = f"its weights are quantised (quantization_config in its config.json: {method})"
+    remedy = "use the model that it was made from, whose weights are not"
+    if key == "model.path":
+        remedy += "; where a GPU's memory is short, with model.quantization=4bit"
+    require(method in (None, *DEQUANTIZED), key, problem, got=path, remedy=remedy)
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
+def file_of(source: Mapping[str, Any], name: str, *, downloads: bool = True) -> Path | None:
+    """The path of the model's file of this name; None if it has none, or it is not here and nothing is downloaded."""
+    file = cached_file(
+        source["pretrained_model_name_or_path"],
+        name,
+        revision=source.get("revision"),
+        local_files_only=source["local_files_only"] or not downloads,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if file is None else Path(file)
+
+
+def _files(network: Network, *, downloads: bool) -> dict[Path, list[str]] | None:
+    """{file with weights: the tensors that an index says are in it}; None if they are not on this machine."""
+    source, is_folder = network.source, Path(network.path).is_dir()
+    chosen = getattr(network.config, "transformers_weights", None)
+    first = None
+    for name in (chosen,) if chosen else NAMES:
+        with suppress(OSError):  # a hub's, without a network
+            first = first or file_of(source, name, downloads=downloads)
+    if first is None:
+        problem = f"there is neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME} in that folder, nor an index of them"
+        require(not is_folder, network.key, problem, got=network.path, remedy="point it at the folder of a whole model")
+        return None
+    if not first.name.endswith(".index.json"):
+        return {first: []}
+    with _readable(network, first):
+        places: dict[str, str] = dict(json.loads(first.read_text())["weight_map"])
+    names = sorted(set(places.values()))
+    if is_folder:
+        paths = [Path(network.path) / name for name in names]
+    else:
+        local = source["local_files_only"] or not downloads
+        try:
+            found = cached_files(network.path, names, revision=source.get("revision"), local_files_only=local)
+        except OSError:
+            return None
+        paths = [Path(path) for path in found or ()]
+    for name, path in zip(names, paths, strict=True):
+        if not path.is_file():
+            raise network.refusal(f"{first.name} names {name}, which is not there", "download that file, too")
+    return {path: [n for n, place in places.items() if place == name] for name, path in zip(names, paths, strict=True)}
+
+
+def _headers(network: Network, files: Mapping[Path, list[str]]) -> dict[str, Tensor]:
+    """{name: tensor without numbers} of all files, each of which has the tensors that the index says."""
+    result: dict[str, Tensor] = {}
+    for file, listed in files.items():
+        with _readable(network, file):
+            found = _header(file)
+        if absent := [name for name in listed if name not in found]:
+            problem = f"its index says that {absent[0]} is in {file.name}, which lacks it"
+            raise network.refusal(problem, "download index and files again, from one revision")
+        result |= found
+    return result
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+            return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in names}
+    try:
+        found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap can only be used" not in str(error):
+            raise
+        found = torch.load(file, map_location="meta", weights_only=True)  # of a torch before 1.6
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+@contextmanager
+def _readable(network: Network, file: Path) -> Iterator[None]:
+    """An error inside, while this file is read, becomes a UserError."""
+    try:
+        yield
+    except Exception as error:  # torch's of a damaged pickle are of many kinds
+        if isinstance(error, UserError):
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        kind = "is damaged or cut off" if isinstance(error, SafetensorError) else "cannot be read"
+        raise network.refusal(f"{file.name} {kind} ({first_line[:160]})", AGAIN) from None
+
+
+# -- what a network needs and the files have ---------------------------------------------------------------------------
+def _class_of(network: Network) -> type[PreTrainedModel]:
+    """The class itself where the loader is one of transformers' auto classes."""
+    if not hasattr(network.loader, "from_config"):
+        return network.loader
+    trusts = {"trust_remote_code": network.source["trust_remote_code"]}
+    with torch.device("meta"):
+        return type(network.loader.from_config(network.config, **trusts))
+
+
+def _read_without_numbers(
+    network: Network, tensors: Mapping[str, Tensor], renamings: Mapping[str, str]
+) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """The model on torch's meta device, and what transformers says of loading these tensors into it.
+
+    None where the code of a model does not allow that; then what loading says is judged alone.
+    """
+    report = "log_state_dict_report"  # in which transformers also raises, without saying which tensor
+    try:
+        config = deepcopy(network.config)
+        config.__dict__.pop("quantization_config", None)
+        with mock.patch.object(modeling_utils, report) as reported:
+            model, found = _class_of(network).from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(tensors),
+                key_mapping=dict(renamings) or None,
+                device_map={"": "meta"},
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        return model, {**found, "conversion_errors": reported.call_args.kwargs["loading_info"].conversion_errors}
+    except Exception:  # whatever the code of a model raises for tensors without numbers
+        return None
+
+
+def _judge(
+    network: Network,
+    model: PreTrainedModel,
+    found: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Refuses a model of which transformers says this; `shapes` are those of the files' tensors, where known."""
+    kind = model.config.model_type
+    if lora := [name for name in shapes or () if ".lora_" in name or ".base_layer." in name]:
+        problem = f"its files hold an adapter's tensors beside the model's ({lora[0]})"
+        raise network.refusal(problem, "merge them with PEFT's merge_and_unload(), and save the result")
+    missing = {*found["missing_keys"], *(found.get("conversion_errors") or ())}
+    if missing and network.part is not None:
+        missing &= set(network.part(model))
+    if missing and shapes and not _names_read(model, found):
+        problem = f"its files have no tensor of a {kind}, but others such as {min(shapes)}"
+        raise network.refusal(problem, f"use the config.json that belongs to these weights, or {AGAIN}")
+    if missing:
+        more = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
+        problem = f"its files lack {min(missing)}{more}, which would be random numbers"
+        raise network.refusal(problem, _remedy_of_missing(network, model, missing))
+    for name, there, here in sorted(found["mismatched_keys"]):
+        problem = f"its tensor {name} is {tuple(there)}, and a {kind} of its config.json has {tuple(here)}"
+        raise network.refusal(problem, "use the config.json that belongs to these weights")
+    for name in sorted(found["unexpected_keys"] if shapes else ()):
+        if _matters(name, model, shapes):
+            problem = f"its files have {name}, which a {kind} of its config.json does not read"
+            raise network.refusal(problem, "use the config.json that belongs to these weights")
+
+
+def _names_read(model: PreTrainedModel, found: Mapping[str, Any]) -> set[str]:
+    """The model's tensors that the files have."""
+    return set(model.state_dict()) - set(found["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", ()) or ())
+
+
+def _remedy_of_missing(network: Network, model: PreTrainedModel, missing: Collection[str]) -> str:
+    head = model.get_output_embeddings()
+    if head is not None and all(model.get_submodule(name.rpartition(".")[0]) is head for name in missing):
+        return f"if its head is its embedding, set tie_word_embeddings to true in config.json; else {AGAIN}"
+    if network.key.startswith("reward."):
+        return "point it at a model that was trained as a sequence classifier, and saved as a whole"
+    return AGAIN
+
+
+def _matters(name: str, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor that the model does not read is of one of its layers, or of a module that has weights.
+
+    Other parts, such as heads for other tasks and layers that predict later tokens, change nothing.
+    """
+    if LEGACY.search(name) or (name.endswith(".bias") and len(shapes.get(name, (1,))) > 1):  # a causal mask
+        return False
+    parts: list[str] = name.split(".")
+    module: Any = model if parts[0] in model._modules else getattr(model, model.base_model_prefix, model)
+    in_layers, top = False, module
+    for part in parts:
+        in_layers = in_layers or isinstance(module, nn.ModuleList)
+        if (inner := module._modules.get(part)) is None:
+            beyond = isinstance(module, nn.ModuleList) and _predicts_later_tokens(model.config)
+            has_weights = module is not top and any(True for _ in module.parameters(recurse=False))
+            return has_weights or (in_layers and not beyond)
+        module = inner
+    return False
+
+
+def _predicts_later_tokens(config: PreTrainedConfig) -> bool:
+    """Whether the config has layers after the last one, which transformers leaves out."""
+    return any(value for name, value in vars(config.get_text_config()).items() if re.search(r"nextn|mtp", name))
+
+
+# -- names that wrappers give ------------------------------------------------------------------------------------------
+def _wrapping_modules(network: Network, names: Iterable[str]) -> dict[str, str]:
+    """The renamings that take wrapping modules (`INNER`) out of the names.
+
+    Raises:
+        UserError: two names would become the same.
+    """
+    found = [[part for part in name.split(".") if part in INNER] for name in names]
+    if not any(found):
+        return {}
+    plain: dict[str, str] = {}
+    for name in names:
+        first = plain.setdefault(_unwrapped(name), name)
+        problem, remedy = f"its files have one tensor twice, as {first} and as {name}", AGAIN
+        require(first == name, network.key, problem, got=network.path, remedy=remedy)
+    # A renaming replaces the first place alone; the comment makes as many of them as there are places.
+    most = {part: max(parts.count(part) for parts in found) for part in INNER}
+    return {rf"{part}\.(?#{place})": "" for part, number in most.items() for place in range(number)}
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in INNER)
+
+
+def _prefix(network: Network, names: Iterable[str], model: PreTrainedModel, found: Mapping[str, Any]) -> str | None:
+    """What all names of the model begin with in the files; None if some of them are the model's own, or none begins so.
+
+    Raises:
+        UserError: the files hold the model several times, with different beginnings.
+    """
+    missing = sorted(found["missing_keys"])
+    if not missing or _names_read(model, found):
+        return None
+    plain, inside = [_unwrapped(name) for name in names], f"{model.base_model_prefix}."
+    for shorten in (str, lambda name: name.removeprefix(inside)):
+        for wanted in map(shorten, missing):
+            prefixes = sorted({name.removesuffix(wanted) for name in plain if name.endswith(f".{wanted}")})
+            problem = f"its files hold a {model.config.model_type} {len(prefixes)} times: {', '.join(prefixes[:3])}"
+            remedy = "save the one that is meant with save_pretrained"
+            require(len(prefixes) < 2, network.key, problem, got=network.path, remedy=remedy)
+            if prefixes:
+                return prefixes[0]
+    return None
