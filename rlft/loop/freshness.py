@@ -31,6 +31,7 @@ from rlft.config.schema import FreshnessConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine, FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, difference, published
+from rlft.loop.driver import BrokenRunError
 from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks
 from rlft.model.rounding import rounded_once_more
@@ -203,12 +204,15 @@ class Freshness:
 
         Raises:
             StaleAdapterError: an engine holds something else, or the gap exceeds the limits; the message says which.
+            BrokenRunError: the policy's own log-probs are not finite.
         """
         is_due = not self.num_checks or version % self.every == 0
         if not (is_due or generator.replaces_engines):
             return None
         self.num_checks += is_due
         expected = flatten(trainer.score(self.sequences))
+        if not all(map(math.isfinite, expected)):  # no engine's fault: bases and adapters are finite when loaded
+            raise BrokenRunError(_not_finite(version))
         self._published.pop(version, None)
         self.model_limits = self.limits
         gaps = self._verify(version, generator, expected, adapter, now=is_due, trainer=trainer)
@@ -314,6 +318,16 @@ class Freshness:
             held_version = min(held, key=lambda v: self.limits.judged(gaps[v]))
             text += f"; it still holds version {held_version} (gap {self.limits.judged(gaps[held_version]):.2e})"
         return text
+
+
+def _not_finite(version: int) -> str:
+    problem = "log-probs of fixed tokens are NaN or infinite"
+    if version == 0:
+        remedy = "use model.dtype=bfloat16 or float32 if it is float16, or another model"
+        return f"model.path: the base's {problem} before the first update; {remedy}"
+    stopped = "so the run stops here; checkpoints of earlier steps are good"
+    remedy = "Start again with a lower trainer.lr, or with model.dtype=float32 if it was a 16-bit type"
+    return f"step {version}: the policy has diverged, its {problem} after this step's updates, {stopped}. {remedy}"
 
 
 def flatten(scores: Sequence[Sequence[float]]) -> list[float]:

@@ -173,14 +173,23 @@ def load_file(file: Path) -> dict[str, Tensor]:
 
 def load_adapter(path: str | Path, key: str) -> dict[str, Tensor]:
     """The tensors of the adapter, under PEFT's names."""
-    with _readable(WEIGHTS, path, key) as file:
-        return load_file(file)
+    return _load(WEIGHTS, path, key)
 
 
 def load_head(path: str | Path, key: str) -> dict[str, Tensor]:
     """The tensors of the scalar head."""
-    with _readable(HEAD, path, key) as file:
-        return load_file(file)
+    return _load(HEAD, path, key)
+
+
+def _load(name: str, path: str | Path, key: str) -> dict[str, Tensor]:
+    """All tensors of that file. UserError: it cannot be read, or a number is not finite."""
+    from rlft.system.device import not_finite
+
+    with _readable(name, path, key) as file:
+        tensors = load_file(file)
+    broken, remedy = not_finite(tensors.items()), "use an earlier checkpoint"
+    require(broken is None, key, f"{WORDS[name]} holds NaN or infinity in {broken}", got=path, remedy=remedy)
+    return tensors
 
 
 def adapter_shapes(path: str | Path, key: str) -> Shapes:

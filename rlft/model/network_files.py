@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
 
+from rlft.system.device import not_finite
 from rlft.types import UserError, counted, require
 
 NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -76,7 +77,7 @@ def load_network(network: Network, **options: Any) -> PreTrainedModel:
     """The network with its weights; `options` are those of transformers' `from_pretrained`.
 
     Raises:
-        UserError: its files lack tensors, have others, or cannot be read.
+        UserError: its files lack tensors, have others, or cannot be read, or a number is not finite.
     """
     renamings, config = check_files(network, downloads=True), network.config
     if quantized_by(config) is not None:  # GPUs could compute with such weights, but gradients would end there
@@ -93,8 +94,9 @@ def load_network(network: Network, **options: Any) -> PreTrainedModel:
     # Else transformers would put the wrapper's names into every file that it saves.
     conversions = getattr(model, "_weight_conversions", None) or []
     model._weight_conversions = [each for each in conversions if each.source_patterns[0] not in renamings]
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise network.refusal("it holds an adapter, not a model", "name its base, and the adapter as lora.path")
+    broken = not_finite(model.named_parameters())
+    remedy = "use weights that are whole; if float16 is too small for them, set model.dtype=bfloat16 or float32"
+    require(broken is None, network.key, f"its tensor {broken} holds NaN or infinity", got=network.path, remedy=remedy)
     return model
 
 
@@ -169,13 +171,14 @@ def _files(network: Network, *, downloads: bool) -> dict[Path, list[str]] | None
             first = first or file_of(source, name, downloads=downloads)
     if first is None:
         problem = f"there is neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME} in that folder, nor an index of them"
-        require(not is_folder, network.key, problem, got=network.path, remedy="point it at the folder of a whole model")
+        is_none = is_folder and downloads  # a config alone is enough for a plan
+        require(not is_none, network.key, problem, got=network.path, remedy="point it at the folder of a whole model")
         return None
     if not first.name.endswith(".index.json"):
         return {first: []}
     with _readable(network, first):
-        places: dict[str, str] = dict(json.loads(first.read_text())["weight_map"])
-    names = sorted(set(places.values()))
+        places: dict[str, str] = json.loads(first.read_text())["weight_map"]
+        names = sorted(set(places.values()))
     if is_folder:
         paths = [Path(network.path) / name for name in names]
     else:
@@ -280,6 +283,7 @@ def _judge(
         problem = f"its files hold an adapter's tensors beside the model's ({lora[0]})"
         raise network.refusal(problem, "merge them with PEFT's merge_and_unload(), and save the result")
     missing = {*found["missing_keys"], *(found.get("conversion_errors") or ())}
+    missing = missing - set(_tied(model)) or missing  # of those that are one, the one that is saved
     if missing and network.part is not None:
         missing &= set(network.part(model))
     if missing and shapes and not _names_read(model, found):
@@ -300,7 +304,11 @@ def _judge(
 
 def _names_read(model: PreTrainedModel, found: Mapping[str, Any]) -> set[str]:
     """The model's tensors that the files have."""
-    return set(model.state_dict()) - set(found["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", ()) or ())
+    return set(model.state_dict()) - set(found["missing_keys"]) - set(_tied(model))
+
+
+def _tied(model: PreTrainedModel) -> Mapping[str, str]:
+    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def _remedy_of_missing(network: Network, model: PreTrainedModel, missing: Collection[str]) -> str:

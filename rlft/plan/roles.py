@@ -312,7 +312,6 @@ def check_teacher(
         return None
     with teacher_is_meant():
         model, teacher_tokenizer = read_config(settings), load_tokenizer(settings)
-        check_weights(settings)
     check_vocabulary(tokenizer, teacher_tokenizer, settings.path)
     rows = model.get_text_config().vocab_size  # also of ids that its tokenizer does not use
     problem = f"has token ids up to {rows - 1}, and the student may sample ids up to {vocabulary - 1}"
@@ -324,6 +323,8 @@ def check_teacher(
         problem = f"the longest row of {counted(longest, 'token')}{and_sampled} exceeds its {limit.words}"
         remedy = "lower prompts.max_tokens or generation.max_tokens, or use another teacher"
         raise UserError(TEACHER, problem, got=settings.path, remedy=remedy)
+    with teacher_is_meant():
+        check_weights(settings)
     return fingerprint(settings)
 
 

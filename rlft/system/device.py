@@ -8,7 +8,7 @@ rlft is measured on CPUs and on NVIDIA's GPUs. AMD's GPUs (which torch calls cud
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -218,3 +218,13 @@ def peak_memory_bytes() -> int:
 
 def _module(device: Device) -> Any:
     return torch.get_device_module(device)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first of these tensors that holds NaN or infinity; None if none does. Reads each of them once."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() and not tensor.is_meta:
+            low, high = torch.aminmax(tensor.detach())  # six times as fast as isfinite on a CPU
+            if not (low.isfinite() & high.isfinite()):
+                return name
+    return None

@@ -12,6 +12,7 @@ from rlft.config.schema import FreshnessConfig
 from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator, Weights
+from rlft.loop.driver import BrokenRunError
 from rlft.loop.freshness import (
     FIXED_TOKENS,
     LIMITS_IN_16_BITS,
@@ -166,17 +167,25 @@ def test_a_gap_that_fits_no_earlier_version_names_none():
     assert "-3.000000, the trainer -2.000000 (gap 1.00e+00" in str(stopped.value)
 
 
-@pytest.mark.parametrize(("engine_says", "trainer_says"), [(math.nan, -1.0), (-1.0, math.nan), (math.nan, math.nan)])
-def test_a_number_that_is_none_counts_as_stale(engine_says, trainer_says):
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_of_the_engine_that_is_not_finite_counts_as_stale(number):
     with pytest.raises(StaleAdapterError):
-        Freshness(SEQUENCES, 1e9, 1).check(0, Fixed(-1.0, engine_says), Fixed(-1.0, trainer_says))
+        Freshness(SEQUENCES, 1e9, 1).check(0, Fixed(-1.0, number), Fixed(-1.0, -1.0))
+
+
+@pytest.mark.parametrize("engine_says", [-1.0, math.nan])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_of_the_trainer_that_is_not_finite_is_its_own_fault_by_step_and_key(number, engine_says):
+    for version, said in ((0, r"^model\.path: the base's .* before the first"), (3, r"^step 3: .* lower trainer\.lr")):
+        with pytest.raises(BrokenRunError, match=said):
+            Freshness(SEQUENCES, 1e9, 1).check(version, Fixed(-1.0, engine_says), Fixed(-1.0, number))
 
 
 def test_a_nan_in_the_real_adapter_stops_the_run(policy, engine):
     with torch.no_grad():  # in the last layer: torch's attention on the CPU turns a NaN query or key into 0
         policy.named_parameters()[-1][1].fill_(math.nan)
     publish(1, policy, engine)
-    with pytest.raises(StaleAdapterError):
+    with pytest.raises(BrokenRunError, match="the policy has diverged"):
         Freshness(SEQUENCES, 1e-3, 1).check(1, engine, policy)
 
 

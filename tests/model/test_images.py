@@ -203,5 +203,5 @@ def test_a_folder_without_the_weights_of_its_tower_is_refused(tmp_path: Path) ->
     assert len(kept) < len(weights)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     backbone = read_backbone(settings(folder))
-    with pytest.raises(UserError, match=r"^model\.path: the folder has no weights of its vision tower \(model\."):
+    with pytest.raises(UserError, match=r"^model\.path: its files lack model\.vision_tower\."):
         backbone.image_rows(prompts(backbone)[:1], 200)

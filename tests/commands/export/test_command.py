@@ -325,7 +325,7 @@ def test_a_base_whose_weights_are_quantised_is_not_merged_into(
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
-    change_config(base, quantization_config={"quant_method": "gptq", "bits": 4})
+    change_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     place = policy_run(f"model.path={base}")
     assert refusal(place, str(tmp_path / "out"), None, None).startswith("as: the base's own weights are quantised")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["base", "run"]
