@@ -3,6 +3,7 @@ that ships with rlft), or an adapter. Defaults and meanings are in configs/train
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -71,11 +72,23 @@ def check_local(path: str) -> None:
         remedy = "give a model folder, a hub id or embedded:tiny-arithmetic"
         raise UserError("model.path", "is empty", got="nothing", remedy=remedy)
     folder = Path(resolve_path(path))
+    if looks_local(path) and is_adapter(str(folder)):
+        problem = "that folder holds an adapter, not a model"
+        raise UserError("model.path", problem, got=path, remedy=_on_its_base(folder))
     if looks_local(path) and not (folder / "config.json").is_file():
         problem = "there is no config.json in that folder" if folder.exists() else "there is no such folder"
         page = MADE_BY_HAND.get(Path(path))
         first = f"make it as in {page}, or " if page else ""
         raise UserError("model.path", problem, got=path, remedy=f"{first}point it at a Hugging Face model folder")
+
+
+def _on_its_base(folder: Path) -> str:
+    """What to type for the model that this folder's adapter makes of its base."""
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    keys = {"model.path": fields.get("base_model_name_or_path") or "<its base>", "lora.path": folder}
+    keys |= {"lora.rank": fields.get("r"), "lora.alpha": fields.get("lora_alpha")}
+    trained = " ".join(f"{key}={value}" for key, value in keys.items())
+    return f"set {trained}; rlft sample and serve take adapter={folder} in the place of lora"
 
 
 def is_adapter(path: str | None) -> bool:

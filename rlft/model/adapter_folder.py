@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from rlft.system.terminal import command_line
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
     from torch import Tensor  # not at run time: a bad folder is refused before torch is imported
 
 CONFIG, WEIGHTS, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
+
+PICKLED = "adapter_model.bin"
+UNPICKLE = (
+    "import sys, torch, safetensors.torch as s; f = sys.argv[1] + '/adapter_model'; "
+    "t = torch.load(f + '.bin', map_location='cpu', weights_only=True); "
+    "s.save_file({n: x.clone().contiguous() for n, x in t.items()}, f + '.safetensors')"
+)
+"""Python code that writes the pickled weights of a folder as WEIGHTS."""
 
 POLICY, OLD, REFERENCE, TEACHER, SAMPLER = "policy", "old", "reference", "teacher", "sampler"
 """Names of roles, as rlft.json records them; critics and rewards have their own."""
@@ -146,7 +155,8 @@ def _objection(name: str, value: object) -> tuple[str, str]:
         problem = f"init_lora_weights={_short(value)} is not known to leave the base unchanged"
         return problem, f"set it to true in adapter_config.json if it does; if not, {merge}"
     if name in CHANGING_THE_BASE:
-        return f"its {name} changes the base, which all roles share", "use an adapter without it"
+        remedy = "merge it into its base with PEFT's merge_and_unload(), and set model.path to the result"
+        return f"its {name} changes the base, which all roles share", remedy
     if name in ANOTHER_FUNCTION:
         return f"adapters with {name} are not supported", "use an adapter without it"
     problem = f"adapter_config.json has {name}={_short(value)}, which may change what the adapter computes"
@@ -267,9 +277,13 @@ def head_shapes(path: str | Path, key: str) -> Shapes:
 
 def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
     """The fields of adapter_config.json. Refuses a folder that lacks one of PEFT's files, or is not plain LoRA."""
+    folder = Path(path).expanduser()
     for name in (CONFIG, WEIGHTS):
         problem, remedy = f"there is no {name} in that folder", "point it at a PEFT adapter folder"
-        require((Path(path).expanduser() / name).is_file(), key, problem, got=path, remedy=remedy)
+        if name == WEIGHTS and (folder / PICKLED).is_file():
+            problem, command = f"its weights are pickled, in {PICKLED}", command_line("python", "-c", UNPICKLE, folder)
+            remedy = f"write them as {WEIGHTS}: {command}"
+        require((folder / name).is_file(), key, problem, got=path, remedy=remedy)
     fields = _read_json(CONFIG, path, key)
     check_fields(fields, path, key)
     return fields

@@ -69,11 +69,8 @@ def read_config(config: ModelConfig) -> Any:
     check_local(config.path)
     try:
         model = AutoConfig.from_pretrained(**source(config))
-    except (OSError, ValueError) as error:
-        problem = f"the model cannot be read ({str(error).strip().splitlines()[0][:200]})"
-        folders = "model.path=<folder>, and for the data data.path=<folder or .jsonl>"
-        remedy = f"connect to the network, or use local copies: {folders}"
-        raise UserError("model.path", problem, got=config.path, remedy=remedy) from None
+    except (ImportError, OSError, ValueError) as error:
+        raise _unreadable(config, "the model", error) from None
     if (problem := why_not_causal(model)) is not None:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
@@ -181,10 +178,26 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.init_kwargs.pop("local_files_only", None)
         with_source(tokenizer, source(config), read_config(config))
         return dated(with_ends(tokenizer, configured_ids(_generation_ends(config))), config.date)
-    except (OSError, ValueError) as error:
-        problem = f"its tokenizer cannot be read ({str(error).strip().splitlines()[0][:200]})"
+    except (ImportError, OSError, ValueError) as error:
+        raise _unreadable(config, "its tokenizer", error) from None
+
+
+def _unreadable(config: ModelConfig, what: str, error: Exception) -> UserError:
+    """The refusal of a model whose config or tokenizer transformers cannot read, by the cause."""
+    first_line, is_here = str(error).strip().splitlines()[0][:200], Path(resolve_path(config.path)).is_dir()
+    problem = f"{what} cannot be read ({first_line})"
+    if not config.trust_remote_code and "custom code" in first_line:
+        problem, remedy = f"{what} needs code of its own", "read that code, then set model.trust_remote_code=true"
+    elif isinstance(error, ImportError):
+        remedy = "install what its code imports, or use another model"
+    elif is_here and what == "its tokenizer":
         remedy = "the folder needs tokenizer files beside config.json"
-        raise UserError("model.path", problem, got=config.path, remedy=remedy) from None
+    elif is_here:
+        remedy = "use a newer transformers if its config.json is of a newer model; else download it again"
+    else:
+        folders = "model.path=<folder>, and for the data data.path=<folder or .jsonl>"
+        remedy = f"connect to the network, or use local copies: {folders}"
+    return UserError("model.path", problem, got=config.path, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

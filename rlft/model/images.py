@@ -138,7 +138,7 @@ class ImageEncoder:
 
     def _load(self) -> Any:
         """The folder's own class with its tower alone."""
-        model = load_network(network_of_tower(self._config, self._source), dtype=self._dtype)
+        model: Any = load_network(network_of_tower(self._config, self._source), dtype=self._dtype)
         model.requires_grad_(False).eval().to(self._device)
         self._masks = ImageMasks.of(_own_class(self._config), self._config)
         return model.base_model

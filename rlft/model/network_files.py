@@ -235,7 +235,7 @@ def _readable(network: Network, file: Path) -> Iterator[None]:
 
 
 # -- what a network needs and the files have ---------------------------------------------------------------------------
-def _class_of(network: Network) -> type[PreTrainedModel]:
+def _class_of(network: Network) -> Any:
     """The class itself where the loader is one of transformers' auto classes."""
     if not hasattr(network.loader, "from_config"):
         return network.loader
@@ -296,8 +296,8 @@ def _judge(
     for name, there, here in sorted(found["mismatched_keys"]):
         problem = f"its tensor {name} is {tuple(there)}, and a {kind} of its config.json has {tuple(here)}"
         raise network.refusal(problem, "use the config.json that belongs to these weights")
-    for name in sorted(found["unexpected_keys"] if shapes else ()):
-        if _matters(name, model, shapes):
+    for name in sorted(found["unexpected_keys"]):
+        if shapes and _matters(name, model, shapes):
             problem = f"its files have {name}, which a {kind} of its config.json does not read"
             raise network.refusal(problem, "use the config.json that belongs to these weights")
 

@@ -324,7 +324,7 @@ def load_classifier(
         raise _unreadable(error, path, key) from None
     model.config.use_cache = False
     tokenizer.truncation_side = "left"
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
     return model.requires_grad_(False).eval(), tokenizer
 
 

@@ -6,7 +6,9 @@ the fingerprint in its rlft.json if there is one, and always by the names and sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -31,6 +33,7 @@ from rlft.model.adapter_folder import (
     switches_of,
 )
 from rlft.reward.workers.reward_spec import RewardSpec
+from rlft.system.terminal import override
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
@@ -218,7 +221,7 @@ def _check_head(use: Use, hidden_size: int) -> None:
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> frozenset[str]:
     """The parameters besides linear layers that this adapter is on, if its tensors are those of its config."""
-    from rlft.model.lora_config import named_inside
+    from rlft.model.lora_config import linear_layers, modules_of, named_inside, without_adapter
     from rlft.model.text_model import names_of
 
     empty = empty_model(settings, model)
@@ -233,6 +236,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
             raise UserError(use.key, problem, got=use.path, remedy=remedy)
         if not adapted_modules([name]) <= modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
+    layers = linear_layers(empty).keys() - without_adapter(empty, lora).keys()
     config = _lora_config(lora, use, empty)
     if names.prefixes and not use.starts_role:
         named_inside(config, names, shapes)
@@ -243,9 +247,34 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     for name in sorted(shapes.keys() ^ expected.keys()):
         source = "lora.target_modules" if use.starts_role else "its adapter_config.json"
         problem = f"{'it has' if name in shapes else 'it lacks'} the tensor {name}, unlike what {source} says"
-        remedy = "set lora.target_modules as in its adapter_config.json" if use.starts_role else "save it again"
+        remedy = "save it again"
+        if use.starts_role:
+            modules = adapted_modules(shapes) - modules_of(config.target_parameters)
+            remedy = f"set {override('lora.target_modules', targets_of(modules, layers))}"
         raise UserError(use.key, problem, got=use.path, remedy=remedy)
     return frozenset(config.target_parameters or ())
+
+
+def targets_of(modules: Collection[str], layers: Iterable[str]) -> list[str] | str:
+    r"""A lora.target_modules that stands for these modules alone, among these linear layers of a model.
+
+    >>> layers = [f"layers.{n}.{name}" for n in range(3) for name in ("q", "k", "v")]
+    >>> targets_of([f"layers.{n}.q" for n in range(3)], layers)
+    ['q']
+    >>> targets_of(["layers.0.q", "layers.2.q", "layers.0.k", "layers.2.k", "layers.1.v"], layers)
+    'layers\\.(0|2)(\\.k|\\.q)|layers\\.(1)(\\.v)'
+    """
+    ends = sorted({name.rpartition(".")[2] for name in modules})
+    if {name for name in layers if name.rpartition(".")[2] in ends} == set(modules):
+        return ends
+    numbers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in modules:
+        before, number, after = re.fullmatch(r"(\D*)(\d*)(.*)", name).groups()  # type: ignore[union-attr]
+        numbers[before, after].append(number)
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (before, after), found in sorted(numbers.items()):
+        alike[before, "|".join(sorted(found, key=lambda n: (len(n), n)))].append(re.escape(after))
+    return "|".join(f"{re.escape(before)}({n})({'|'.join(afters)})" for (before, n), afters in sorted(alike.items()))
 
 
 def _other_base(use: Use, problem: str) -> UserError:

@@ -186,7 +186,10 @@ def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
 
 
 def check_pattern(lora: LoraSettings) -> None:
-    """Refuses a lora.target_modules that is no regular expression; a list is none."""
+    """Refuses a lora.target_modules that names nothing, or is no regular expression; a list is none."""
+    names_any = lora.target_modules or lora.experts or lora.router
+    remedy = "use all-linear, or a list of layers' names; lora=null trains all weights"
+    require(names_any, "lora.target_modules", "names no layer to adapt", got=lora.target_modules or "[]", remedy=remedy)
     if isinstance(lora.target_modules, str):
         try:
             re.compile(lora.target_modules)

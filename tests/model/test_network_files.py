@@ -383,10 +383,11 @@ def test_an_fp8_base_becomes_what_it_was_rounded_from_and_lacks_nothing(folder_o
 
 # -- classifiers, and numbers ------------------------------------------------------------------------------------------
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+ONE_SCORE: dict[str, Any] = {"num_labels": 1}
 CLASSIFIERS: list[Any] = [
-    LlamaConfig(**SMALL, intermediate_size=48, num_labels=1, pad_token_id=0),
-    GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, num_labels=1, pad_token_id=0),
-    BertConfig(**SMALL, intermediate_size=48, num_labels=1),
+    LlamaConfig(**SMALL, intermediate_size=48, pad_token_id=0, **ONE_SCORE),
+    GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, pad_token_id=0, **ONE_SCORE),
+    BertConfig(**SMALL, intermediate_size=48, **ONE_SCORE),
 ]
 
 
