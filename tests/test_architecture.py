@@ -169,7 +169,8 @@ def test_each_module_keeps_the_rules_of_its_source() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
                 called = ast.unparse(node.func)
                 # Between the trainer and processes it has started itself, never from a file.
-                assert called != "torch.load", f"{module}:{node.lineno}"
+                tensors_alone = str(module) == "model/network_files" and "weights_only=True" in ast.unparse(node)
+                assert called != "torch.load" or tensors_alone, f"{module}:{node.lineno}"
                 assert called != "pickle.load" or str(module) == "data/reasoning_gym", f"{module}:{node.lineno}"
 
 

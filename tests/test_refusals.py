@@ -407,7 +407,7 @@ TABLE = [
     ("train algorithm=opd snapshot.teacher=embedded:tiny-arithmetic", "snapshot.teacher", "is what the policy starts"),
     ("train algorithm=opd snapshot.teacher=no_tokenizer", "snapshot.teacher",
      "got no_tokenizer; the folder needs tokenizer files beside config.json"),
-    ("train algorithm=opd snapshot.teacher=no_config", "snapshot.teacher", "or use local copies: snapshot.teacher=<fo"),
+    ("train algorithm=opd snapshot.teacher=no_config", "snapshot.teacher", "else download it again"),
     ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
      "has another vocabulary: 2 other tokens, e.g. '<answer>' is "),
     ("train algorithm=opd snapshot.teacher=fewer_rows", "snapshot.teacher",

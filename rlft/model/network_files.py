@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -212,12 +213,8 @@ def _header(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as tensors:
             names = tensors.keys()
             return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in names}
-    try:
-        found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap can only be used" not in str(error):
-            raise
-        found = torch.load(file, map_location="meta", weights_only=True)  # of a torch before 1.6
+    # Unpickles tensors alone, as transformers does; files of a torch before 1.6 are no archives.
+    found = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
