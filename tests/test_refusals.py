@@ -645,7 +645,7 @@ TABLE = [
     # Data
     ("train data=jsonl data.path=nowhere.jsonl", "data.path", "there is no such file, got nowhere.jsonl"),
     ("train data=jsonl data.path=empty.jsonl", "data.path", "holds no data"),
-    ("train data=jsonl data.path=array.json", "data.path", "array.json, row 0: must be a JSON object, it is str"),
+    ("train data=jsonl data.path=array.json", "data.path", "array.json, row 0: must be a JSON object, it is a string"),
     ("train data=jsonl data.path=broken.jsonl", "data.path", "broken.jsonl:2: is not JSON"),
     ("train data=jsonl data.path=other.jsonl", "data.path", "other.jsonl:1: there is no field 'prompt', only"),
     # Rewards and other components

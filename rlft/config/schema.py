@@ -94,6 +94,7 @@ class OverlapConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainConfig:
     path: Annotated[str | None, Key(free=True)]
+    rows: Annotated[str | None, Key(before=None)]
     field: str
     given_field: str | None
     max_tokens: PositiveInt

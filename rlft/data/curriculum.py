@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rlft.data.files import objects
+from rlft.data.files import parsed
 from rlft.data.records import identity
 from rlft.data.sampled import is_sampled
 from rlft.system.seeds import derive
@@ -183,7 +183,7 @@ def read_pass_rates(path: str, reward: str, correct_at: float, prompts: Sequence
             some were not kept; the prompts are of other data.
     """
     counted: dict[str, _Counted] = {}
-    for place, fields in objects(path, PATH):
+    for place, fields in parsed(path, PATH, None, lambda fields, _: [fields]):
         scores = fields.get("rewards")
         if not is_sampled(fields) or not isinstance(scores, Mapping) or reward not in scores:
             problem = f"{place} is no line of rlft sample with the reward {reward}"

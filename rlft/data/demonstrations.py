@@ -7,9 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rlft.data.fields import RowError, UselessRow, completion_of, has, is_empty, messages_of, only, tools_of, value_of
+from rlft.data.fields import (
+    HISTORY,
+    TOOLS,
+    RowError,
+    UselessRow,
+    completion_of,
+    has,
+    is_empty,
+    messages_of,
+    only,
+    tools_of,
+    value_of,
+)
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
+from rlft.data.prompt_keys import PromptKeys
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import (
@@ -18,7 +31,6 @@ from rlft.data.templates import (
     check_template,
     fields_in,
     filled,
-    filled_turns,
     question_of,
     takes_question,
 )
@@ -28,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemonstrationKeys(RowSource):
+class DemonstrationKeys(PromptKeys, RowSource):
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
     - a chat in messages_field
@@ -48,8 +60,6 @@ class DemonstrationKeys(RowSource):
     completion_field: str
     messages_field: str
     turns: Literal["last", "all"]
-    system_prompt: str | None
-    prompt_template: str
     token_ids: Literal["sampled", "text"]
 
     def __post_init__(self) -> None:
@@ -81,12 +91,14 @@ class DemonstrationKeys(RowSource):
     def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         if is_sampled(fields):
             return [self._sampled(fields)]
-        if has(fields, self.messages_field):
+        is_chat = has(fields, self.messages_field)
+        self.note_unread(fields, TOOLS, *() if is_chat else (HISTORY,))
+        if is_chat:
             return self._chat(fields, row_id)
         has_prompt = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
         if has_prompt and (fields_in(self.completion_field) or has(fields, self.completion_field)):
-            turns = question_of(fields, self.prompt_field, self.prompt_template)
-            turns, question = filled_turns(turns, self.prompt_template, fields)
+            turns = question_of(fields, self.prompt_field, self.template)
+            turns, question = self.filled(turns, fields)
             turn = self._completion(fields)
             demonstration = self._demonstration(turns, turn, row_id, tools_of(fields))
             return [RecordRow(identity=identity(question), made=demonstration)]
@@ -114,13 +126,13 @@ class DemonstrationKeys(RowSource):
         if not answers:
             raise UselessRow(f"has no assistant message to learn in {where}")
         learned = answers if self.turns == "all" else answers[-1:]
-        first_question = filled_turns(turns[: learned[0]], self.prompt_template, fields)[1]
+        first_question = self.filled(turns[: learned[0]], fields)[1]
         rows: list[RecordRow[Demonstration | None]] = []
         for i in learned:
             if turns[i - 1]["role"] not in ("user", "tool"):
                 raise UselessRow(f"has a message {i} in {where} that answers no user message")
             prompt_id = row_id if i == answers[-1] else f"{row_id}:{i}"
-            prompt_turns, _ = filled_turns(turns[:i], self.prompt_template, fields)
+            prompt_turns, _ = self.filled(turns[:i], fields)
             demonstration = self._demonstration(prompt_turns, turns[i], prompt_id, tools_of(fields))
             rows.append(RecordRow(identity=identity(first_question), made=demonstration))
         return rows

@@ -14,8 +14,19 @@ from rlft.types import Message, Schema
 
 TOOLS = "tools"
 """The field of a row that has the schemas of its tools."""
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-"""{speaker in the `from` of ShareGPT's messages: role}, beside the roles themselves."""
+HISTORY = "history"
+"""The field of a row that has earlier turns, as in Alpaca's format: [[question, answer], ..]."""
+CALL = "function_call"
+"""The speaker of messages that are calls of tools, JSON in a text."""
+SPEAKERS = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", CALL), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "ipython"), "tool"),
+    "developer": "system",
+}
+"""{other name of a role, in `role` or ShareGPT's `from`: role}; upper and lower case are the same."""
+MOST_NAMES = 20
+"""How many names of fields a message lists."""
 
 
 class RowError(Exception):
@@ -60,10 +71,15 @@ def value_of(fields: Mapping[str, Any], name: str) -> Any:
         raise RowError(f"in {first!r} {error}") from None
 
 
-def has(fields: Mapping[str, Any], *names: str) -> bool:
+def values_of(fields: Mapping[str, Any], name: str | Sequence[str]) -> Any:
+    """The value of a field, or a list of those of several fields. Raises RowError."""
+    return value_of(fields, name) if isinstance(name, str) else [value_of(fields, each) for each in name]
+
+
+def has(fields: Mapping[str, Any], *names: str | Sequence[str]) -> bool:
     """Whether a row has values in all these fields (in a table, null means that a row has no value)."""
     try:
-        return all(value_of(fields, name) is not None for name in names)
+        return all(values_of(fields, name) is not None for name in names)
     except RowError:
         return False
 
@@ -89,9 +105,11 @@ def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blan
 def as_text(value: Any, name: str, *, numbers: bool = False, blank: bool = False) -> str:
     """The value of the field `name` as text, see `text_of`. Numbers have no exponent, whole ones no decimals.
 
-    >>> as_text(1e-05, "a", numbers=True), as_text(18.0, "a", numbers=True)
-    ('0.00001', '18')
+    >>> [as_text(value, "a", numbers=True) for value in (1e-05, 18.0, True)]
+    ['0.00001', '18', 'true']
     """
+    if numbers and isinstance(value, bool):
+        return str(value).lower()
     if numbers and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         if not math.isfinite(value):  # tables use NaN for a missing value
             raise RowError(f"field {name!r} holds no number, it is {value}")
@@ -116,9 +134,8 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
         where = f"message {i} of field {name!r}"
         if isinstance(message, Mapping):  # without the fields of a table that say nothing
             message = {key: value for key, value in message.items() if value is not None}
-        if isinstance(message, dict) and "role" not in message and isinstance(speaker := message.get("from"), str):
-            others = {key: value for key, value in message.items() if key not in ("from", "value")}
-            message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value"), **others}
+        if isinstance(message, dict):
+            message = _with_role(message)
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(message, dict) or not isinstance(role, str) or role not in FIELDS:
             got = f", its role is {role!r}" if role is not None else ""
@@ -133,6 +150,24 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
         except MessageError as error:
             raise RowError(f"{where} {error}", remedy=error.remedy) from None
     return tuple(messages)
+
+
+def _with_role(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the role that its speaker has; a call of tools in a text is `tool_calls`."""
+    if "role" not in message and isinstance(message.get("from"), str):
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {"role": message["from"], "content": message.get("value"), **others}
+    if not isinstance(speaker := message.get("role"), str):
+        return message
+    calls = None
+    if speaker.lower() == CALL and isinstance(message.get("content"), str):
+        with contextlib.suppress(ValueError, RecursionError):
+            calls = json.loads(message["content"])
+        form = '{"name": text, "arguments": object}'
+        if not isinstance(calls, dict | list):
+            raise RowError(f"a message of {speaker} must be JSON, {form} or a list of these", remedy="fix it")
+        message = {**message, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return {**message, "role": SPEAKERS.get(speaker.lower(), speaker.lower())}
 
 
 def tools_of(fields: Mapping[str, Any]) -> tuple[Schema, ...]:
@@ -152,6 +187,18 @@ def _listed(value: Any, what: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise RowError(f"{what} must be a list, it is {kind(value)}", remedy="fix it")
     return value
+
+
+def earlier_turns(fields: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The turns in the row's history, a list of pairs of texts or a chat; none where it is something else."""
+    pairs = fields.get(HISTORY) or ()
+    if not isinstance(pairs, list | tuple):
+        return ()
+    if pairs and all(isinstance(pair, Mapping) for pair in pairs):
+        return messages_of(fields, HISTORY)
+    if not all(isinstance(pair, list | tuple) and [type(text) for text in pair] == [str, str] for pair in pairs):
+        raise RowError(f"field {HISTORY!r} must be a list of pairs of texts, [[question, answer], ..]", remedy="fix it")
+    return tuple({"role": ("user", "assistant")[i], "content": pair[i]} for pair in pairs for i in (0, 1))
 
 
 def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
@@ -184,4 +231,5 @@ def only_text(turn: Message, where: str) -> str:
 
 def only(fields: Mapping[str, Any]) -> str:
     """'only ' and the names of all fields, for messages about a missing field."""
-    return f"only {', '.join(map(repr, fields)) or 'none at all'}"
+    more = f" and {len(fields) - MOST_NAMES} more" if len(fields) > MOST_NAMES else ""
+    return f"only {', '.join(map(repr, list(fields)[:MOST_NAMES])) or 'none at all'}{more}"

@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rlft.config.bounds import PositiveFraction
-from rlft.data.files import SUFFIXES, Record, Table, files_at, files_of_split, is_data_file, tables
+from rlft.config.keys import Key
+from rlft.data.files import SUFFIXES, files_at, files_of_split, is_data_file, is_saved, tables
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource
+from rlft.data.tables import Record, Table
 from rlft.system.hub import hub_answers
 from rlft.types import Split, UserError, require
 
@@ -29,6 +31,7 @@ class HubSet(RowSource):
     __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
 
     path: str
+    rows: Annotated[str | None, Key(before=None)]
     subset: str | None
     revision: str | None
     train_split: str
@@ -43,8 +46,8 @@ class HubSet(RowSource):
         """The split's rows, in the order of the set. Raises UserError."""
         key = f"{self.section}.path"
         path = local_path(self.path, key)
-        if path is not None and path.is_file():
-            found = rows(tables(files_at(self.path, key), key), parse, key)
+        if path is not None and (path.is_file() or is_saved(path)):
+            found = rows(tables(files_at(self.path, key), key, self.rows), parse, key)
             return hash_split(found, split, self.held_out_fraction, path, self.section)
         if self.held_out_split is None:
             train_rows = self._rows(self.train_split, "train_split", path, parse)
@@ -58,14 +61,14 @@ class HubSet(RowSource):
         """The rows of the split `name`, which the key `named_by` names, in a local folder; None: on the hub."""
         key, name_key = f"{self.section}.path", f"{self.section}.{named_by}"
         if folder is None:
-            return rows([HubTable(self._download(name, name_key), self.path, name)], parse, key)
+            return rows([HubTable(self._download(name, name_key), self.path, name, self.rows)], parse, key)
         files = files_of_split(folder, name, self.subset)
         problem = f"the folder has no files of the split {name}"
         remedy = f"put {self._files()} there (or {', '.join(SUFFIXES[1:])}), or give one file"
         if named_by == "held_out_split":
             remedy += f"; {name_key}=null holds out a part of the split {self.train_split}"
         require(files, key, problem, got=self.path, remedy=remedy)
-        return rows(tables(files, key), parse, key)
+        return rows(tables(files, key, self.rows), parse, key)
 
     def _download(self, name: str, key: str) -> Any:
         with offline_unless(hub_answers()) as online:
@@ -121,8 +124,8 @@ def _encoded(feature: Any) -> Any:
 class HubTable(Table):
     """The rows of a split of a hub set, whose files `datasets` keeps and reads from disk."""
 
-    def __init__(self, dataset: Any, path: str, split: str) -> None:
-        self._dataset, self.name, self.where = dataset, split, f"{path}, {split}"
+    def __init__(self, dataset: Any, path: str, split: str, nested: str | None = None) -> None:
+        self._dataset, self.name, self.where, self.nested = dataset, split, f"{path}, {split}", nested
 
     @property
     def num_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 The rows of large files are not held: each is read again whenever it is used. A first pass parses every row, so that a
 bad one is refused at the start, as with small data. Memory holds where each row starts, the number of its line,
-64 bits of its question's identity and a checksum: 26 bytes per row.
+64 bits of its question's identity and a checksum: 28 bytes per row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, compress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple
 
 from rlft.config.bounds import PositiveFraction
-from rlft.data.fields import RowError
-from rlft.data.files import HELD_OUT_SPLITS, Record, Table, files_at, files_of_split, tables
+from rlft.config.keys import Key
+from rlft.data.files import HELD_OUT_SPLITS, files_at, files_of_split, tables
 from rlft.data.lazy import Lazy
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
+from rlft.data.tables import Record, Table, rows_of
 from rlft.system.terminal import with_progress
 from rlft.types import Split, UserError, are, counted, require
 
@@ -42,6 +43,7 @@ class JsonlFiles(RowSource):
 
     path: str
     held_out_path: str | None
+    rows: Annotated[str | None, Key(before=None)]
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
@@ -54,12 +56,12 @@ class JsonlFiles(RowSource):
         files, held_out_files = self._files()
         if held_out_files is None:
             self._warn_of_unused(split)
-            found = rows(tables(files, key), parse, key)
+            found = rows(tables(files, key, self.rows), parse, key)
             return hash_split(found, split, self.held_out_fraction, self.path, self.section)
-        held_out = rows(tables(held_out_files, held_out_key), parse, held_out_key)
+        held_out = rows(tables(held_out_files, held_out_key, self.rows), parse, held_out_key)
         if split is Split.held_out:
             return held_out
-        return training(rows(tables(files, key), parse, key), held_out, self.path, key)
+        return training(rows(tables(files, key, self.rows), parse, key), held_out, self.path, key)
 
     def _files(self) -> tuple[list[Path], list[Path] | None]:
         """(the files to train on, those that are held out or None). UserError where there are none."""
@@ -102,22 +104,11 @@ def rows(found: Sequence[Table], parse: Parse[Made], key: str) -> Sequence[Recor
         parsed_rows = StreamedRows(found, key, parse, _index_of(tuple(found), parse, key))
     else:
         parsed_rows = [
-            row for table in found for record in table.records() for row in _rows_of(record, table, parse, key)
+            row for table in found for record in table.records() for row in rows_of(record, table, parse, key)
         ]
     remedy = "give data with rows, such as one object a line"
     require(len(parsed_rows), key, "holds no data", got=found[0].where, remedy=remedy)
     return parsed_rows
-
-
-def _rows_of(record: Record, table: Table, parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
-    """The rows that a record becomes. Raises UserError naming its place."""
-    try:
-        return parse(table.fields(record), f"{table.name}:{record.number}")
-    except RowError as error:
-        section = key.partition(".")[0]
-        other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field)"
-        key = key if error.key == "path" else f"{section}.{error.key}"
-        raise UserError(key, f"{table.place(record.number)}: {error}", remedy=error.remedy or other_fields) from None
 
 
 class Index(NamedTuple):
@@ -140,11 +131,11 @@ class Index(NamedTuple):
 @lru_cache(maxsize=2)
 def _index_of(found: tuple[Table, ...], parse: Callable[..., Any], key: str) -> Index:
     """The index of tables, all of which is parsed once for both splits. Raises UserError for the first bad row."""
-    index = Index(array("Q"), array("Q"), array("I"), array("I"), array("H"))
+    index = Index(array("Q"), array("Q"), array("I"), array("I"), array("I"))
     for table, base in zip(found, _bases(found), strict=False):
         what = f"{key}: reading {table.name}"
         for record in with_progress(table.records(), what, table.extent, lambda record: record.size):
-            for part, row in enumerate(_rows_of(record, table, parse, key)):
+            for part, row in enumerate(rows_of(record, table, parse, key)):
                 entry = (base + record.start, number_of(row.identity), record.number, record.checksum, part)
                 for column, value in zip(index, entry, strict=True):
                     column.append(value)
@@ -195,7 +186,7 @@ class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
             remedy = "restore it and continue with rlft resume, or start a new run; give each run its own copy"
             raise UserError(self._key, "has changed while it was in use", got=got, remedy=remedy)
         numbered = record._replace(number=self._index.numbers[i])
-        return _rows_of(numbered, table, self._parse, self._key)[self._index.parts[i]]
+        return rows_of(numbered, table, self._parse, self._key)[self._index.parts[i]]
 
 
 def hash_split(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rlft.data.fields import (
+    HISTORY,
+    TOOLS,
     RowError,
     UselessRow,
     completion_of,
@@ -20,12 +25,14 @@ from rlft.data.fields import (
     text_of,
     tools_of,
     value_of,
+    values_of,
 )
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
+from rlft.data.prompt_keys import PromptKeys
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
-from rlft.data.templates import chat, check_template, filled_turns, question_of, takes_question
+from rlft.data.templates import chat, check_template, question_of, takes_question
 from rlft.tokens.ends import num_common
 from rlft.types import Message, Prompt, Ranking, Split, UserError, counted
 
@@ -80,13 +87,14 @@ class RankingSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceKeys(RowSource):
+class PreferenceKeys(PromptKeys, RowSource):
     """The config keys that say how a row becomes a ranking. A row has one of three shapes:
 
     - a pair in chosen_field and rejected_field: two texts (or one assistant message each) with a prompt, or two whole
       chats that differ in their last message. The common beginning of the chats is the prompt; if the row has another
       prompt, that is not used.
-    - a list of texts in completions_field with a prompt
+    - a list of texts in completions_field with a prompt, or one text with its score: all rows of a prompt are ranked
+      together
     - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
       lines of a prompt are ranked together
 
@@ -102,13 +110,11 @@ class PreferenceKeys(RowSource):
     chosen_field: str
     rejected_field: str
     margin_field: str | None
-    completions_field: str
-    scores_field: str
+    completions_field: str | Sequence[str]
+    scores_field: str | Sequence[str]
     ranked: bool
     rank_by: str
     token_ids: Literal["sampled", "text"]
-    system_prompt: str | None
-    prompt_template: str
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template, f"{self.section}.prompt_template", self.chosen_field)
@@ -144,6 +150,7 @@ class PreferenceKeys(RowSource):
     def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Candidates]]:
         if is_sampled(fields):
             return [self._sampled(fields)]
+        self.note_unread(fields, TOOLS, *() if has(fields, self.messages_field) else (HISTORY,))
         if has(fields, self.chosen_field, self.rejected_field):
             turns, chosen, rejected = self._pair(fields)
             margin = 1.0 if self.margin_field is None else _margin(fields, self.margin_field)
@@ -153,17 +160,21 @@ class PreferenceKeys(RowSource):
         else:
             raise RowError(
                 f"is not a pair (fields {self.chosen_field!r}, {self.rejected_field!r}), not a list of completions "
-                f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}"
+                f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}",
+                remedy=_way_of_scored(fields),
             )
-        turns, question = filled_turns(turns, self.prompt_template, fields)
-        prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt), answer="", tools=tools_of(fields))
+        turns, question = self.filled(turns, fields)
+        messages = chat(turns, self.system_prompt)
+        if len(scored) == 1:  # the id that all rows of the prompt share
+            row_id = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
+        prompt = Prompt(id=row_id, messages=messages, answer="", tools=tools_of(fields))
         candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
         return [RecordRow(identity=identity(question), made=Candidates(prompt=prompt, candidates=candidates))]
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         for name in (self.messages_field, self.prompt_field):
             if has(fields, name) or not takes_question(self.prompt_template):
-                return question_of(fields, name, self.prompt_template)
+                return question_of(fields, name, self.template)
         problem = (
             f"has no prompt, neither field {self.messages_field!r} nor {self.prompt_field!r}; it has {only(fields)}"
         )
@@ -183,21 +194,26 @@ class PreferenceKeys(RowSource):
         return self._prompt(fields), chosen, rejected
 
     def _list(self, fields: Mapping[str, Any]) -> list[tuple[str, float]]:
-        texts = value_of(fields, self.completions_field)
+        texts = values_of(fields, self.completions_field)
+        scores = values_of(fields, self.scores_field) if has(fields, self.scores_field) else None
+        if isinstance(texts, str):
+            if scores is None:
+                raise RowError(f"there is no score (field {self.scores_field!r}) of its completion")
+            texts, scores = [texts], [scores]
         if texts == []:
             raise UselessRow(f"has no completions in field {self.completions_field!r}")
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts) or not texts:
             raise RowError(f"field {self.completions_field!r} must be a list of strings, it is {kind(texts)}")
-        if not has(fields, self.scores_field):
+        if scores is None:
             if not self.ranked:
                 problem = f"there are no scores (field {self.scores_field!r})"
                 raise RowError(problem, remedy="set preferences.ranked=true if the first completion is the best")
             return [(text, float(len(texts) - 1 - i)) for i, text in enumerate(texts)]
-        scores = value_of(fields, self.scores_field)
-        if not isinstance(scores, list | tuple) or len(scores) != len(texts) or not all(map(_is_number, scores)):
+        numbers = [_score(score) for score in scores] if isinstance(scores, list | tuple) else []
+        if len(numbers) != len(texts) or None in numbers:
             wanted = counted(len(texts), "number")
             raise RowError(f"field {self.scores_field!r} must be a list of {wanted}, one a completion")
-        return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
+        return [(text, number) for text, number in zip(texts, numbers, strict=True) if number is not None]
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Candidates]:
         line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
@@ -277,6 +293,25 @@ def _margin(fields: Mapping[str, Any], name: str) -> float:
     if not _is_number(margin) or margin < 0:
         raise RowError(f"field {name!r}, by how much the chosen one is better, must be a number of at least 0")
     return float(margin)
+
+
+def _score(value: Any) -> float | None:
+    """A score, which may be a number in the text of a table, or whether a completion is good: 1 or 0; else None."""
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return float(value) if isinstance(value, bool) or _is_number(value) else None
+
+
+def _way_of_scored(fields: Mapping[str, Any]) -> str | None:
+    """How to read rows of one completion with its score, where a row looks like one."""
+    texts = [name for name in ("completion", "response", "output") if isinstance(fields.get(name), str)]
+    scores = [name for name, value in fields.items() if isinstance(value, int | float)]
+    if not texts or not scores:
+        return None
+    keys = f"preferences.completions_field={texts[0]} preferences.scores_field={scores[0]}"
+    return f"set {keys} for completions with a score each, of which those of one prompt are ranked"
 
 
 def _is_number(value: Any) -> bool:

@@ -12,18 +12,11 @@ from itertools import islice
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from rlft.config.bounds import NonNegativeInt
-from rlft.data.fields import TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
+from rlft.data.fields import HISTORY, TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.images import with_images
 from rlft.data.lazy import mapped
-from rlft.data.templates import (
-    chat,
-    check_answer_template,
-    check_template,
-    filled,
-    filled_turns,
-    placeholders,
-    question_of,
-)
+from rlft.data.prompt_keys import OPTIONS, PromptKeys
+from rlft.data.templates import chat, check_answer_template, check_template, filled, placeholders, question_of
 from rlft.types import IMAGE, Image, Message, Prompt, Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
@@ -127,8 +120,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordKeys(RowSource):
-    """The config keys that say how a row becomes a prompt.
+class RecordKeys(PromptKeys, RowSource):
+    """The config keys that say how a row becomes a prompt, beside those of all prompts.
 
     The prompt of a chat ends before its last message if that is an assistant message. The worked examples (few_shot)
     are the training questions with the lowest hashes, but never the question itself.
@@ -142,8 +135,6 @@ class RecordKeys(RowSource):
     answer_field: str | None
     answer_pattern: str | None
     answer_remove: str
-    system_prompt: str | None
-    prompt_template: str
     few_shot: NonNegativeInt
     few_shot_template: str
     metadata_fields: Sequence[str]
@@ -187,7 +178,7 @@ class RecordKeys(RowSource):
         """The row's question. Raises RowError."""
         fields, images = with_images(fields, self.messages_field or self.prompt_field, self.image_field)
         turns = (
-            question_of(fields, self.prompt_field, self.prompt_template)
+            question_of(fields, self.prompt_field, self.template)
             if self.messages_field is None
             else messages_of(fields, self.messages_field)
         )
@@ -200,17 +191,21 @@ class RecordKeys(RowSource):
             problem = f"field {TOOLS!r} has tools, which prompts show only of an environment"
             raise RowError(problem, remedy="use environment=tools (docs/tools.md), or leave the field out")
         answer, *others = dict.fromkeys(map(self._answer, worked_answers)) if worked_answers else [""]
-        turns, question = filled_turns(turns, self.prompt_template, fields)
+        turns, question = self.filled(turns, fields)
         places = sum(turn["content"].count(IMAGE) for turn in turns)
         if images and places != len(images):
             raise RowError(f"its question has places for {places} of {len(images)} images")
+        self.note_unread(fields, *() if self.messages_field else (HISTORY,))
+        metadata = {name: self._metadata(fields, name) for name in self.metadata_fields}
+        if options := self.options(fields):
+            metadata[OPTIONS] = {"label": list(options), "text": list(options.values())}
         made = Question(
             id=row_id,
             turns=turns,
             worked_answer=worked_answers[0] if worked_answers else "",
             answer=answer,
             other_answers=tuple(others),
-            metadata={name: self._metadata(fields, name) for name in self.metadata_fields},
+            metadata=metadata,
             images=images,
         )
         pictures = ({"role": "image", "content": image.digest} for image in images)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlft.data.fields import RowError, as_text, turns_of, value_of
+from rlft.data.fields import RowError, as_text, earlier_turns, turns_of, value_of
 from rlft.types import Message, UserError, require
 
 PLACEHOLDER = "{question}"
@@ -138,8 +138,14 @@ def prompt_of(question: str, system_prompt: str | None, template: str) -> tuple[
 
 
 def question_of(fields: Mapping[str, Any], name: str, template: str) -> tuple[Message, ...]:
-    """The turns of the prompt in the field, which is not read if the template takes other fields in its place."""
-    return turns_of(fields, name) if takes_question(template) else ({"role": "user", "content": ""},)
+    """The turns of the prompt in the field, which is not read if the template takes other fields in its place.
+
+    A prompt that is a text follows the turns in the row's history. Raises RowError.
+    """
+    if not takes_question(template):
+        return (*earlier_turns(fields), {"role": "user", "content": ""})
+    earlier = () if isinstance(value_of(fields, name), list | tuple) else earlier_turns(fields)
+    return (*earlier, *turns_of(fields, name))
 
 
 def chat(turns: Sequence[Message], system_prompt: str | None, examples: Sequence[Message] = ()) -> tuple[Message, ...]:

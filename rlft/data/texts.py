@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlft.config.model import ANSWER
 from rlft.data.fields import RowError, value_of
-from rlft.data.files import objects
+from rlft.data.files import parsed
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
 from rlft.system.seeds import derive
 from rlft.types import Batch, Group, Prompt, UserError, are, counted, require
@@ -39,38 +39,43 @@ class Text:
     text: str
 
 
-def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
-    """The texts of all lines, in file order and unchanged, white space included.
+def load_texts(path: str, field: str, given_field: str | None, nested: str | None = None) -> list[Text]:
+    """The texts of all rows, in the order of the files and unchanged, white space included.
 
     Args:
         path: a file of rows or a folder of these, or embedded:<name>, which ships with rlft.
         field: the field of the text.
         given_field: the field of its context; None: the texts have none.
+        nested: the path to the rows in the file or in a row; None: they are not nested.
 
     Raises UserError: the file cannot be read or is empty; a field is missing or of another type, or a text is empty.
     """
     problem = "is the key of the text itself (pretrain.field)"
     remedy = "name the field of what stands before the text, or set it to null"
     require(given_field != field, "pretrain.given_field", problem, got=given_field, remedy=remedy)
-    texts = []
-    for where, fields in objects(path, "pretrain.path"):
-        context = "" if given_field is None else _string(fields, "pretrain.given_field", given_field, where)
-        text = _string(fields, "pretrain.field", field, where)
-        require(text.strip(), "pretrain.path", f"{where}: the text is empty", remedy="fix or remove it")
-        texts.append(Text(context=context, text=text))
+
+    def parse(fields: Mapping[str, Any], row_id: str) -> list[Text]:
+        context = "" if given_field is None else _string(fields, "given_field", given_field)
+        text = _string(fields, "field", field)
+        if not text.strip():
+            raise RowError("the text is empty", remedy="fix or remove it")
+        return [Text(context=context, text=text)]
+
+    texts = [text for _, text in parsed(path, "pretrain.path", nested, parse)]
     require(texts, "pretrain.path", "holds no texts", got=path, remedy="give a file with one JSON object a line")
     return texts
 
 
-def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
-    """The text in `field`; key: the config key that names it."""
-    remedy = f"name the field that holds {'the text' if key == 'pretrain.field' else 'what stands before the text'}"
+def _string(fields: Mapping[str, Any], key: str, field: str) -> str:
+    """The text in `field`, which the config key `key` names. Raises RowError."""
+    remedy = f"name the field that holds {'the text' if key == 'field' else 'what stands before the text'}"
     try:
         value = value_of(fields, field)
     except RowError as error:
-        raise UserError(key, f"{where}: {error}", remedy=remedy) from None
-    problem = f"{where}: it must hold a string, it holds {type(value).__name__}"
-    require(isinstance(value, str), key, problem, got=field, remedy=f"{remedy}, or fix that row")
+        raise RowError(str(error), remedy=remedy, key=key) from None
+    if not isinstance(value, str):
+        problem = f"it must hold a string, it holds {type(value).__name__}, got {field}"
+        raise RowError(problem, remedy=f"{remedy}, or fix that row", key=key)
     return value
 
 

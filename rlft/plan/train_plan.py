@@ -534,7 +534,7 @@ def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     if settings.path is None:
         return None
     return scan_texts(
-        load_texts(settings.path, settings.field, settings.given_field),
+        load_texts(settings.path, settings.field, settings.given_field, settings.rows),
         tokenizer,
         max_tokens=settings.max_tokens,
         sequences_per_update=settings.sequences_per_update,

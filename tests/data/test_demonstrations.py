@@ -300,7 +300,8 @@ def test_what_nobody_reads_in_a_message_is_refused_by_name(learned) -> None:
             {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "a b"}]},
             "message 3 .* has a call of a tool",
         ),
-        ({"role": "developer", "content": "d"}, 'must be {"role": system | user | assistant | tool'),
+        ({"role": "developer", "content": "d"}, "is a system message; only the first may be"),
+        ({"role": "narrator", "content": "d"}, 'must be {"role": system | user | assistant | tool'),
     ):
         with pytest.raises(UserError, match=problem.replace("|", r"\|").replace("{", r"\{")):
             learned({"messages": [*TALK[:3], message]})

@@ -110,11 +110,11 @@ def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp
 
 GOOD = '{"prompt": "1?", "answer": "1"}'
 MESSAGES = {"messages_field": "m", "answer_field": None}
-UNREADABLE = ("is not JSON", "must be a JSON object, it is list", "is not UTF-8 text")
+UNREADABLE = ("is not JSON", "must be a JSON object, it is a list")
 BROKEN = {
     "not JSON": (b"{", {}, UNREADABLE[0]),
     "not an object": (b"[1, 2]", {}, UNREADABLE[1]),
-    "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, UNREADABLE[2]),
+    "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, "is not UTF-8 text"),
     "no prompt": (b'{"question": "1?", "answer": "1"}', {}, "there is no field 'prompt', only 'question', 'answer'"),
     "no answer": (b'{"prompt": "1?"}', {}, "there is no field 'answer', only 'prompt'"),
     "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a string, it is a number"),
@@ -122,7 +122,6 @@ BROKEN = {
     "prompt empty": (b'{"prompt": " ", "answer": "1"}', {}, "field 'prompt' is empty"),
     "answer of another type": (b'{"prompt": "1?", "answer": [["1"]]}', {}, "must be a string or number, it is a list"),
     "no answers": (b'{"prompt": "1?", "answer": []}', {}, "field 'answer' is an empty list"),
-    "answer a boolean": (b'{"prompt": "1?", "answer": true}', {}, "must be a string or number, it is a boolean"),
     "answer empty": (b'{"prompt": "1?", "answer": ""}', {}, "field 'answer' is empty"),
     "answer without the pattern": (b'{"prompt": "1?", "answer": "one"}', {"answer_pattern": "[0-9]+"}, "has no match"),
     "answer emptied": (b'{"prompt": "1?", "answer": ",,"}', {"answer_remove": ","}, "the answer is empty"),

@@ -188,7 +188,7 @@ BROKEN = {
     "a prompt that ends with an answer": (PAIR | {"messages": [user("a"), says("b")]}, "is not a user message"),
     "no margin": (PAIR, "field 'by', by how much"),
     "a margin below 0": (PAIR | {"by": -1}, "field 'by', by how much"),
-    "completions of another type": ({"prompt": "1?", "completions": "a"}, "must be a list of strings, it is a string"),
+    "completions of another type": ({"prompt": "1?", "completions": "a"}, "there is no score (field 'scores')"),
     "too few scores": ({"prompt": "1?", "completions": ["a", "b"], "scores": [1]}, "must be a list of 2 numbers"),
     "a score that is no number": (
         {"prompt": "1?", "completions": ["a"], "scores": [float("nan")]},

@@ -1,0 +1,446 @@
+"""Tables of records: files of JSON objects and of columns, each read by a library; sheets.py has those of cells.
+
+A record knows where it starts in its table, so that the rows of large files need not be held: they are read again
+whenever they are used. Packed files, texts that are not UTF-8, JSON documents and workbooks cannot be read from the
+middle, so they are held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import zlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from io import BytesIO
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rlft.data.fields import RowError, kind, only
+from rlft.data.nested import paths_to_rows, rows_at
+from rlft.data.opened import ARROW_FILE, is_plain, not_utf8, opened
+from rlft.types import UserError, lone_surrogate, require
+
+ROWS_AT_A_TIME = 1000
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_JSON_TYPE = "arrow.json"
+"""The name of Arrow's type of texts that are JSON."""
+
+Made = TypeVar("Made")
+
+
+class Record(NamedTuple):
+    """A row as it stands in its table.
+
+    Attributes:
+        number: of its line, from 1, or of the row, from 0.
+        start: where it is read again: the offset of its first byte, or the number of the row.
+        size: its bytes, or 1 for a row.
+        content: the bytes of a line, the cells of a row of CSV, or the row itself.
+    """
+
+    number: int
+    start: int
+    size: int
+    content: Any
+
+    @property
+    def checksum(self) -> int:
+        return zlib.crc32(self.content if isinstance(self.content, bytes) else repr(self.content).encode())
+
+
+class Table(ABC):
+    """Records in a fixed order.
+
+    Attributes:
+        name: begins the ids of its rows.
+        where: the file or set, for messages.
+        nested: the path to the rows in a record; None: a record is a row.
+        streams: whether records can be read again without those before them.
+        unit: what is numbered, line or row.
+    """
+
+    name: str
+    where: str
+    nested: str | None = None
+    streams: bool = True
+    unit: str = "row"
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """How much of memory its rows would take, about a tenth of it."""
+
+    @property
+    @abstractmethod
+    def extent(self) -> int:
+        """Where no record starts, nor later."""
+
+    @abstractmethod
+    def records(self) -> Iterator[Record]:
+        """All records, without blank lines. UserError: the table cannot be read."""
+
+    @abstractmethod
+    def again(self, starts: Iterable[int]) -> Iterator[Record]:
+        """The records that start there. UserError: the table cannot be read."""
+
+    @abstractmethod
+    def fields(self, record: Record) -> Mapping[str, Any]:
+        """The fields of a record. UserError: it is no row."""
+
+    def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(id, fields) of each row of a record. RowError: there is none where `nested` leads."""
+        name, fields = f"{self.name}:{record.number}", self.fields(record)
+        if self.nested is None:
+            yield name, fields
+        else:
+            yield from ((f"{name}{place}", row) for place, row in rows_at(fields, self.nested))
+
+    def top(self, record: Record) -> Any:
+        """The object that a path to rows begins at."""
+        return self.fields(record)
+
+    def hint(self) -> str:
+        """What a message about a missing field should say of the names of this table's fields."""
+        return ""
+
+    def place(self, number: int) -> str:
+        """Where the record with this number is, for messages."""
+        return f"{self.where}:{number}" if self.unit == "line" else f"{self.where}, row {number}"
+
+
+def rows_of(
+    record: Record, table: Table, parse: Callable[[Mapping[str, Any], str], Iterable[Made]], key: str
+) -> list[Made]:
+    """What `parse` makes of the fields and the id of each row of a record; `key` names the table in the config.
+
+    Raises UserError naming its place, of the path to the rows if others would be read there.
+    """
+    try:
+        return [made for row_id, fields in table.rows(record) for made in parse(fields, row_id)]
+    except RowError as error:
+        section = key.partition(".")[0]
+        where, remedy = table.place(record.number), error.remedy
+        if found := nested_rows(table, record, parse, others=remedy is None):
+            remedy = f"set {section}.rows to the path to the rows: {found}"
+        other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field){table.hint()}"
+        key = key if error.key == "path" else f"{section}.{error.key}"
+        raise UserError(key, f"{where}: {error}", remedy=remedy or other_fields) from None
+
+
+def nested_rows(table: Table, record: Record, parse: Callable[[Mapping[str, Any], str], Any], *, others: bool) -> str:
+    """The path to rows that can be parsed, or else with `others` those to objects, with their fields; or ""."""
+    top, found = table.top(record), []
+    for path in paths_to_rows(top):
+        if path == table.nested:
+            continue
+        fields = next((fields for _, fields in _read(top, path)), None)
+        if fields is None:
+            continue
+        try:
+            parse(fields, "")
+        except RowError:
+            found.append(f"{path} ({only(fields).removeprefix('only ')})")
+        else:
+            return path
+    return " or ".join(found[:3]) if others else ""
+
+
+def _read(top: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with contextlib.suppress(RowError):
+        yield from rows_at(top, path)
+
+
+class FileTable(Table):
+    """The rows of the file that the config key `key` names; another version of the file is another table."""
+
+    def __init__(self, file: Path, key: str, nested: str | None = None) -> None:
+        status = file.stat()
+        self.file, self.key, self.nested, self.name, self.where = file, key, nested, file.name, str(file)
+        self._plain = is_plain(file)
+        self.streams = type(self).streams and self._plain
+        version = type(self), file, key, nested, status.st_ino, status.st_mtime_ns
+        self._size, self._version = status.st_size, version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileTable) and (self._version, self._size) == (other._version, other._size)
+
+    def __hash__(self) -> int:
+        return hash(self._version)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._size
+
+    @property
+    def extent(self) -> int:
+        return self._size
+
+    def bad(self, number: int, problem: str, remedy: str | None = None) -> UserError:
+        remedy = remedy or f"fix or remove that {self.unit}"
+        return UserError(self.key, f"{self.place(number)}: {problem}", remedy=remedy)
+
+    def opened(self) -> Any:
+        """A context with the file's bytes, unpacked and as UTF-8. UserError for what it cannot be read for."""
+        return opened(self.file, self.key)
+
+    def checked(self, row: Any, number: int) -> Mapping[str, Any]:
+        """The row, unless it is no object. UserError."""
+        if not isinstance(row, dict):
+            raise self.bad(number, f"must be a JSON object, it is {kind(row)}")
+        return row
+
+    def check_characters(self, row: Any, number: int) -> None:
+        """Refuses half a character, which JSON can write."""
+        if surrogate := lone_surrogate(json.dumps(row, ensure_ascii=False)):
+            raise self.bad(number, f"holds half a character, the lone surrogate {surrogate}, which is not text")
+
+
+class JsonLines(FileTable):
+    """A JSON object on each line."""
+
+    unit = "line"
+
+    def records(self) -> Iterator[Record]:
+        start = 0
+        with self.opened() as lines:
+            for number, content in enumerate(lines, 1):
+                if content.strip():
+                    yield Record(number, start, len(content), content)
+                start += len(content)
+
+    def again(self, starts: Iterable[int]) -> Iterator[Record]:
+        with self.opened() as opened:
+            for start in starts:
+                opened.seek(start)
+                content = opened.readline()
+                yield Record(0, start, len(content), content)
+
+    def fields(self, record: Record) -> Mapping[str, Any]:
+        try:
+            row = json.loads(record.content.decode("utf-8-sig" if record.start == 0 else "utf-8"))
+        except UnicodeDecodeError:
+            raise self.bad(record.number, *not_utf8(record.content, self.file)) from None
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise self.bad(record.number, f"is not JSON ({reason})") from None
+        row = self.checked(row, record.number)
+        if _SURROGATE.search(record.content):
+            self.check_characters(row, record.number)
+        return row
+
+
+class JsonDocument(FileTable):
+    """One JSON array of objects, an object whose `data` is one or that has rows where `nested` leads, or several
+    objects that are not a line each.
+    """
+
+    streams = False
+
+    def records(self) -> Iterator[Record]:
+        for number, row in enumerate(self._rows):
+            yield Record(number, number, 1, row)
+
+    def again(self, starts: Iterable[int]) -> Iterator[Record]:
+        for start in starts:
+            yield Record(start, start, 1, self._rows[start])
+
+    def fields(self, record: Record) -> Mapping[str, Any]:
+        row = self.checked(record.content, record.number)
+        if self._may_hold_half_characters:
+            self.check_characters(row, record.number)
+        return row
+
+    def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        yield f"{self.name}:{record.number}", self.fields(record)
+
+    def top(self, record: Record) -> Any:
+        return self._document
+
+    @cached_property
+    def _content(self) -> bytes:
+        with self.opened() as opened:
+            return opened.read()
+
+    @cached_property
+    def _may_hold_half_characters(self) -> bool:
+        return _SURROGATE.search(self._content) is not None
+
+    @cached_property
+    def _document(self) -> Any:
+        try:
+            return _values(self._content.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            before, bad = self._content[: error.start].split(b"\n"), self._content[error.start :].partition(b"\n")[0]
+            problem, remedy = not_utf8(before[-1] + bad, self.file)
+            raise UserError(self.key, f"{self.file}:{len(before)}: {problem}", remedy=remedy) from None
+        except (ValueError, RecursionError) as error:
+            remedy = 'write an array of objects, {"data": [...]}, or one object a line'
+            raise UserError(self.key, f"is not JSON ({error})", got=self.file, remedy=remedy) from None
+
+    @cached_property
+    def _rows(self) -> Sequence[Any]:
+        document = self._document
+        if self.nested is None:
+            in_data = document.get("data") if isinstance(document, dict) else document
+            remedy = "write rows: pandas.DataFrame(..).to_json(.., orient='records', lines=True)"
+            require(not are_columns(document), self.key, "holds columns, not rows", got=self.file, remedy=remedy)
+            return in_data if isinstance(in_data, list) else [document]
+        try:
+            return [row for _, row in rows_at(document, self.nested)]
+        except RowError as error:
+            key = f"{self.key.partition('.')[0]}.rows"
+            paths = " or ".join(islice(paths_to_rows(document), 3)) or "null"
+            raise UserError(key, f"{self.file}: {error}", got=self.nested, remedy=f"set it to {paths}") from None
+
+
+class Parquet(FileTable):
+    """The rows of a Parquet file; of a large one, one row group is held."""
+
+    _group: tuple[int, Any] = (-1, None)
+
+    @property
+    def num_bytes(self) -> int:
+        with self._parquet() as file:
+            return sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
+
+    @property
+    def extent(self) -> int:
+        return self._starts[-1]
+
+    def records(self) -> Iterator[Record]:
+        number = 0
+        for batch in self._batches():
+            for row in _as_python(batch):
+                yield Record(number, number, 1, row)
+                number += 1
+
+    def again(self, starts: Iterable[int]) -> Iterator[Record]:
+        for start in starts:
+            group = bisect_right(self._starts, start) - 1
+            if self._group[0] != group:
+                self._group = group, self._read_group(group)
+            [row] = _as_python(self._group[1].slice(start - self._starts[group], 1))
+            yield Record(0, start, 1, row)
+
+    def fields(self, record: Record) -> Mapping[str, Any]:
+        return record.content
+
+    def _batches(self) -> Iterator[Any]:
+        with self._parquet() as file:
+            yield from file.iter_batches(batch_size=ROWS_AT_A_TIME)
+
+    def _read_group(self, group: int) -> Any:
+        with self._parquet() as file:
+            return file.read_row_group(group)
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        """The number of the first row of each row group, and of all rows."""
+        with self._parquet() as file:
+            numbers = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        return [0, *accumulate(numbers)]
+
+    @contextmanager
+    def _parquet(self) -> Iterator[Any]:
+        import pyarrow.parquet
+
+        with self._readable(), self.opened() as content:
+            source = content if self._plain else BytesIO(content.read())
+            with pyarrow.parquet.ParquetFile(source) as file:
+                yield file
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """A context in which pyarrow reads. UserError: it cannot."""
+        import pyarrow
+
+        try:
+            yield
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+            problem = f"cannot be read ({str(error).splitlines()[0]})"
+            raise UserError(self.key, problem, got=self.file, remedy="fetch or write that file again") from None
+
+
+class Arrow(Parquet):
+    """The rows of an Arrow file or stream, as in folders that `datasets` saves; what is not packed stays on disk."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._all.nbytes
+
+    def _batches(self) -> Iterator[Any]:
+        yield from self._all.to_batches(ROWS_AT_A_TIME)
+
+    def _read_group(self, group: int) -> Any:
+        return self._all
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        return [0, self._all.num_rows]
+
+    @cached_property
+    def _all(self) -> Any:
+        import pyarrow
+        import pyarrow.ipc
+
+        with self._readable(), self.opened() as content:
+            source = pyarrow.memory_map(str(self.file)) if self._plain else pyarrow.BufferReader(content.read())
+            is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
+            source.seek(0)
+            with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source) as reader:
+                return reader.read_all()
+
+
+def _as_python(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch or table of pyarrow, with the objects of texts that are JSON by their type."""
+    rows = batch.to_pylist()
+    for column in batch.schema:
+        if _JSON_TYPE in str(column.type):
+            for row in rows:
+                row[column.name] = _parsed(row[column.name], column.type)
+    return rows
+
+
+def _parsed(value: Any, kind_of_value: Any) -> Any:
+    """A value of Arrow with the JSON texts in it parsed."""
+    import pyarrow.types as of
+
+    if value is None or _JSON_TYPE not in str(kind_of_value):
+        return value
+    if of.is_struct(kind_of_value):
+        return {field.name: _parsed(value[field.name], field.type) for field in kind_of_value}
+    if hasattr(kind_of_value, "value_type") and isinstance(value, list):
+        return [_parsed(item, kind_of_value.value_type) for item in value]
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _values(text: str) -> Any:
+    """The value that a text is in JSON, or the values if it is several, one after the other. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+    values, end, decoder = [], 0, json.JSONDecoder()
+    while text := text[end:].lstrip():
+        value, end = decoder.raw_decode(text)
+        values.append(value)
+    return values
+
+
+def are_columns(document: Any) -> bool:
+    """Whether an object has columns in place of rows: lists, or objects by number, of the same length."""
+    columns = list(document.values()) if isinstance(document, dict) else []
+    if len(columns) < 2 or not all(isinstance(column, list | dict) and len(column) > 1 for column in columns):
+        return False
+    if not all(key.isdecimal() for column in columns if isinstance(column, dict) for key in column):
+        return False
+    values = [list(column.values() if isinstance(column, dict) else column) for column in columns]
+    plain = all(not isinstance(value, list | dict) for column in values for value in column[:2])
+    return plain and len(set(map(len, values))) == len({type(column) for column in columns}) == 1

@@ -1,0 +1,373 @@
+"""Rows that libraries write in every form are read back equal, by what a file is: its name says nothing here."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from rlft.data.fields import text_of
+from rlft.data.files import files_at, parsed, tables
+from rlft.data.nested import paths_to_rows
+from rlft.data.opened import UNPACK, is_plain
+from rlft.data.sheets import DELIMITERS
+from rlft.data.tables import rows_of
+from rlft.types import Split, UserError
+
+Rows = Sequence[Mapping[str, Any]]
+Files = Iterator[tuple[str, bytes, str | None]]
+PIECES = (
+    *("a", "Ä", "日本", "1,5", ";", "\t", "|", '"', "'", "\n", "\r\n", " "),
+    *("=1+1", "null", "{", "[", "\\", "£", "\u2028"),
+)
+
+
+def random_rows(seed: int, number: int = 8) -> list[dict[str, str]]:
+    """Rows of texts of all pieces, none of them blank."""
+    draw = random.Random(seed)
+    return [
+        {name: f"{i:02d}" + "".join(draw.choices(PIECES, k=5)) + "." for name in ("prompt", "answer", "más")}
+        for i in range(number)
+    ]
+
+
+def read(path: Path, nested: str | None = None) -> list[dict[str, Any]]:
+    found = tables(files_at(str(path), "data.path"), "data.path", nested)
+    return [dict(row) for table in found for record in table.records() for row in
+            rows_of(record, table, lambda fields, _: [fields], "data.path")]  # fmt: skip
+
+
+def archived(content: bytes) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr("inside", content)
+    return archive.getvalue()
+
+
+def by_arrow(name: str) -> Callable[[bytes], bytes]:
+    def pack(content: bytes) -> bytes:
+        buffer = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(buffer, name) as stream:
+            stream.write(content)
+        return buffer.getvalue().to_pybytes()
+
+    return pack
+
+
+PACKED: Sequence[Any] = (
+    *(bytes, gzip.compress, bz2.compress, partial(lzma.compress, preset=0)),
+    *(archived, by_arrow("zstd"), by_arrow("lz4")),
+)
+
+
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")
+NESTED: Mapping[str | None, Callable[[Rows], Any]] = {
+    None: list,
+    "data": lambda rows: {"data": rows, "version": 1},
+    "examples": lambda rows: {"examples": rows, "canary": "x"},
+    "a.b": lambda rows: {"a": {"b": rows}},
+    "v1.0.rows": lambda rows: {"v1.0": {"rows": rows}},
+    "sets.1": lambda rows: {"sets": [[{"no": 1}], rows]},
+    "*": lambda rows: {f"id{i}": row for i, row in enumerate(rows)},
+    "*.items": lambda rows: [{"items": rows[:3]}, {"items": rows[3:]}],
+    "items": lambda rows: [{"items": rows[:3]}, {"items": []}, {"items": None}, {"items": rows[3:]}],
+    "train.*": lambda rows: {"train": {str(i): row for i, row in enumerate(rows)}, "test": {"0": {"x": 1}}},
+    "data.*.paragraphs.*.qas": lambda rows: {"data": [{"title": "t", "paragraphs": [{"context": "c", "qas": rows}]}]},
+}  # fmt: skip
+
+
+def json_files(rows: Rows) -> Files:
+    """Each way to lay out JSON x ASCII or not."""
+    for (path, nest), indent, ascii_ in product(NESTED.items(), (None, 1), (True, False)):
+        yield "json", json.dumps(nest(rows), indent=indent, ensure_ascii=ascii_).encode(), path
+    for ascii_ in (True, False):
+        lines = [json.dumps(row, ensure_ascii=ascii_) for row in rows]
+        yield "json", "\n".join(lines).encode(), None
+        yield "json", "\r\n\r\n".join(lines).encode(), None
+        yield "json", "\n".join(json.dumps(row, indent=2, ensure_ascii=ascii_) for row in rows).encode(), None
+        halves = [json.dumps({"meta": {"qas": half}}, ensure_ascii=ascii_) for half in (rows[:3], rows[3:])]
+        yield "json", "\n".join(halves).encode(), "meta.qas"
+
+
+def csv_files(rows: Rows) -> Files:
+    for delimiter, quoting, end in product(DELIMITERS, (csv.QUOTE_MINIMAL, csv.QUOTE_ALL), ("\n", "\r\n", "\r")):
+        for prefix, suffix in (("", ""), ("sep=" + delimiter + end, f'"","",""{end}'), ("", (2 * delimiter + end) * 9)):
+            text = io.StringIO()
+            quoting = quoting or 2 * (end == "\r")  # QUOTE_NONNUMERIC: Python 3.11 leaves line ends bare otherwise
+            writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter, quoting=quoting, lineterminator=end)
+            writer.writeheader()
+            writer.writerows(rows)
+            yield "csv", (prefix + text.getvalue() + suffix.replace(",", delimiter)).encode(), None
+
+
+def write_feather(table: pyarrow.Table, buffer: pyarrow.BufferOutputStream) -> None:
+    """As pyarrow.feather does, which imports pandas."""
+    with pyarrow.ipc.new_file(buffer, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table)
+
+
+def column_files(rows: Rows) -> Files:
+    table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+    nested = pyarrow.Table.from_pylist([{"set": {"qas": [dict(row) for row in rows[i::2]]}} for i in range(2)])
+    for part, path in ((table, None), (nested, "set.qas")):
+        for make in (pyarrow.ipc.new_stream, pyarrow.ipc.new_file):
+            buffer = pyarrow.BufferOutputStream()
+            with make(buffer, part.schema) as writer:
+                writer.write_table(part, 5)
+            yield "columns", buffer.getvalue().to_pybytes(), path
+        for write in (pyarrow.parquet.write_table, write_feather):
+            buffer = pyarrow.BufferOutputStream()
+            write(part, buffer)
+            yield "columns", buffer.getvalue().to_pybytes(), path
+
+
+def write(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    return file
+
+
+def own(rows: Rows, read_rows: Rows, path: str | None) -> list[dict[str, Any]]:
+    """What was read, in the order of the ids, without the fields around it."""
+    found = [{name: row[name] for name in rows[0]} for row in read_rows]
+    return sorted(found, key=lambda row: row["prompt"][:2])
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_a_library_wrote_is_read_back_equal(tmp_path: Path, every: int) -> None:
+    """(44 layouts of JSON + 8) x 6 encodings, 72 of CSV x 6 encodings, 8 of columns x 7; each packed in one of 7 ways.
+
+    By default one of 7, which are in all layouts, encodings and packings.
+    """
+    file, number = tmp_path / "rows", 0
+    for make, encodings in ((json_files, ENCODINGS), (csv_files, ENCODINGS), (column_files, (None,) * 7)):
+        for seed, encoding in enumerate(encodings):
+            rows = random_rows(seed)
+            for _, content, path in make(rows):
+                number += 1
+                if number % every:
+                    continue
+                text = content if encoding is None else content.decode().encode(encoding)
+                file.write_bytes(PACKED[number // every % len(PACKED)](text))
+                assert own(rows, read(file, path), path) == own(rows, rows, path), (content[:60], encoding, path)
+    assert number == 52 * 6 + 72 * 6 + 8 * 7
+    assert sum(not is_plain(write(file, pack(b"[]"))) for pack in PACKED) == len(PACKED) - 1 == len(UNPACK) - 1
+
+
+def test_a_saved_set_is_read_from_its_folder_by_split(make_data, tmp_path: Path) -> None:
+    """Folders that `datasets` saved, of one split and of several, with the cache files that it leaves in them."""
+    import datasets
+
+    rows = [{"prompt": f"{i}?", "answer": str(i), "calls": [{"a": i} if i % 2 else {"b": [i]}]} for i in range(40)]
+    features = datasets.Features(
+        prompt=datasets.Value("string"), answer=datasets.Value("string"), calls=datasets.List(datasets.Json())
+    )
+    whole = datasets.Dataset.from_list(rows, features=features)
+    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    (tmp_path / "one" / "cache-0123.arrow").write_bytes(b"not a part of the set")
+    datasets.DatasetDict({"train": whole.select(range(30)), "test": whole.select(range(30, 40))}).save_to_disk(
+        tmp_path / "two"
+    )
+    assert read(tmp_path / "one") == rows
+    assert read(tmp_path / "two") == rows[:30]
+    assert read(tmp_path / "two" / "test") == rows[30:]
+    for name, keys in (
+        ("jsonl", {"held_out_path": str(tmp_path / "two")}),
+        ("hub", {"held_out_split": "test", "train_split": "train"}),
+    ):
+        data = make_data(name, path=str(tmp_path / "two"), **keys)
+        assert [len(data.load(split)) for split in Split] == [30, 10]
+    assert sum(len(make_data("hub", path=str(tmp_path / "one")).load(split)) for split in Split) == 40
+    datasets.DatasetDict({"sft": whole}).save_to_disk(tmp_path / "odd")
+    with pytest.raises(UserError, match=r"has no split 'train', only sft, .*name one, data\.path=<folder>/<split>"):
+        read(tmp_path / "odd")
+    assert read(tmp_path / "odd" / "sft") == rows
+
+
+def test_every_nesting_is_refused_with_the_path_that_reads_it(make_data, tmp_path: Path) -> None:
+    """Each layout x document, one line and lines x pieces of the form that a config asks for: the remedy is run."""
+    rows = [{"question": f"{i}?", "solution": str(i)} for i in range(40)]
+    keys = {"prompt_field": "question", "answer_field": "solution", "held_out_fraction": 0.5}
+    number = 0
+    for path, nest in NESTED.items():
+        if path in (None, "data", "sets.1"):  # of lists of lists the first one is looked at
+            continue
+        for indent, name in product((None, 1), ("a.json", "a.jsonl", "a")):
+            (tmp_path / name).write_text(json.dumps(nest(rows), indent=indent))
+            with pytest.raises(UserError) as refusal:
+                make_data("jsonl", path=str(tmp_path / name), **keys).load(Split.train)
+            assert refusal.value.key == "data.path", path
+            proposed = str(refusal.value).rpartition("set data.rows to the path to the rows: ")[2]
+            data = make_data("jsonl", path=str(tmp_path / name), rows=proposed, **keys)
+            found = [prompt.answer for split in Split for prompt in data.load(split)]
+            assert sorted(map(int, found)) == list(range(40)), (path, proposed)
+            number += 1
+    assert number == 8 * 6
+
+
+def test_a_path_that_leads_nowhere_is_refused_with_those_that_lead_to_rows(make_data, tmp_path: Path) -> None:
+    for path, nest in ((path, nest) for path, nest in NESTED.items() if path != "sets.1"):
+        document = nest([{"prompt": "1?", "answer": "1"}] * 9)
+        known = list(paths_to_rows(document))
+        for content in (json.dumps(document, indent=1), json.dumps(document)):
+            (tmp_path / "a.json").write_text(content)
+            with pytest.raises(UserError, match=r"^data\.rows: .*a\.json") as refusal:
+                make_data("jsonl", path=str(tmp_path / "a.json"), rows="nowhere.*").load(Split.train)
+            assert path is None or any(name in str(refusal.value) for name in known)
+
+
+def test_what_encloses_a_row_is_in_its_template(make_data, tmp_path: Path) -> None:
+    """SQuAD's form, with the context of each question; and names of rows as the field `key`."""
+    data = [
+        {"title": t, "paragraphs": [{"context": f"{t}{c}", "qas": [{"question": f"{t}{c}{q}?", "answers": [{"text": q}]}
+         for q in "xy"]} for c in "ab"]} for t in "ST"
+    ]  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1", "data": data}))
+    template, keys = "{title}/{context}: {question}", {"prompt_field": "question", "answer_field": "answers.*.text"}
+    prompts = [
+        prompt
+        for split in Split
+        for prompt in make_data(
+            "jsonl", path=str(tmp_path / "a.json"), rows="data.*.paragraphs.*.qas", prompt_template=template,
+            held_out_fraction=0.5, **keys
+        ).load(split)
+    ]  # fmt: skip
+    expected = {(f"{t}/{t}{c}: {t}{c}{q}?", q) for t, c, q in product("ST", "ab", "xy")}
+    assert {(prompt.messages[0]["content"], prompt.answer) for prompt in prompts} == expected
+    (tmp_path / "b.json").write_text(json.dumps({"v": 2, "one": {"q": "1?"}, "two": {"q": "2?"}}))
+    assert read(tmp_path / "b.json", "*") == [
+        {"v": 2, "key": "one", "q": "1?"},
+        {"v": 2, "key": "two", "q": "2?"},
+    ]
+
+
+SHEETS: dict[str, tuple[str, list[dict[str, str]] | str]] = {
+    "trailing unnamed columns": ("p,a,,\n1,2,,\n3,4,,\n", [{"p": "1", "a": "2"}, {"p": "3", "a": "4"}]),
+    "a value below no name": ("p,a,\n1,2,x\n", ":2: has 3 cells, the header 2"),
+    "more cells than names": ("p,a\n1,2\n3,4,5\n", ":3: has 3 cells, the header 2"),
+    "blank rows": ('\n\np,a\n1,2\n\n," "\n"",""\n3,4\n"",""', [{"p": "1", "a": "2"}, {"p": "3", "a": "4"}]),
+    "short rows": ("p,a,b\n1\n2,3\n4,5,6\n", [{"p": "1", "a": "", "b": ""}, {"p": "2", "a": "3", "b": ""},
+                                              {"p": "4", "a": "5", "b": "6"}]),
+    "spaces around names": (" p , a\t\n1,2\n", [{"p": "1", "a": "2"}]),
+    "a space behind each comma": ('p, a\n1, "2, 3"\n', [{"p": "1", "a": "2, 3"}]),
+    "the index of pandas": (",p,a\n0,1,2\n1,3,4\n", [{"p": "1", "a": "2"}, {"p": "3", "a": "4"}]),
+    "a decimal comma": ("p,a\n1,\"2,5\"\n", [{"p": "1", "a": "2,5"}]),
+    "doubled line ends": ("p,a\r\r\n1,2\r\r\n", [{"p": "1", "a": "2"}]),
+    "one column": ("p\n1; 2\n3\n", [{"p": "1; 2"}, {"p": "3"}]),
+    "the same name twice": ("p,a,p\n1,2,3\n", "two columns have the same name, only 'p', 'a', 'p'"),
+    "no names": ("1?,2\n3?,4\n", ":2: there is no field 'p', only '1?', '2'"),
+    "no names, the same values": ("1,1\n2,2\n", "two columns have the same name, only '1', '1'"),
+}  # fmt: skip
+
+
+def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path) -> None:
+    """Each irregularity x delimiter x line end x byte order mark x name of the file."""
+    number = 0
+    for irregular, delimiter, end, encoding, name in product(
+        SHEETS, ",;\t|", ("\n", "\r\n", "\r"), ("utf-8", "utf-8-sig", "utf-16"), ("a.csv", "a.tsv", "a.txt")
+    ):
+        text, expected = SHEETS[irregular]
+        if irregular == "doubled line ends" and end != "\n":
+            continue
+        if irregular == "spaces around names" and delimiter == "\t":
+            text = text.replace("\t", "")
+        if irregular == "one column" and name == "a.txt":
+            continue  # nothing says that it is a table
+        quoted = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+        if irregular in ("a decimal comma", "a space behind each comma"):
+            rows = list(quoted)
+            between = delimiter + " " * ("space" in irregular)
+            text = "\n".join(between.join(f'"{cell}"' if "," in cell else cell for cell in row) for row in rows)
+        else:
+            text = text.replace(",", delimiter) if irregular != "one column" else text
+        (tmp_path / name).write_bytes(text.replace("\n", end).encode(encoding))
+        if isinstance(expected, list):
+            assert read(tmp_path / name) == expected, (irregular, delimiter, end, name)
+        else:
+            with pytest.raises(UserError) as refusal:
+                list(parsed(str(tmp_path / name), "data.path", None, lambda fields, _: [text_of(fields, "p")]))
+            assert expected in str(refusal.value), (irregular, delimiter, end, name)
+            assert "no names" not in irregular or "write a first row with the names" in str(refusal.value)
+        number += 1
+    assert number > 1300
+
+
+def test_what_is_not_read_is_named_with_the_way(make_data, tmp_path: Path) -> None:
+    """The way is run where a tool for it is everywhere."""
+    rows = random_rows(1)
+    text = "prompt,answer\n" + "".join(f"{i}. Où?,Café\n" for i in range(20))
+    (tmp_path / "latin.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.csv:2: .* as Windows-1252 it is '0\. Où\?,Café'") as refusal:
+        read(tmp_path / "latin.csv")
+    command = str(refusal.value).rpartition(": ")[2]
+    (tmp_path / "utf8.csv").write_bytes(subprocess.run(["sh", "-c", command], capture_output=True, check=True).stdout)
+    assert read(tmp_path / "utf8.csv")[3] == {"prompt": "3. Où?", "answer": "Café"}
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as opened:
+        for name in "ab":
+            opened.writestr(name, json.dumps(rows))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    by_number = {name: dict(enumerate(column)) for name, column in columns.items()}
+    for content, problem in (
+        (archive.getvalue(), "is an archive of several files.*unzip"),
+        (pickle.dumps(rows), r"is a pickle.*to_parquet"),
+        (b"SQLite format 3\x00...", "is an SQLite database.*sqlite3 -header -csv"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "pointer of Git LFS.*git lfs pull"),
+        (b"<!DOCTYPE html><html>", "is a web page.*/resolve/"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1", r"Excel 97 to 2003.*\.xlsx"),
+        (json.dumps(columns).encode(), "holds columns, not rows.*orient='records'"),
+        (json.dumps(by_number, indent=1).encode(), "holds columns, not rows.*orient='records'"),
+    ):
+        for name, pack in product(("a.csv", "a.json", "a"), PACKED[:2]):
+            (tmp_path / name).write_bytes(pack(content))
+            with pytest.raises(UserError, match=f"^data.path: .*{problem}"):
+                make_data("jsonl", path=str(tmp_path / name)).load(Split.train)
+
+
+def test_workbooks_are_read_by_sheet(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    book, rows = openpyxl.Workbook(), random_rows(2)
+    rows = [{name: value.replace("\r", "") for name, value in row.items()} for row in rows]
+    for sheet in (book.active, book.create_sheet("more")):
+        sheet.append([*rows[0], None, None])
+        for row in rows:
+            sheet.append(list(row.values()))
+        sheet.append([None, "", " "])
+    book.create_sheet("blank")
+    book.active.title = "first"
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(UserError, match=r"^data\.rows: the workbook has the sheets first, more; name one"):
+        read(tmp_path / "a.xlsx")
+    plain = [{name: None if value.startswith("=") else value for name, value in row.items()} for row in rows]
+    assert read(tmp_path / "a.xlsx", "more") == plain
+    del book["more"]
+    book.active["A2"] = "=1+1"
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(UserError, match=r"row 2: has a formula that was never computed; open the workbook"):
+        read(tmp_path / "a.xlsx")
+
+
+def test_a_workbook_without_openpyxl_is_refused_with_the_command(tmp_path: Path, monkeypatch) -> None:
+    with zipfile.ZipFile(tmp_path / "a.xlsx", "w") as opened:
+        opened.writestr("xl/workbook.xml", "")
+        opened.writestr("xl/other.xml", "")
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(UserError, match=r"openpyxl, .*; pip install 'rlft\[xlsx\]', or save it as CSV"):
+        read(tmp_path / "a.xlsx")
