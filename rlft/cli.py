@@ -160,8 +160,7 @@ def main() -> None:
     code = run(sys.argv[1:])
     interrupt.ignore_signals()
     code = _flushed(code)
-    if code == interrupt.EXIT_CODE:
-        interrupt.end_soon(code)
+    interrupt.end_soon(code)
     sys.exit(code)
 
 

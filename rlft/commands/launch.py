@@ -12,7 +12,7 @@ from typing import Any
 from rlft.config.command import Command
 from rlft.config.resolved import AUTO, Resolved, resolve
 from rlft.logger.interface import Logger
-from rlft.runs import checkpoint, run_folder, run_status
+from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
 from rlft.runs.find import with_named_runs
 from rlft.runs.fork import Fork
@@ -134,6 +134,8 @@ def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: b
     schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
     done = command.steps_done(folder, plan) if command.steps_done else check_steps(folder, plan.num_steps, schedule)
     run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
+    for note in changed_since.notes(folder):
+        say(f"note: {note}")
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps
     problem = f"the run is finished: it has all its {counted(plan.num_steps, 'step')}"
@@ -143,8 +145,11 @@ def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: b
 def after_the_end(command: Command, schedule: str | None, folder: Path, num_steps: int) -> str:
     """What a user can do with a finished run. schedule: of its learning rate, if it has one."""
     remedies = []
+    newest = checkpoint.finished(run_folder.checkpoints(folder))[-1:]
     if schedule == "constant":
         remedies.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
+    elif schedule is not None and newest:
+        remedies.append(f"start a new run from its newest checkpoint ({resuming(newest[0])} steps={2 * num_steps})")
     if command.has_policy:
         remedies.append(command_line("rlft", "eval", f"run={folder}"))
     return ", or ".join(remedies) or "start another one"

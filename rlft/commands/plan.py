@@ -121,6 +121,13 @@ class Planned:
         return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
 
 
+def notes_of(plan: Plan) -> list[str]:
+    """The notes with which a run of this plan begins, planned for this machine."""
+    model = sizes_of(plan.config.model, plan.lora_settings)
+    demand = plan.demand(model, False)
+    return list(plan.notes) if demand is None else plan.notes_with(planned_facts(plan, model, demand))
+
+
 def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> Planned:
     """Plans the run of this config, which may run on another machine.
 
@@ -185,9 +192,8 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
         reward_try=reward_try_of(plan),
         conversation=conversation_of(plan),
         notes=[
-            *notes_of(plan),
-            *(one.warning for one in advice if one.warning),
-            *facts.notes,
+            *plan.notes_with(facts),
+            *_missing_here(plan),
             *_notes_of_demand(plan, demand, on_gpus),
         ],
         disk=plan.disk_bytes(model),
@@ -218,14 +224,13 @@ def without_gpu(resolved: Resolved) -> Resolved:
 def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
     """The facts about the model for the start-up table, before it is loaded."""
     settings = plan.config.model
-    padded = "kernels are plain" if model.plain else "this model's attention needs it"
     return Facts(
         base=model.parameters,
         trainable=demand.trainable,
         dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
         device=demand.device,
         forward="packed" if model.packed else "padded",
-        reason="each prompt once for its group, no padding" if model.packed else padded,
+        reason="each prompt once for its group, no padding" if model.packed else f"padded rows: {model.padded}",
         kernels=model.kernels,
         base_copies=planned_copies(model, demand),
         layer_kinds=model.layer_kinds,
@@ -293,16 +298,14 @@ def conversation_of(plan: Plan) -> EnvironmentTrial | None:
     return try_environment(environment, tokenizer, prompts.prompts[0])
 
 
-def notes_of(plan: Plan) -> list[str]:
-    """The notes with which the run will begin, and notes about libraries that this machine lacks."""
-    notes = [*plan.notes]
+def _missing_here(plan: Plan) -> Iterator[str]:
+    """Notes about libraries that this machine lacks, without which no run starts here."""
     missing_engine = None if plan.engine is None else plan.config.generation.named(plan.engine).missing()
     if missing_engine is not None:
-        notes.append(f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}")
+        yield f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}"
     if plan.config.model.quantization is not None and not has_bitsandbytes():
         where = "is not installed here, and the run needs it where it runs"
-        notes.append(f"bitsandbytes {where}: {pip_install('rlft[quantization]')}")
-    return notes
+        yield f"bitsandbytes {where}: {pip_install('rlft[quantization]')}"
 
 
 # -- as JSON -----------------------------------------------------------------------------------------------------------
@@ -365,10 +368,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "gradient_checkpointing": planned.demand.recompute,
         "memory": memory,
         "ways": [{"changes": dict(remedy.changes), "peak": remedy.peak} for remedy in planned.remedies()],
-        "lengths": [
-            {"data": lengths.name, "tokens": summary(lengths.tokens), "left_out": lengths.note and cut(lengths.note)}
-            for lengths in planned.lengths
-        ],
+        "lengths": [{"data": lengths.name, "tokens": summary(lengths.tokens)} for lengths in planned.lengths],
         "rewards": [_cut_texts(asdict(trial)) for trial in planned.trials],
         "reward_try": [cut(line) for line in planned.reward_try],
         "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
@@ -379,7 +379,8 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "duration": _as_dict(planned.duration),
         "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
         "price": planned.price and asdict(planned.price),
-        "notes": [cut(note) for note in (*planned.notes, *doubts(planned.trials))],
+        "doubts": [cut(doubt) for doubt in doubts(planned.trials)],
+        "notes": [cut(note) for note in planned.notes],
     }
 
 
@@ -408,10 +409,9 @@ def print_plan(planned: Planned) -> None:
         print_line(terminal, visible(line))
     if planned.conversation is not None:
         print_conversation(terminal, planned.conversation)
-    notes = [*planned.notes, *doubts(planned.trials)]
-    if notes:
+    if planned.notes:
         terminal.print()
-    for note in notes:
+    for note in planned.notes:
         print_line(terminal, f"note: {visible(note)}", "yellow")
 
 
@@ -505,8 +505,6 @@ def print_lengths(terminal: Terminal, lengths: DataLengths) -> None:
         bar = "#" * max(round(BAR_WIDTH * count / most), 1 if count else 0)
         rows.append((f"  {span}", f"{count:,}", bar))
     terminal.print(grid(rows))
-    if lengths.note:
-        print_line(terminal, f"  {visible(lengths.note)}", "yellow")
 
 
 def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
@@ -541,3 +539,5 @@ def print_trials(terminal: Terminal, trials: Sequence[RewardTrial]) -> None:
         completion_text = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
         table.add_row(Text(visible(prompt)), Text(completion_text), *(scores.get(name, "") for name in names))
     terminal.print(table)
+    for doubt in doubts(trials):
+        print_line(terminal, visible(doubt), "yellow")

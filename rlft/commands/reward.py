@@ -17,11 +17,12 @@ from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.terminal import say
-from rlft.types import Prompt, counted, require
+from rlft.types import Prompt, UserError, counted, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rlft.config.resolved import Resolved
     from rlft.config.schema import RunConfig
     from rlft.reward.verdicts import Tried
     from rlft.reward.workers.reward_spec import RewardSpec
@@ -56,10 +57,11 @@ def command(arguments: list[str]) -> int:
     overrides = [o for o in parsed.overrides if not o.startswith("rows=")]
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
         run = compose_run(overrides, parsed.config_dir, COMMAND, requires=False)
-        config: RunConfig = resolve(with_named_runs(run.plain), COMMAND).config
+        resolved = resolve(with_named_runs(run.plain), COMMAND)
+        config: RunConfig = resolved.config
         rewards = specs_of(config)
         interrupt.set_interrupt_message("nothing was changed")
-        prompts, tried = try_rewards(config, rewards, num_rows)
+        prompts, tried = try_rewards(resolved, rewards, num_rows)
     rows = tried.rows(config.completions_per_step, config.scoring.workers)
     if "--json" in arguments:
         print(json.dumps(as_dict(tried, rows), indent=1))
@@ -99,28 +101,38 @@ def specs_of(config: RunConfig) -> dict[str, RewardSpec]:
     return rewards
 
 
-def try_rewards(config: RunConfig, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
-    """The rows of the data that were tried, and what came of it."""
+def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
+    """The rows of the data that were tried, and what came of it; prints the notes with which the run would begin."""
+    from rlft.commands.launch import import_libraries
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
     from rlft.model.backbone import ends_of, load_tokenizer
     from rlft.plan.reward_try import RewardTester
-    from rlft.plan.scoring_rules import check_metadata, prompt_additions
+    from rlft.plan.scoring_rules import check_metadata
     from rlft.plan.trials import check_servers
     from rlft.reward.workers.reward_spec import check_with_rewards
     from rlft.types import Split
 
+    import_libraries()
+    from rlft.commands.plan import notes_of
+
+    config: RunConfig = resolved.config
     settings, style = config.prompts, config.prompts.style
     tokenizer = load_tokenizer(config.model, settings.template_variables)
     ends = ends_of(config.model, style, tokenizer)
-    texts = instantiate(config.data, "data").load(Split.train)
+    try:
+        plan = resolved.plan(runs_here=False)
+        texts, notes = plan.train_prompts.prompts, notes_of(plan)
+    except UserError as error:  # its rewards can be tried all the same
+        texts = instantiate(config.data, "data").load(Split.train)
+        notes = [f"rlft train would refuse this: {error}"]
     number = min(num_rows, len(texts))
     chosen = [texts[k * len(texts) // number] for k in range(number)]
-    shown = prompt_additions(None, tokenizer, chosen)
-    prompts = scan(chosen, tokenizer, settings.max_tokens, settings.over_limit, Split.train, style, shown).prompts
+    prompts = scan(chosen, tokenizer, settings.max_tokens, settings.over_limit, Split.train, style).prompts
     check_metadata(rewards, prompts[0])
     check_servers(rewards, prompts[0])
-    for note in check_with_rewards(rewards, prompts):
+    check_with_rewards(rewards, prompts)
+    for note in notes:
         say(f"note: {note}")
     return prompts, RewardTester(config, rewards, tokenizer, ends).try_all(prompts)
 

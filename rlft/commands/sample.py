@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config.command import Command, lazy
 from rlft.config.schema import Keep, SampleConfig
-from rlft.data.prompts import left_out
 from rlft.data.records import identity
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import DamagedLines, complete_lines, encode, lost_text, warn
-from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import FORMAT
 from rlft.runs.run_status import PROGRESS
@@ -177,7 +175,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
     from rlft.loop.parts import open_scorer
     from rlft.model.backbone import load_backbone
     from rlft.model.roles import policy_alone
-    from rlft.plan.startup_table import slow_dtype
+    from rlft.plan.startup_table import facts_of
 
     config, doing = plan.config, Doing()
     engine = config.generation.named(plan.engine)
@@ -196,11 +194,8 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
             adapter = roles.publish(0)
             generator.load(adapter)
             freshness.check(0, generator, roles, adapter)
-        dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
-        slow = slow_dtype(str(backbone.model.dtype).removeprefix("torch."), str(backbone.device))
-        for note in (*dropped, plan.prompts.note, *notes(specs(config.reward)), *plan.data_notes, *plan.notes, slow):
-            if note:
-                say(f"note: {note}")
+        for note in plan.notes_with(facts_of(roles.model, (), backbone, roles.forward)):
+            say(f"note: {note}")
         samples = Samples(plan, folder)
         doing.current = "sample"
         check_decoding(generator, roles, plan.prompts, config, freshness.limits)

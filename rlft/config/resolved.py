@@ -192,9 +192,11 @@ def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: 
 
 def token_budget(config: Mapping[str, Any], *, gpu: bool) -> int:
     """The number of tokens in one forward-backward, on a GPU or for the longest group of this config on a CPU."""
-    prompt, completion = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
-    completion = completion or _positive_int(config.get("max_completion_tokens"))
-    minimum = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
+    prompt, sampled = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
+    learned = _positive_int(config.get("max_completion_tokens"))
+    completion = sampled or learned
+    ending = config.get("command") == "rm"  # the token of which a reward model gives the score
+    minimum = max(prompt + max(sampled, learned, 1) + ending, _number(config, "pretrain", "max_tokens"))
     if gpu:
         return max(GPU_TOKENS, minimum)
     group = prompt + completion * max(1, _positive_int(config.get("group_size")))

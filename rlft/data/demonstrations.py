@@ -21,6 +21,7 @@ from rlft.data.fields import (
     value_of,
 )
 from rlft.data.hub import HubSet
+from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.prompt_keys import PromptKeys
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
@@ -34,7 +35,7 @@ from rlft.data.templates import (
     question_of,
     takes_question,
 )
-from rlft.types import Demonstration, FinishReason, Message, Prompt, Schema, Split, UserError, are, counted
+from rlft.types import Demonstration, FinishReason, Message, Prompt, Split, UserError, are, counted
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class DemonstrationKeys(PromptKeys, RowSource):
             turns = question_of(fields, self.prompt_field, self.template)
             turns, question = self.filled(turns, fields)
             turn = self._completion(fields)
-            demonstration = self._demonstration(turns, turn, row_id, tools_of(fields))
+            demonstration = self._demonstration(turns, turn, row_id, fields)
             return [RecordRow(identity=identity(question), made=demonstration)]
         raise RowError(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
@@ -133,17 +134,18 @@ class DemonstrationKeys(PromptKeys, RowSource):
                 raise UselessRow(f"has a message {i} in {where} that answers no user message")
             prompt_id = row_id if i == answers[-1] else f"{row_id}:{i}"
             prompt_turns, _ = self.filled(turns[:i], fields)
-            demonstration = self._demonstration(prompt_turns, turns[i], prompt_id, tools_of(fields))
+            demonstration = self._demonstration(prompt_turns, turns[i], prompt_id, fields)
             rows.append(RecordRow(identity=identity(first_question), made=demonstration))
         return rows
 
     def _demonstration(
-        self, turns: tuple[Message, ...], turn: Message, prompt_id: str, tools: tuple[Schema, ...]
+        self, turns: tuple[Message, ...], turn: Message, prompt_id: str, fields: Mapping[str, Any]
     ) -> Demonstration:
+        check_none_unread(fields, turns, "leave such rows out: demonstrations are learned from texts alone")
         more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight")}
         if not turn["content"].strip() and not more:
             raise UselessRow("has an empty completion")
-        prompt = Prompt(id=prompt_id, messages=chat(turns, self.system_prompt), answer="", tools=tools)
+        prompt = Prompt(id=prompt_id, messages=chat(turns, self.system_prompt), answer="", tools=tools_of(fields))
         return Demonstration(prompt=prompt, completion=turn["content"], fields=more)
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from rlft.config.schema import PromptsConfig
-from rlft.data.prompts import chunked, prompts_for_step, tokenised, tokenizer_fingerprint
+from rlft.data.prompts import Findings, chunked, prompts_for_step, tokenised, tokenizer_fingerprint, uses_template
 from rlft.data.sampled import check_tokenizer, sampled_with
 from rlft.data.texts import TextTokens, as_batch
 from rlft.system.seeds import derive
-from rlft.tokens.ends import TurnEnds, num_common, turn_ends
+from rlft.tokens.ends import TurnEnds, num_common, special_pattern, turn_ends
+from rlft.tokens.markers import Tally
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import THINKING_FIELDS, last_tag, rendered, without_tail
 from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, UserError, are, counted, require
@@ -55,13 +56,11 @@ class RankedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
-    """The tokenised demonstrations of one split, the sha256 (hex) over their tokens, and a note about what was left
-    out.
-    """
+    """The tokenised demonstrations of one split, the sha256 (hex) over their tokens, and notes about them."""
 
     texts: tuple[TextTokens, ...]
     fingerprint: str
-    note: str | None
+    notes: tuple[str, ...]
 
     def batch(self, chosen: Iterable[int]) -> Batch:
         """The examples at these positions as rows; those with the same prompt form a group, which computes it once."""
@@ -77,11 +76,11 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rankings:
-    """The tokenised rankings of one split; fingerprint and note are as in Examples."""
+    """The tokenised rankings of one split; fingerprint and notes are as in Examples."""
 
     rankings: tuple[RankedTokens, ...]
     fingerprint: str
-    note: str | None
+    notes: tuple[str, ...]
 
     def positions(self, seed: int, step: int, count: int, purpose: str) -> list[int]:
         """Positions of the rankings of the update that follows `step` steps; none occurs twice in a pass over them."""
@@ -117,9 +116,10 @@ def scan_demonstrations(
     dropped = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, what)
     bare = [(prompt, d.completion) for prompt, d in zip(given, demonstrations, strict=True) if not d.fields]
     unclosed = _note_of_tails(bare, split)
-    note = "; ".join(filter(None, [dropped, unlike, unclosed])) or None
+    spelled = _notes_of_spelled(given, [d.completion for d in demonstrations], tokenizer, prompts.style, what)
+    notes = (*filter(None, [dropped, unlike, unclosed]), *spelled)
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
-    return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
+    return Examples(texts=tuple(texts), fingerprint=_digest(parts), notes=notes)
 
 
 def scan_rankings(
@@ -156,9 +156,10 @@ def scan_rankings(
     if num_cut:
         problem = f"kept {split} rankings have {counted(num_cut, 'completion')} beyond {max_completion_tokens=}"
         notes.append(_dropped(problem, prompts, "raise it, or set prompts.over_limit=drop"))
-    note = "; ".join(filter(None, [*notes, unlike])) or None
+    completions = [text for ranking in rankings for text in ranking.completions]
+    spelled = _notes_of_spelled(given, completions, tokenizer, prompts.style, f"{split} rankings")
     parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
-    return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), note=note)
+    return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), notes=(*filter(None, [*notes, unlike]), *spelled))
 
 
 def _completions(
@@ -273,6 +274,24 @@ def learned(prompt: str, conversation: str, text: str, last: str) -> tuple[str, 
         rest, problem = text, "it drops a part of their text"
     overlap = next((n for n in range(len(opened), 0, -1) if rest.startswith(opened[-n:])), 0)
     return rest[overlap:] if overlap else without_tail(rest, opened), problem
+
+
+def _notes_of_spelled(
+    prompts: Sequence[Prompt], completions: Sequence[str], tokenizer: PreTrainedTokenizerBase, style: str, what: str
+) -> Iterator[str]:
+    """Notes about prompts and completions that spell what a chat template writes."""
+    plain = PlainText(tokenizer)
+    found, marked = Findings(by_template=uses_template(tokenizer, style)), Tally()
+    for prompt in prompts:
+        found.look(prompt, plain)
+    yield from found.notes(len(prompts), f"prompts of {what}")
+    ends = special_pattern([name for name in turn_ends(tokenizer, style).names.values() if len(name) > 1])
+    for text in completions:
+        match = ends.search(text)
+        marked.add(match[0] if match else plain.markers.in_text(text))
+    if marked.number:
+        such = f"spell what ends or begins a turn, such as {marked.first}, which is learned as text"
+        yield f"{marked.number} of {len(completions)} completions of {what} {such}: leave it out of the data"
 
 
 def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit: int, what: str) -> str | None:

@@ -44,6 +44,22 @@ class UselessRow(RowError):
     """A row of the right form from which nothing can be learned: such rows are left out and counted, not refused."""
 
 
+class TypedRow(dict[str, Any]):
+    """A row of a table with types, such as Parquet: each object of a column has all fields of that column's type.
+
+    Those that an object does not have are null there, so that null in a chat or a schema of such a row is no value.
+    """
+
+
+def _shown(fields: Mapping[str, Any], value: Any) -> Any:
+    """A value of the row as its author wrote it, without the fillers of its table."""
+    if not isinstance(fields, TypedRow):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _shown(fields, each) for key, each in value.items() if each is not None}
+    return [_shown(fields, each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def value_of(fields: Mapping[str, Any], name: str) -> Any:
     """The value of a field: `a.b` is b of the object in a, `a.0` the first of a list, `a.*.b` b of each object in it.
 
@@ -126,7 +142,7 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
 
     Messages are {"role", "content"}, or {"from", "value"} as in ShareGPT.
     """
-    value = value_of(fields, name)
+    value = _shown(fields, value_of(fields, name))
     if not isinstance(value, list | tuple) or not value:
         raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
     messages: list[Message] = []
@@ -172,7 +188,7 @@ def _with_role(message: dict[str, Any]) -> dict[str, Any]:
 
 def tools_of(fields: Mapping[str, Any]) -> tuple[Schema, ...]:
     """The schemas of tools in the row's field `tools`, a list or JSON in a text; () without it. Raises RowError."""
-    value = fields.get(TOOLS)
+    value = _shown(fields, fields.get(TOOLS))
     if isinstance(value, str) and value.strip():
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)

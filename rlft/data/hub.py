@@ -124,6 +124,8 @@ def _encoded(feature: Any) -> Any:
 class HubTable(Table):
     """The rows of a split of a hub set, whose files `datasets` keeps and reads from disk."""
 
+    has_types = True
+
     def __init__(self, dataset: Any, path: str, split: str, nested: str | None = None) -> None:
         self._dataset, self.name, self.where, self.nested = dataset, split, f"{path}, {split}", nested
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlft.data.fields import RowError, kind, value_of
-from rlft.tokens.messages import MessageError, known
-from rlft.types import IMAGE, Image
+from rlft.data.fields import SPEAKERS, RowError, TypedRow, has, value_of
+from rlft.tokens.messages import MessageError, kind, known, text_of
+from rlft.types import IMAGE, Image, Message, counted
 
 MARK = "<image>"
 """What data sets write in the place of an image in a text."""
@@ -24,6 +26,7 @@ IMAGE_PARTS = ("image", "image_url")
 IMAGE_FIELDS = ("image", "image_url", "url", "path", "base64", "bytes", "value")
 """The fields of such a part, of which one holds the image."""
 
+_NAME_OF_IMAGES = re.compile(r"(?:image|img|picture|photo)s?(?:_?(?:path|file|url|byte)s?)?", re.IGNORECASE)
 FORMS = "a path, base64, a data URL, bytes or {bytes, path}"
 
 
@@ -33,22 +36,46 @@ def with_images(
     """(the row with IMAGE in its question for each image, the images in this order).
 
     `question_field` holds a text or a chat. In a chat, parts of the type `image` and `image_url` are images; a part
-    without one stands for the next of `image_field`. Where neither parts nor MARK place these, they stand before the
-    text of the last message of the user. Raises RowError.
+    without one stands for the next of `image_field`. The others stand where the texts of the user have a MARK for each
+    of them, and without a MARK before the last text of the user. Raises RowError.
     """
     unplaced = [] if image_field is None else _listed(value_of(fields, image_field))
-    question = fields.get(question_field)
+    question = value_of(fields, question_field) if has(fields, question_field) else None
     placed: list[Any] = []
     if isinstance(question, list | tuple):
         waiting = iter(unplaced)
         question = [_with_texts(message, placed, waiting) for message in question]
         unplaced = list(waiting)
-    if not unplaced and not placed:
-        return fields, ()
     if unplaced and placed:
         raise RowError(f"field {image_field!r} has {len(unplaced)} more than the chat has parts for")
+    texts = _texts_of_user(question)
+    marks = sum(text.count(MARK) for text in texts.values())
+    if image_field is not None and marks and marks != len(unplaced):
+        found = counted(len(unplaced), "image")
+        problem = (
+            f"its question has {MARK} in {counted(marks, 'place')}, and field {image_field!r} holds {found} for them"
+        )
+        raise RowError(problem, key="image_field", remedy=f"write {MARK} once for each image, or nowhere")
+    if not unplaced and not placed:
+        return fields, ()
     images = tuple(image_of(value, image_field or question_field) for value in placed or unplaced)
-    return {**fields, question_field: _placed(question, len(unplaced))}, images
+    if unplaced:
+        question = _placed(question, texts, 0 if marks else len(unplaced))
+    row = {**fields, question_field: question}
+    return TypedRow(row) if isinstance(fields, TypedRow) else row, images
+
+
+def check_none_unread(fields: Mapping[str, Any], turns: Sequence[Message], remedy: str | None = None) -> None:
+    """Refuses a row without images whose texts have places for some, which it holds in a field that no key names."""
+    if not any(MARK in turn["content"] for turn in turns):
+        return
+    for name, value in fields.items():
+        first = next(iter(_listed(value)), None)
+        is_image = isinstance(first, bytes) or (isinstance(first, Mapping) and {"bytes", "path"} <= first.keys())
+        if is_image or (isinstance(first, str | Mapping) and _NAME_OF_IMAGES.fullmatch(name)):
+            problem = f"its text has {MARK}, and no key names its field {name!r}, which has images"
+            key, remedy = ("path", remedy) if remedy else ("image_field", f"set data.image_field={name}")
+            raise RowError(problem, key=key, remedy=remedy)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -86,19 +113,33 @@ def _value_of_part(part: Mapping[str, Any], waiting: Any) -> Any:
     return value["url"] if isinstance(value, Mapping) and value.get("url") is not None else value
 
 
-def _placed(question: Any, number: int) -> Any:
-    """The text or chat with IMAGE for this many images that have no place yet."""
-    if not number:
-        return question
+def _texts_of_user(question: Any) -> dict[int, str]:
+    """{number of a message: its text} of the user's messages; {0: the question} where it is a text."""
     if isinstance(question, str):
-        return question.replace(MARK, IMAGE) if question.count(MARK) == number else IMAGE * number + question
-    if not isinstance(question, list):
-        raise RowError(f"the question is {kind(question)}, so there is no place for the images")
-    last = max((i for i, m in enumerate(question) if isinstance(m, Mapping) and m.get("role") == "user"), default=None)
-    if last is None or not isinstance(question[last].get("content"), str):
-        raise RowError("the chat has no text of a user before which the images could stand")
-    placed = {**question[last], "content": _placed(question[last]["content"], number)}
-    return [*question[:last], placed, *question[last + 1 :]]
+        return {0: question}
+    found = {}
+    for i, message in enumerate(question if isinstance(question, list | tuple) else ()):
+        role = message.get("role") or message.get("from") if isinstance(message, Mapping) else None
+        if role in ("user", *(name for name, known_role in SPEAKERS.items() if known_role == "user")):
+            with contextlib.suppress(MessageError):  # the message is refused where it is read
+                found[i] = text_of(message.get("value") if message.get("content") is None else message["content"])
+    return found
+
+
+def _placed(question: Any, texts: Mapping[int, str], number: int) -> Any:
+    """The text or chat with IMAGE in place of each MARK, and this many of them before the user's last text."""
+    if not texts:
+        problem = "the chat has no text of a user before which the images could stand"
+        is_chat = isinstance(question, list)
+        raise RowError(problem if is_chat else f"the question is {kind(question)}, so there is no place for the images")
+    new = {i: text.replace(MARK, IMAGE) if not number else text for i, text in texts.items()}
+    new[max(new)] = IMAGE * number + new[max(new)]
+    if isinstance(question, str):
+        return new[0]
+    return [
+        {**{k: v for k, v in m.items() if k != "value"}, "content": new[i]} if i in new else m
+        for i, m in enumerate(question)
+    ]
 
 
 def image_of(value: Any, name: str) -> Image:

@@ -28,6 +28,7 @@ from rlft.data.fields import (
     values_of,
 )
 from rlft.data.hub import HubSet
+from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.prompt_keys import PromptKeys
 from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
@@ -164,6 +165,7 @@ class PreferenceKeys(PromptKeys, RowSource):
                 remedy=_way_of_scored(fields),
             )
         turns, question = self.filled(turns, fields)
+        check_none_unread(fields, turns, "leave such rows out: preferences are learned from texts alone")
         messages = chat(turns, self.system_prompt)
         if len(scored) == 1:  # the id that all rows of the prompt share
             row_id = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]

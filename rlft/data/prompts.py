@@ -7,7 +7,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby, takewhile
 from statistics import median
@@ -18,6 +18,7 @@ import numpy as np
 from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
+from rlft.tokens.markers import Tally
 from rlft.tokens.plain import PlainText
 from rlft.tokens.said import Unread, unread
 from rlft.tokens.text import rendered, tail
@@ -31,8 +32,6 @@ CHUNK, CHUNK_CHARACTERS = 1000, 250_000
 """The most prompts that are tokenised in one call, and the most characters."""
 
 Item = TypeVar("Item")
-
-NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class PromptSet:
         num_tokens: the number of tokens of each prompt.
         num_dropped: the number of prompts that exceeded the limit.
         fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
-        note: a sentence for the person watching, or None.
+        notes: sentences for the person watching.
         images: the most images of a prompt.
         longest_with_images: the index of the longest prompt that has images; None if none has.
     """
@@ -64,7 +63,7 @@ class PromptSet:
     num_dropped: int
     lengths: LengthSummary
     fingerprint: str
-    note: str | None
+    notes: tuple[str, ...]
     images: int = 0
     longest_with_images: int | None = None
 
@@ -115,6 +114,8 @@ def scan(
     kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
     empty, long, images, longest_with_images = LengthTally(), LengthTally(), 0, None
+    by_template, of_split = uses_template(tokenizer, style), split.replace("_", "-")
+    find, found = PlainText(tokenizer), Findings(by_template=by_template)
     progress = with_progress(
         tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
     )
@@ -127,6 +128,7 @@ def scan(
             continue
         if prompt.images and (longest_with_images is None or number > num_tokens[longest_with_images]):
             longest_with_images = len(kept)
+        found.look(prompt, find)
         images = max(images, len(prompt.images))
         kept.append(index)
         num_tokens.append(number)
@@ -143,22 +145,41 @@ def scan(
         num_dropped=long.number,
         lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
         fingerprint=digest.hexdigest(),
-        note=_note_of_style(prompts[0], tokenizer, style),
+        notes=(*_note_of_dropped(long, of_split, max_prompt_tokens), *found.notes(len(kept), f"{of_split} prompts")),
         images=images,
         longest_with_images=longest_with_images,
     )
 
 
-def _note_of_style(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, style: str) -> str | None:
-    """What the person watching should know about prompts without a chat template; None if there is nothing."""
-    if uses_template(tokenizer, style):
-        return None
-    spelled = PlainText(tokenizer).spelled(message["content"] for message in prompt.messages)
-    if spelled:
-        return (
-            f"Prompts spell the special token {spelled}, which stays text: only a chat template writes special tokens."
-        )
-    return None if style == "raw" else NO_TEMPLATE_NOTE
+@dataclass(slots=True)
+class Findings:
+    """Counts of prompts in which texts spell what a chat template writes: its markers, or other special tokens."""
+
+    by_template: bool
+    marked: Tally = field(default_factory=Tally)
+    rendered: Tally = field(default_factory=Tally)
+    spelled: Tally = field(default_factory=Tally)
+
+    def look(self, prompt: Prompt, plain: PlainText) -> None:
+        texts = [message["content"] for message in prompt.messages]
+        text = joined(prompt)
+        if not self.by_template and plain.markers.is_rendering(text):
+            self.rendered.add(plain.markers.answer)
+            return
+        spelled = "" if self.by_template else plain.spelled(texts)
+        self.spelled.add(spelled)
+        self.marked.add("" if spelled else next(filter(None, map(plain.markers.in_text, texts)), ""))
+
+    def notes(self, number: int, what: str) -> Iterator[str]:
+        """What the person watching should know about the `number` prompts."""
+        if self.rendered.number:
+            read = "renderings of the model's own chat template, whose special tokens are read as such"
+            yield f"{self.rendered.number} of {number} {what} are {read}"
+        if self.spelled.number:
+            such = f"spell the special token {self.spelled.first}, which stays text"
+            yield f"{self.spelled.number} of {number} {what} {such}: only a chat template writes special tokens"
+        if self.marked.number:
+            yield self.marked.note_of_markers(f"{self.marked.number} of {number} {what}", by_template=self.by_template)
 
 
 @dataclass(slots=True)
@@ -189,12 +210,16 @@ def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
     return Mapped(prompts.texts, partial(replace, tail=tail)) if tail else prompts.texts
 
 
-def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator[str]:
-    """A sentence about the prompts of the split that were too long; none if all fit."""
-    if prompts.num_dropped:
-        dropped = counted(prompts.num_dropped, f"{split} prompt")
-        were = "was" if prompts.num_dropped == 1 else "were"
-        yield f"{dropped} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
+def _note_of_dropped(long: LengthTally, split: str, limit: int) -> Iterator[str]:
+    """A sentence about the prompts that were too long; none if all fit."""
+    if long.number:
+        were = "was" if long.number == 1 else "were"
+        yield f"{counted(long.number, f'{split} prompt')} longer than prompts.max_tokens={limit} {were} dropped"
+
+
+def joined(prompt: Prompt) -> str:
+    """The text of a prompt without a chat template."""
+    return "\n\n".join(message["content"] for message in prompt.messages)
 
 
 def fingerprinted(prompt: Prompt) -> bytes:
@@ -280,7 +305,7 @@ def _tokenise(
         with_images = next((prompt.id for prompt in prompts if prompt.images), None)
         problem, remedy = f"{with_images!r} has images, which only a chat template places", "use chat, and such a model"
         require(with_images is None, "prompts.style", problem, got=style, remedy=remedy)
-        texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
+        texts = list(map(joined, prompts))
         for prompt, text in zip(prompts, texts, strict=True):
             for missing in unread(tokenizer, prompt.messages, text, prompt.tools, by_template=False):
                 raise _unread(prompt, missing)

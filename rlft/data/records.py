@@ -9,14 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
 
 from rlft.config.bounds import NonNegativeInt
+from rlft.config.keys import Key
 from rlft.data.fields import HISTORY, TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
-from rlft.data.images import with_images
+from rlft.data.images import check_none_unread, with_images
 from rlft.data.lazy import mapped
 from rlft.data.prompt_keys import OPTIONS, PromptKeys
 from rlft.data.templates import chat, check_answer_template, check_template, filled, placeholders, question_of
+from rlft.tokens.answers import ReferenceIn, answers_in
 from rlft.types import IMAGE, Image, Message, Prompt, Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
@@ -133,6 +135,7 @@ class RecordKeys(PromptKeys, RowSource):
     messages_field: str | None
     image_field: str | None
     answer_field: str | None
+    answer_in: Annotated[ReferenceIn | None, Key(before=None)]
     answer_pattern: str | None
     answer_remove: str
     few_shot: NonNegativeInt
@@ -190,8 +193,11 @@ class RecordKeys(PromptKeys, RowSource):
         if self.messages_field is not None and TOOLS not in self.metadata_fields and tools_of(fields):
             problem = f"field {TOOLS!r} has tools, which prompts show only of an environment"
             raise RowError(problem, remedy="use environment=tools (docs/tools.md), or leave the field out")
-        answer, *others = dict.fromkeys(map(self._answer, worked_answers)) if worked_answers else [""]
+        answers = [answer for worked in worked_answers for answer in self._answers(worked)]
+        answer, *others = dict.fromkeys(answers) if answers else [""]
         turns, question = self.filled(turns, fields)
+        if not images:
+            check_none_unread(fields, turns)
         places = sum(turn["content"].count(IMAGE) for turn in turns)
         if images and places != len(images):
             raise RowError(f"its question has places for {places} of {len(images)} images")
@@ -232,6 +238,15 @@ class RecordKeys(PromptKeys, RowSource):
         if turns[-1]["role"] == "assistant":
             return [turns[-1]["content"]]
         raise RowError(f"field {self.messages_field!r} does not end with an assistant message, the answer")
+
+    def _answers(self, text: str) -> list[str]:
+        """The answers in one that is worked out, of which there are several only in lists."""
+        if self.answer_in is None:
+            return [self._answer(text)]
+        found = answers_in(text, self.answer_in)
+        if not found:
+            raise RowError(f"the answer is not in the form of data.answer_in={self.answer_in}: {text!r:.60}")
+        return list(map(self._answer, found))
 
     def _answer(self, text: str) -> str:
         if self.answer_pattern is not None:

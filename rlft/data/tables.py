@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rlft.data.fields import RowError, kind, only
+from rlft.data.fields import RowError, TypedRow, kind, only
 from rlft.data.nested import paths_to_rows, rows_at
 from rlft.data.opened import ARROW_FILE, is_plain, not_utf8, opened
 from rlft.types import UserError, lone_surrogate, require
@@ -63,6 +63,7 @@ class Table(ABC):
         nested: the path to the rows in a record; None: a record is a row.
         streams: whether records can be read again without those before them.
         unit: what is numbered, line or row.
+        has_types: whether its columns have types, so that objects have null for the fields that they do not have.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Table(ABC):
     nested: str | None = None
     streams: bool = True
     unit: str = "row"
+    has_types: bool = False
 
     @property
     @abstractmethod
@@ -96,10 +98,8 @@ class Table(ABC):
     def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(id, fields) of each row of a record. RowError: there is none where `nested` leads."""
         name, fields = f"{self.name}:{record.number}", self.fields(record)
-        if self.nested is None:
-            yield name, fields
-        else:
-            yield from ((f"{name}{place}", row) for place, row in rows_at(fields, self.nested))
+        found = [("", fields)] if self.nested is None else rows_at(fields, self.nested)
+        yield from ((f"{name}{place}", TypedRow(row) if self.has_types else row) for place, row in found)
 
     def top(self, record: Record) -> Any:
         """The object that a path to rows begins at."""
@@ -302,6 +302,7 @@ class JsonDocument(FileTable):
 class Parquet(FileTable):
     """The rows of a Parquet file; of a large one, one row group is held."""
 
+    has_types = True
     _group: tuple[int, Any] = (-1, None)
 
     @property

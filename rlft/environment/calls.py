@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
 from rlft.environment.template_calls import (
     NOT_JSON,
@@ -151,8 +152,8 @@ class XmlCalls(CallReader):
             return unreadable(body, f"this call {problem}; write it as {self.EXAMPLE}", name or "")
         arguments, rest, properties = {}, body, self.properties.get(name, {})
         for argument in re.finditer(r"<(\w+)>(.*?)</\1>", body, re.DOTALL):
-            kind = properties.get(argument[1], {}).get("type", "string")
-            arguments[argument[1]] = argument[2] if kind == "string" else json_or_text(argument[2])
+            value, schema = argument[2], properties.get(argument[1], {})
+            arguments[argument[1]] = value if is_text(schema) else json_or_text(value)
             rest = rest.replace(argument[0], "", 1)
         if rest.strip():
             return unreadable(body, f"this call has text outside of arguments; write it as {self.EXAMPLE}", name)

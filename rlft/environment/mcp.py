@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
-from rlft.environment.protocol import Environment, Malformed, Play
+from rlft.environment.protocol import Environment, Play
 from rlft.system.terminal import pip_install
 from rlft.types import EnvironmentFailure, require
 
@@ -72,7 +72,6 @@ class Mcp(Environment):
         return [_schema_of(tool) for tool in listed(json.dumps(asdict(self)))]
 
     def start(self) -> None:
-        import jsonschema  # noqa: F401 (slow)
         import mcp  # noqa: F401 (takes seconds)
 
         # The SDK logs each line of a server that is no message.
@@ -90,6 +89,9 @@ def search_path() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing(Mcp):
     """The same server, asked for its tools once."""
+
+    def schemas(self) -> list[dict[str, Any]]:
+        return []
 
     def make(self) -> ListCalls:
         return ListCalls(self)
@@ -227,17 +229,8 @@ class Server:
         """A tool's answer as text.
 
         Raises:
-            Malformed: there is no such tool, or its schema does not allow the arguments.
             RuntimeError: the tool reports an error, or the server has ended.
         """
-        from jsonschema.validators import validator_for
-
-        schemas = {tool["name"]: tool["input_schema"] for tool in self.tools}
-        if name not in schemas:
-            raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(schemas)}")
-        schema = schemas[name]
-        for error in validator_for(schema)(schema).iter_errors(dict(arguments)):
-            raise Malformed(f"{name}: {error.message}")
         if self.ended or self._client is None:
             raise RuntimeError(f"the tool's server has ended: {self.ended}")
         call = portal().start_task_soon(partial(self._client.call_tool, name, dict(arguments)))

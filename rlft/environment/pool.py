@@ -23,10 +23,11 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlft.environment.arguments import Checker
 from rlft.environment.protocol import Cause, Environment, Malformed, Play
 from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
 from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended
-from rlft.types import EnvironmentFailure, counted
+from rlft.types import EnvironmentFailure, Schema, counted
 
 SPENT = "Error: the time for all calls is used up"
 MAX_ERROR = 500
@@ -103,9 +104,9 @@ class EnvironmentWorker(Child):
     user has set is kept.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, schemas: Sequence[Schema]) -> None:
         seed = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-        super().__init__("rlft-environment-worker", f"{__name__}:serve", (environment,), environment=seed)
+        super().__init__("rlft-environment-worker", f"{__name__}:serve", (environment, schemas), environment=seed)
         self.limit_s = 0.0
         self.job: Job | None = None
         self.knows: set[int] = set()
@@ -115,10 +116,11 @@ class EnvironmentPool:
     """Runs jobs in `environment.workers` processes, which start in the background."""
 
     def __init__(self, environment: Environment) -> None:
+        schemas = environment.schemas()
         self._environment = environment
         self._past_orders: dict[int, list[Order]] = {}  # {conversation: the orders that its state comes from}
         self._workers = Children(
-            lambda: EnvironmentWorker(environment),
+            lambda: EnvironmentWorker(environment, schemas),
             environment.workers,
             "workers",
             lambda text: EnvironmentFailure(f"environment: {text}"),
@@ -231,14 +233,16 @@ class EnvironmentPool:
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------
-def serve(connection: Connection, environment: Environment) -> None:
+def serve(connection: Connection, environment: Environment, schemas: Sequence[Schema]) -> None:
     """Runs in a worker process: obeys orders until the parent closes its end of the connection or dies.
 
     A message is (conversation, order, seconds), or a list of conversations that are over, which gets no reply.
     """
     own_pid = os.getpid()
     plays: dict[int, Play] = {}
+    checker = None
     try:
+        checker = Checker(schemas) if schemas else None
         environment.start()
         connection.send(READY)
     except Exception as error:  # raised by the user's modules: the pool reports it, so the worker must not die of it
@@ -250,13 +254,20 @@ def serve(connection: Connection, environment: Environment) -> None:
                 play.close()
             continue
         key, order, limit_s = message
-        reply = obeyed(plays, key, order, environment, limit_s)
+        reply = obeyed(plays, key, order, environment, limit_s, checker)
         if os.getpid() != own_pid:  # a tool has forked, and this is its child
             os._exit(0)
         connection.send(reply)
 
 
-def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environment, limit_s: float) -> Reply:
+def obeyed(
+    plays: dict[int, Play],
+    key: int,
+    order: Order,
+    environment: Environment,
+    limit_s: float,
+    checker: Checker | None = None,
+) -> Reply:
     """The reply to an order; whatever the environment's code does, the reply has a text for the policy."""
     start, alarm = time.monotonic(), Alarm()
     reply: Reply | None = None
@@ -265,6 +276,8 @@ def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environm
             seeded(order.seed)
             if order.kind is Kind.reset or key not in plays:
                 plays[key] = environment.make()
+            if checker is not None and order.kind is Kind.call:
+                order = replace(order, values=checker.checked(order.name, order.values or {}))
             reply = _done(plays[key], order, environment.max_answer)
     except OutOfTime:
         pass

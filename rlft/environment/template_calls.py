@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.reasoning import search_outside, without_reasoning
@@ -36,8 +37,8 @@ EXPLAINED = re.compile(r'(?P<marker>\S+)\s*\{"(?P<name>\w+)": <[\w-]+>, "(?P<arg
 """A call as templates explain it in the prompt, such as `<tool_call>{"name": <function-name>, "arguments": <args>}`."""
 NOT_JSON = "this call is not valid JSON ({}); write it as {}"
 KEYS_OF_CALLS = {"type", "id"}
-_FENCED = re.compile(r"\A```[a-z_]*\s*(.*?)\s*```\Z", re.DOTALL)
-_OPENED_FENCE = re.compile(r"\s*(?:```[a-z_]*\s*)?")
+_FENCED = re.compile(r"\A(`{3,}|~{3,})[A-Za-z_]*\s*(.*?)\s*\1\Z", re.DOTALL)
+_OPENED_FENCE = re.compile(r"\s*(?:(?:`{3,}|~{3,})[A-Za-z_]*\s*)?")
 _SEPARATORS = re.compile(r"[\s,;]*")
 
 
@@ -77,7 +78,7 @@ class TemplateCalls(CallReader):
 
     def calls(self, text: str) -> list[Call]:
         if not self.marker:
-            bare = _FENCED.sub(r"\1", without_reasoning(text).strip())
+            bare = _FENCED.sub(r"\2", without_reasoning(text).strip())
             value, _, error = decoded(bare)
             is_call = is_call_of(value, self.name, self.arguments, self.tools)
             is_broken = error and re.match(rf'\{{\s*"(?:{self.name}|type)"\s*:', bare)
@@ -186,8 +187,8 @@ class ListedCalls(CallReader):
             value = value.removeprefix("\n") if self.separator.endswith("\n") else value
             value = value.removesuffix("\n") if self.closing.startswith("\n") else value
             value = cdata[1] if (cdata := CDATA.fullmatch(value)) else value
-            is_text = properties.get(match["key"], {}).get("type", "string") == "string"
-            arguments[match["key"]] = well_formed(value) if is_text else json_or_text(value)
+            schema = properties.get(match["key"], {})
+            arguments[match["key"]] = well_formed(value) if is_text(schema) else json_or_text(value)
             rest = rest.replace(match[0], "", 1)
         if self.opening in (rest.partition(self.end)[0] if self.end else rest):
             example = f"{self.opening}<argument>{self.separator}<value>{self.closing}".replace("\n", "")

@@ -58,10 +58,8 @@ class FunctionCalls(Play):
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
     """What the function of this name returns for these arguments; a coroutine is run to its end.
 
-    Malformed: there is no such function, or it has other parameters.
+    Malformed: it has other parameters, which its schema did not say, as of one without any.
     """
-    if name not in functions:
-        raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(functions)}")
     function = functions[name]
     try:
         inspect.signature(function).bind(**arguments)
@@ -83,9 +81,20 @@ def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:
 
     remedy = "give it a docstring with an Args: line for each parameter, and each parameter a type"
     try:
-        return get_json_schema(function)
+        return _of_names(get_json_schema(function), function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise UserError(key, f"cannot be shown as a tool ({error})", got=path, remedy=remedy) from None
     except Exception as error:  # annotations are evaluated, and may raise anything
         problem = f"cannot be shown as a tool ({type(error).__name__}: {error})"
         raise UserError(key, problem, got=path, remedy=remedy) from None
+
+
+def _of_names(schema: dict[str, Any], function: Any) -> dict[str, Any]:
+    """The schema without `*args` and `**kwargs`, which transformers takes for parameters; the latter allow any name."""
+    parameters = schema["function"]["parameters"]
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            parameters["properties"].pop(name, None)
+            parameters["required"] = [each for each in parameters.get("required", []) if each != name]
+            parameters |= {"additionalProperties": True} if parameter.kind is parameter.VAR_KEYWORD else {}
+    return schema

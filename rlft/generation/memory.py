@@ -71,7 +71,7 @@ class ModelSizes:
         adapter: what these layers keep of a token (rlft.model.activations.AdapterLayers).
         key_size: elements of one token's keys and values in all layers.
         config: transformers' config of the text model.
-        packed: whether prompts are shared and nothing is padded.
+        padded: why prompts are not shared, and rows are padded; "" where they are packed.
         kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
         linear: number of weights in its linear layers without the output head.
         layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
@@ -90,7 +90,7 @@ class ModelSizes:
     adapter: Any
     key_size: int
     config: Any
-    packed: bool
+    padded: str
     kernels: Any
     modules: Any
     linear: int = 0
@@ -99,6 +99,11 @@ class ModelSizes:
     widest_mlp: int = 0
     matrices: int = 0
     trained: tuple[int, ...] = ()
+
+    @property
+    def packed(self) -> bool:
+        """Whether prompts are shared and nothing is padded."""
+        return not self.padded
 
     def divided_bytes(self, ranks: int) -> int:
         """Bytes of the base on rank 0's device where `ranks` ranks divide its layers (rlft.trainer.sharded_base).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
 
 MOST_PARAMETERS, LONGEST_VALUE = 100, 6000
 """The most parameters of one call, and the most characters of a parameter's value."""
+LONGEST_TAG, LONGEST_NAME = 500, 250
+"""The most characters of a tag and of a run's name that every store takes."""
+EXPERIMENT = "rlft"
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
 
 
@@ -26,23 +30,32 @@ class Mlflow(ScalarLogger):
     package = "mlflow"
     environment: ClassVar = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
 
+    remedy = (
+        "check the server or file of logger.mlflow.tracking_uri (MLFLOW_TRACKING_URI), or leave mlflow out of"
+        " logger=[...]"
+    )
+
     tracking_uri: str | None
-    experiment: str
+    experiment: str | None
     seconds: PositiveFloat
 
     def open(self, run: RunInfo) -> tuple[str, str]:
-        self.client, name = self.library.MlflowClient(self.tracking_uri), name_of(run, self.package)
+        self.client = self.library.MlflowClient(self.tracking_uri)
+        # A filter has no escape for a quote; the digits at the end tell names apart.
+        name = name_of(run, self.package).replace("'", "_")[-LONGEST_TAG:]
+        experiment_name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         with suppress(self.library.MlflowException):  # it exists already, perhaps only since a moment ago
-            self.client.create_experiment(self.experiment)
-        experiment = self.client.get_experiment_by_name(self.experiment).experiment_id
+            self.client.create_experiment(experiment_name)
+        experiment = self.client.get_experiment_by_name(experiment_name).experiment_id
         runs = self.client.search_runs([experiment], f"tags.`rlft.run` = '{name}'")
-        entry = runs[0] if runs else self.client.create_run(experiment, tags={"rlft.run": name}, run_name=run.name)
+        tags, shown_name = {"rlft.run": name}, (os.environ.get("MLFLOW_RUN_NAME") or run.name)[:LONGEST_NAME]
+        entry = runs[0] if runs else self.client.create_run(experiment, tags=tags, run_name=shown_name)
         self.client.update_run(entry.info.run_id, status="RUNNING")
         values = {self.renamed(key): str(value)[:LONGEST_VALUE] for key, value in parameters(run.config).items()}
         missing = [self.library.entities.Param(key, v) for key, v in values.items() if key not in entry.data.params]
         for i in range(0, len(missing), MOST_PARAMETERS):
             self.client.log_batch(entry.info.run_id, params=missing[i : i + MOST_PARAMETERS])
-        return entry.info.run_id, f"run {entry.info.run_id} of experiment {self.experiment}"
+        return entry.info.run_id, f"run {entry.info.run_id} of experiment {experiment_name}"
 
     def logged(self) -> Mapping[str, int]:
         names = self.client.get_run(self.run).data.metrics

@@ -1,6 +1,7 @@
 """The base class of loggers that send numbers to a tracker; a subclass only says how its library is called.
 
-Trouble with a tracker is reported once and never stops training: the run's own files have everything.
+Trouble with a tracker, whatever its library raises, is reported once and never stops training: the run's own files have
+everything. `ScalarLogger._attempt` is the only place that calls a library.
 """
 
 from __future__ import annotations
@@ -13,16 +14,23 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.config.keys import flatten
 from rlft.logger.interface import RunInfo, StepRecord
+from rlft.system import interrupt
+from rlft.system.crash import MAX_SHOWN_CHARS, one_line
 from rlft.system.files import write_atomically
+from rlft.system.process import signals
 from rlft.system.process.running_time import within
 from rlft.system.terminal import pip_install
 from rlft.types import Evaluation, UserError
+
+LIMIT_S = 120.0
+"""The longest wait for a call where no key says another."""
 
 
 @dataclass(kw_only=True)
@@ -31,12 +39,13 @@ class ScalarLogger(ABC):
 
     A subclass names its `package` (which is also its extra and its choice; UserError if it is not installed) and
     overrides `open`, `send` and `close`. A resumed run continues the tracker's run: `name_of` returns a name by which
-    it is found again, and `logged` what it has already, which is not sent a second time. A field `seconds` is the
-    longest wait for one call; without it, calls have no time limit, for instance where only files are written. It is
-    neither frozen nor slotted, because it also holds the tracker's run.
+    it is found again, and `logged` what it has already, which is not sent a second time. `remedy` says what a user can
+    do about a tracker that fails, a field or property `seconds` how long to wait for one call at most (else LIMIT_S).
+    It is neither frozen nor slotted, because it also holds the tracker's run.
     """
 
     package = ""
+    remedy = "see what the library says of it"
     environment: ClassVar[Mapping[str, str]] = {}
     """{environment variable that the library reads: its value if the user has not set it}."""
 
@@ -78,17 +87,13 @@ class ScalarLogger(ABC):
     def flush(self) -> None:  # noqa: B027 (nothing to do for a library without a buffer)
         """Waits until everything sent is on disk: after the next checkpoint it would not be sent again."""
 
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The errors that the library raises if the tracker, not rlft, is at fault."""
-        return (Exception,)
-
     # -- a logger ------------------------------------------------------------------------------------------------------
     def start(self, run: RunInfo) -> None:
         self._attempt("could not start", "going on without it", self._begin, run)
 
     def stage(self, name: str) -> None:
         if name == "checkpoint" and self.run is not None:
-            self._attempt("stopped logging", "training goes on", self.call, self.flush)
+            self._attempt("stopped logging", "training goes on", self.flush)
 
     def step(self, record: StepRecord) -> None:
         self._send(record.metrics, record.step)
@@ -104,44 +109,67 @@ class ScalarLogger(ABC):
     def finish(self, status: str) -> None:
         if self.run is None:
             return
-        try:
-            self._attempt("could not close the run", "the run's own files are complete", self.call, self.close, status)
-        finally:
-            self.run = None
+        self._attempt("could not close the run", "the run's own files are complete", self.close, status)
+        self.run = None
 
     def tell(self, text: str) -> None:
-        """Prints a line on stderr; the live view shows it above its panel."""
-        print(f"{self.package}: {text}", file=sys.stderr, flush=True)
+        """Prints a line on stderr, if that can still be written; the live view shows it above its panel."""
+        with suppress(OSError, ValueError):
+            print(f"{self.package}: {one_line(text)}", file=sys.stderr, flush=True)
 
     def call(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call into the library, which may take at most `seconds`."""
-        seconds: float | None = getattr(self, "seconds", None)
-        return call(*arguments) if seconds is None else within(seconds, call, *arguments)
+        return within(getattr(self, "seconds", LIMIT_S), call, *arguments)
 
     def _begin(self, run: RunInfo) -> None:
         for name, value in self.environment.items():
             os.environ.setdefault(name, value)
         _ = self.library  # imported outside the time limit: an import may be slow, but waits for no server
         self.run, location = self.call(self.open, run)
-        self.sent = self.call(self.logged) if self.run is not None else {}
+        self.sent = self.call(self.logged)
         self.tell(location)
 
     def _send(self, metrics: Mapping[str, float], step: int) -> None:
-        if self.run is None:
-            return
+        if self.run is not None:
+            problem = f"stopped logging at step {step}"
+            self._attempt(problem, "training goes on", self._send_new, metrics, step)
+
+    def _send_new(self, metrics: Mapping[str, float], step: int) -> None:
         by_name = {self.renamed(name): value for name, value in metrics.items()}
         new = {name: value for name, value in by_name.items() if step > self.sent.get(name, -1)}
         if new:
-            self._attempt(f"stopped logging at step {step}", "training goes on", self.call, self.send, new, step)
+            self.send(new, step)
 
-    def _attempt(self, problem: str, consequence: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls the function; if it fails, reports that and does not call the tracker again in this process."""
+    def _attempt(self, problem: str, consequence: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns; if it fails, reports that and does not call the tracker again in this process.
+
+        Libraries also raise SystemExit, and KeyboardInterrupt of their own: only the user's is raised here.
+        """
+        signals_before = signals.count()
         try:
-            call(*arguments)
-        except self.errors() as error:
+            return call(*arguments) if call == self._begin else self.call(call, *arguments)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and signals.count() > signals_before:
+                raise
             self.run = None
-            lines = str(error).splitlines()
-            self.tell(f"{problem} ({': '.join([type(error).__name__, *lines[:1]])}); {consequence}")
+            if isinstance(error, TimeoutError):
+                interrupt.end_soon_at_the_end()  # the library's threads may wait for ever
+            self.tell(f"{problem} ({described(error)}); {consequence}. What to do: {self.remedy}")
+            return None
+
+
+def described(error: BaseException) -> str:
+    """The class of an error and what it says, in one line of bounded length.
+
+    >>> described(ValueError("broken" + chr(10) + "  in two lines"))
+    'ValueError: broken in two lines'
+    """
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a library's class may not even be able to say what it is
+        text = ""
+    text = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def kept(folder: Path, name: str, new: Callable[[], str]) -> str:
@@ -154,7 +182,10 @@ def kept(folder: Path, name: str, new: Callable[[], str]) -> str:
 
 
 def name_of(run: RunInfo, package: str) -> str:
-    """A name that no other run has: the run's own with eight digits, kept in <package>_name.txt in its folder."""
+    """A name that no other run has: the run's own with eight digits, kept in <package>_name.txt in its folder.
+
+    It may have any character of a run's name, such as quotes: escape it where a library reads it as part of a query.
+    """
     return kept(run.folder, f"{package}_name.txt", lambda: f"{run.name}-{secrets.token_hex(4)}")
 
 

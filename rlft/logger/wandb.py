@@ -18,6 +18,11 @@ from rlft.logger.interface import RunInfo
 from rlft.logger.scalars import ScalarLogger, kept
 
 RUN_ID = "wandb_id.txt"
+PROJECT = "rlft"
+LONGEST_NAME = 128
+"""The most characters that the server takes as a run's name."""
+MARGIN_S = 10.0
+"""Seconds beyond wandb's own limits after which a call is given up."""
 
 
 class WandbMode(StrEnum):
@@ -35,38 +40,42 @@ class Wandb(ScalarLogger):
     """
 
     package = "wandb"
+    remedy = (
+        "check logger.wandb.project and entity, WANDB_BASE_URL (with https://) and the key (`wandb login`), or leave"
+        " wandb out of logger=[...]"
+    )
     environment: ClassVar = {"WANDB_DISABLE_WEAVE": "true"}
     """vLLM imports openai, upon which wandb would print an advertisement for another product."""
 
     mode: WandbMode
-    project: str
+    project: str | None
     entity: str | None
     init_seconds: PositiveFloat
     finish_seconds: PositiveFloat
 
+    @property
+    def seconds(self) -> float:
+        """Longer than wandb itself waits: for the server, then offline, or for uploads."""
+        return 2 * self.init_seconds + self.finish_seconds + MARGIN_S
+
     def open(self, run: RunInfo) -> tuple[Any, str]:
         mode, why = choose_mode(self.mode, os.environ)
-        attempts = [(mode, why), (WandbMode.offline, "online did not work")] if mode == "online" else [(mode, why)]
-        for mode, why in attempts:
-            try:
-                wandb_run = self._open(run, mode)
-            except self.errors() as error:
-                self.tell(f"could not start {mode} ({error})")
-                continue
-            folder = Path(wandb_run.dir).parent
-            location = f"upload with `wandb sync {folder}`" if mode == "offline" else str(wandb_run.url)
-            return wandb_run, f"{mode}, {why}; {location}"
-        return None, "going on without it"
+        wandb_run = None
+        if mode == "online":
+            wandb_run = self._attempt("could not start online", "trying offline", self._open, run, mode)
+            if wandb_run is None:
+                mode, why = "offline", "online did not work"
+                self.library.teardown()  # its service still holds the id of the run that it could not start
+        wandb_run = wandb_run or self._open(run, mode)
+        folder = Path(wandb_run.dir).parent
+        location = f"upload with `wandb sync {folder}`" if mode == "offline" else str(wandb_run.url)
+        return wandb_run, f"{mode}, {why}; {location}"
 
     def send(self, metrics: Mapping[str, float], step: int) -> None:
         self.run.log(dict(metrics), step=step)
 
     def close(self, status: str) -> None:
         self.run.finish(exit_code=0 if status == "finished" else 1)
-
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The library's errors have a common base class, so that any other error is a bug of rlft's."""
-        return (self.library.Error, OSError)
 
     def _open(self, run: RunInfo, mode: Any) -> Any:
         settings = self.library.Settings(
@@ -76,9 +85,9 @@ class Wandb(ScalarLogger):
             finish_timeout=self.finish_seconds,
         )
         return self.library.init(
-            project=self.project,
-            entity=self.entity,
-            name=run.name,
+            project=self.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+            entity=self.entity,  # None: wandb reads WANDB_ENTITY
+            name=(os.environ.get("WANDB_NAME") or run.name)[:LONGEST_NAME],
             id=run_id(run.folder),
             resume="allow" if mode == "online" else None,  # offline, the same id joins the parts of a run
             mode=mode,
@@ -110,12 +119,10 @@ def has_account(environ: Mapping[str, str]) -> bool:
     """Whether a key is in the environment or where `wandb login` puts it; nothing is sent, and the key is not kept."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    default = next((path for name in (".netrc", "_netrc") if (path := Path.home() / name).exists()), None)
-    path = Path(environ["NETRC"]) if "NETRC" in environ else default
-    if path is None or not path.exists():
-        return False
     try:
-        return netrc.netrc(path).authenticators(host) is not None
-    except (netrc.NetrcParseError, OSError):
+        host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+        default = next((path for name in (".netrc", "_netrc") if (path := Path.home() / name).exists()), None)
+        path = Path(environ["NETRC"]) if "NETRC" in environ else default
+        return path is not None and path.exists() and netrc.netrc(path).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError, ValueError, RuntimeError):  # not a URL, not text, no home: as good as none
         return False

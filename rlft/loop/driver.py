@@ -108,10 +108,6 @@ class RunDriver(ABC):
     def facts(self) -> Facts:
         """The facts about the model for the start-up table."""
 
-    def findings(self) -> Iterable[str]:
-        """Notes for the person watching, besides the plan's."""
-        return ()
-
     @abstractmethod
     def rehearse_sampling(self, step: int) -> None:
         """Takes the most memory that sampling needs; does nothing if nothing is sampled."""
@@ -164,9 +160,8 @@ class RunDriver(ABC):
         if self.config.resume is not None:
             where = f"after step {step}" if saved else "from the start: there was no checkpoint yet"
             self.logger.note(f"resumed {where}")
-        for note in (*self.plan.notes, *facts.notes, *self.findings()):
-            if note:
-                self.logger.note(note)
+        for note in self.plan.notes_with(facts):
+            self.logger.note(note)
         self.rehearse(step)
         self.saver.begin(step)
         if saved is not None:

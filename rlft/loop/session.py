@@ -15,7 +15,6 @@ from rlft.algorithm.objective import Objective
 from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
-from rlft.data.prompts import left_out
 from rlft.data.texts import teacher_prompts
 from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
@@ -334,16 +333,6 @@ class Session(RunDriver):
         return {SAMPLER: self._previous.weights}, origin | {"scores": scores}
 
     # -- details -------------------------------------------------------------------------------------------------------
-    def findings(self) -> Iterator[str]:
-        for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
-            if prompts is not None:
-                yield from left_out(prompts, split, self.config.prompts.max_tokens)
-        for note in (self.plan.train_prompts.note, self.plan.pretrain_text and self.plan.pretrain_text.note):
-            if note:
-                yield note
-        if not self.roles.forward.packed:
-            yield self.roles.forward.reason
-
     def facts(self) -> Facts:
         learning = [parameter for role in self.roles.learning_roles for parameter in self.roles.named_parameters(role)]
         return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, self.base_copies())

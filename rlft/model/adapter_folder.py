@@ -252,6 +252,13 @@ def _is_router(name: str) -> bool:
     return any(ROUTER.fullmatch(part) for part in name.removesuffix(".weight").split(".")[-2:])
 
 
+def does_nothing(path: str | Path, key: str) -> bool:
+    """Whether all lora_B of the adapter are 0; reads them until one is not."""
+    with _readable(WEIGHTS, path, key) as file, safe_open(file, framework="pt") as tensors:
+        names = [name for name in tensors.keys() if ".lora_B" in name]  # noqa: SIM118  # not iterable
+        return bool(names) and not any(tensors.get_tensor(name).any() for name in names)
+
+
 def num_parameters(path: str | Path, key: str) -> int:
     """Of the adapter, from the file's header."""
     return sum(math.prod(shape) for shape in adapter_shapes(path, key).values())

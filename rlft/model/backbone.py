@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def read_config(config: ModelConfig) -> Any:
     try:
         model = AutoConfig.from_pretrained(**source(config))
     except (ImportError, OSError, ValueError) as error:
-        raise _unreadable(config, "the model", error) from None
+        raise _unreadable(source(config), "model.path", config.path, "the model", error) from None
     if (problem := why_not_causal(model)) is not None:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
@@ -104,16 +104,15 @@ def why_not_causal(config: PreTrainedConfig) -> str | None:
 
 def configured_ends(config: ModelConfig) -> Any:
     """`eos_token_id` of the model's generation_config.json, or else of its config.json: a number, a list, or None."""
-    ends = _generation_ends(config)
+    ends = generation_ends(source(config))
     return getattr(read_config(config).get_text_config(), "eos_token_id", None) if ends is None else ends
 
 
-def _generation_ends(config: ModelConfig) -> Any:
-    """`eos_token_id` of the model's generation_config.json; None without it."""
-    base = source(config)
-    where = {name: base[name] for name in ("revision", "local_files_only")}
+def generation_ends(source: Mapping[str, Any]) -> Any:
+    """`eos_token_id` of the generation_config.json of the model of these arguments; None without it."""
+    where: dict[str, Any] = {name: source.get(name) for name in ("revision", "local_files_only")}
     with contextlib.suppress(OSError):  # there is no such file
-        return GenerationConfig.from_pretrained(base["pretrained_model_name_or_path"], **where).eos_token_id
+        return GenerationConfig.from_pretrained(source["pretrained_model_name_or_path"], **where).eos_token_id
     return None
 
 
@@ -172,21 +171,34 @@ def check_embedding(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
 
 
 def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    try:
+    with _readable_tokenizer(source(config), "model.path", config.path):
         tokenizer = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
         tokenizer.init_kwargs.pop("local_files_only", None)
         with_source(tokenizer, source(config), read_config(config))
-        return dated(with_ends(tokenizer, configured_ids(_generation_ends(config))), config.date)
+        return dated(with_ends(tokenizer, configured_ids(generation_ends(source(config)))), config.date)
+
+
+def plain_tokenizer(source: Mapping[str, Any], key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer as its files have it; a UserError names `key`."""
+    with _readable_tokenizer(source, key, source["pretrained_model_name_or_path"]):
+        return AutoTokenizer.from_pretrained(**source)
+
+
+@contextlib.contextmanager
+def _readable_tokenizer(source: Mapping[str, Any], key: str, path: str) -> Iterator[None]:
+    try:
+        yield
     except (ImportError, OSError, ValueError) as error:
-        raise _unreadable(config, "its tokenizer", error) from None
+        raise _unreadable(source, key, path, "its tokenizer", error) from None
 
 
-def _unreadable(config: ModelConfig, what: str, error: Exception) -> UserError:
+def _unreadable(source: Mapping[str, Any], key: str, path: str, what: str, error: Exception) -> UserError:
     """The refusal of a model whose config or tokenizer transformers cannot read, by the cause."""
-    first_line, is_here = str(error).strip().splitlines()[0][:200], Path(resolve_path(config.path)).is_dir()
+    first_line = str(error).strip().splitlines()[0][:200]
+    is_here = Path(source["pretrained_model_name_or_path"]).is_dir()
     problem = f"{what} cannot be read ({first_line})"
-    if not config.trust_remote_code and "custom code" in first_line:
+    if not source["trust_remote_code"] and "custom code" in first_line:
         problem, remedy = f"{what} needs code of its own", "read that code, then set model.trust_remote_code=true"
     elif isinstance(error, ImportError):
         remedy = "install what its code imports, or use another model"
@@ -197,7 +209,7 @@ def _unreadable(config: ModelConfig, what: str, error: Exception) -> UserError:
     else:
         folders = "model.path=<folder>, and for the data data.path=<folder or .jsonl>"
         remedy = f"connect to the network, or use local copies: {folders}"
-    return UserError("model.path", problem, got=config.path, remedy=remedy)
+    return UserError(key, problem, got=path, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,10 +346,9 @@ def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
 
 
 def fingerprint(config: ModelConfig) -> str:
-    """16 hex digits that identify the base: its config and, for a folder, the content of its weight files.
+    """16 hex digits of a base's config and, for a folder, of 64 blocks of each .safetensors file.
 
-    Of each file the size and 64 evenly spread blocks of 64 KiB are read, instead of gigabytes: further training would
-    change all of them.
+    This is all that older rlft recorded, and what is compared with its runs; `rlft.model.identity` has the rest.
     """
     fields = {
         k: v for k, v in read_config(config).to_dict().items() if k not in ("_name_or_path", "transformers_version")

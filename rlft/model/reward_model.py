@@ -318,7 +318,7 @@ def load_classifier(
         UserError: it cannot be read, has another number of labels, or lacks weights, such as those of its score.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_source(path))
+        tokenizer = AutoTokenizer.from_pretrained(**classifier_source(path))
         model = load_network(_network(path, key), dtype=dtype)
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
@@ -334,7 +334,7 @@ def check_classifier(path: str, key: str) -> None:
 
 
 def _network(path: str, key: str) -> Network:
-    config, source = read_classifier(path, key), _source(path)
+    config, source = read_classifier(path, key), classifier_source(path)
     return Network(loader=AutoModelForSequenceClassification, config=config, source=source, key=key)
 
 
@@ -345,7 +345,7 @@ def read_classifier(path: str, key: str) -> Any:
         UserError: it cannot be read, or has another number of labels.
     """
     try:
-        config = AutoConfig.from_pretrained(**_source(path))
+        config = AutoConfig.from_pretrained(**classifier_source(path))
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
     causal = [name for name in config.architectures or [] if name.endswith(("ForCausalLM", "LMHeadModel"))]
@@ -360,7 +360,7 @@ def read_classifier(path: str, key: str) -> Any:
     return config
 
 
-def _source(path: str) -> dict[str, Any]:
+def classifier_source(path: str) -> dict[str, Any]:
     """transformers' keyword arguments for loading a classifier without running its code."""
     folder = str(Path(path).expanduser()) if looks_local(path) else path
     return {

@@ -32,6 +32,7 @@ from rlft.model.adapter_folder import (
     read_record,
     switches_of,
 )
+from rlft.model.identity import OF_SAMPLES, Changed, differing
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.terminal import override
 from rlft.types import UserError, require
@@ -88,6 +89,11 @@ class Use:
         return self.accepts in (AdapterUse.scalar, AdapterUse.head)
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether it samples as the run did that trained it: `rlft sample`."""
+        return self.key == "adapter"
+
+    @property
     def starts_role(self) -> bool:
         """Whether a role of the run starts from this adapter, and so has its rank, alpha and targets."""
         return self.accepts in (AdapterUse.policy, AdapterUse.scalar, AdapterUse.any)
@@ -105,6 +111,11 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
         use = AdapterUse.scalar if config.critic.kind is CriticKind.adapter else AdapterUse.head
         adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use, words="base or reward"))
     return [*adapter_uses, *uses_of_rewards(rewards)]
+
+
+def changed_base(use: Use, base: Mapping[str, str]) -> Changed:
+    """What differs between the base that rlft.json records and this one; nothing where rlft did not make the folder."""
+    return differing(read_record(use.path, use.key), base)
 
 
 def fingerprints_of(used: Sequence[Use]) -> dict[str, str]:
@@ -182,10 +193,10 @@ def check_adapters(
     used: Sequence[Use],
     lora: LoraSettings | None,
     settings: ModelConfig,
-    base_fingerprint: str,
+    base: Mapping[str, str],
     model: PreTrainedConfig,
 ) -> None:
-    """Checks that every adapter was made for the base of this fingerprint and config; called after `check_folders`.
+    """Checks that every adapter was made for the base of these fingerprints and config; called after `check_folders`.
 
     lora: as in `check_folders`.
     """
@@ -196,10 +207,8 @@ def check_adapters(
         mixture = mixture_of(empty_model(settings, model))
         names = frozenset(mixture.parameters(experts=lora.experts, router=lora.router))
     for use in used:
-        recorded = read_record(use.path, use.key).get("base_fingerprint")
-        if recorded not in (None, base_fingerprint):
-            problem = f"its rlft.json says it was made for base {recorded}, and this base is {base_fingerprint}"
-            raise _other_base(use, problem)
+        if changed := changed_base(use, base).without(() if use.is_sampled else OF_SAMPLES):
+            raise _other_base(use, f"its rlft.json says it was made for a base with other {changed.both}")
         if use.has_head:
             _check_head(use, model.get_text_config().hidden_size)
         if lora is not None and use.has_adapter:

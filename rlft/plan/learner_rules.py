@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlft.config.model import CriticKind, LoraSettings, is_adapter
@@ -32,10 +32,10 @@ def check_learner_on(
     config: RunConfig | SftConfig,
     engine: Engine | None,
     used: Sequence[Use],
-    base_fingerprint: str,
+    base: Mapping[str, str],
     model: PreTrainedConfig,
 ) -> None:
-    """Checks what learns on the base of this fingerprint and config; loads no weights.
+    """Checks what learns on the base of these fingerprints and config; loads no weights.
 
     Args:
         engine: the one that samples; None if nothing is sampled.
@@ -54,7 +54,7 @@ def check_learner_on(
         check_targets(lora, settings, model)
         if engine is not None:
             check_adapted(engine, lora, settings, model)
-    check_adapters(used, lora, settings, base_fingerprint, model)
+    check_adapters(used, lora, settings, base, model)
 
 
 def start_of(lora: LoraSettings | None) -> str | None:

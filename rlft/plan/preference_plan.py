@@ -15,7 +15,9 @@ from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import check_weights, ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
+from rlft.model.identity import fingerprints
+from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.duration import StepWork
@@ -171,7 +173,7 @@ class PreferencePlan(Plan):
     def lengths(self) -> list[DataLengths]:
         splits = (("rankings", self.train), ("held-out rankings", self.held_out))
         return [
-            DataLengths(name, [len(r.prompt) + max(map(len, r.completions)) for r in split.rankings], split.note)
+            DataLengths(name, [len(r.prompt) + max(map(len, r.completions)) for r in split.rankings])
             for name, split in splits
         ]
 
@@ -203,12 +205,12 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     used = uses_of_preferences(config, loss)
     check_machine(config.model, runs_here=runs_here)
     check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
-    model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    model_config, base = read_config(config.model), fingerprints(config.model)
     check_weights(config.model)
     limit = config.max_completion_tokens
     check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
     check_targets(config.lora, config.model, model_config)
-    check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    check_adapters(used, config.lora, config.model, base, model_config)
     tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     train, train_notes = _scanned(config, config.preferences, tokenizer, Split.train)
@@ -231,12 +233,13 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
         fingerprints={
             "preferences_fingerprint": train.fingerprint,
             "held_out_preferences_fingerprint": held_out.fingerprint,
-            "base_fingerprint": base_fingerprint,
+            **base,
             **fingerprints_of(used),
             **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),
         },
         notes=(
             *notes_of_tiles(config.model, config.lora, model_config),
+            *notes_of_adapters(used, config.model, base),
             *train_notes,
             *held_out_notes,
             *ends.notes,
@@ -258,4 +261,4 @@ def _scanned(
     """(the tokenised rankings of this `preferences` section, notes about what was left out). Raises UserError."""
     loaded = instantiate(preferences, "preferences").load(split)
     rankings = scan_rankings(loaded.rankings, tokenizer, config.prompts, config.max_completion_tokens, split)
-    return rankings, [note for note in (loaded.note, rankings.note) if note]
+    return rankings, [*([loaded.note] if loaded.note else ()), *rankings.notes]

@@ -296,8 +296,8 @@ def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_he
 
 def check_teacher(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int, vocabulary: int
-) -> str | None:
-    """The fingerprint of the teacher's model; None if the teacher is not a separate model.
+) -> dict[str, str]:
+    """The fingerprints of the teacher's model; empty if the teacher is not a separate model.
 
     Args:
         config: the typed config.
@@ -305,11 +305,12 @@ def check_teacher(
         longest_prompt: number of tokens of the longest prompt that the teacher may read.
         vocabulary: number of token ids that the student may sample: the rows of its embedding.
     """
-    from rlft.model.backbone import check_weights, fingerprint, load_tokenizer, read_config
+    from rlft.model.backbone import check_weights, load_tokenizer, read_config
+    from rlft.model.identity import fingerprints
 
     settings = teacher_settings(config.snapshot, config.model)
     if settings is None:
-        return None
+        return {}
     with teacher_is_meant():
         model, teacher_tokenizer = read_config(settings), load_tokenizer(settings)
     check_vocabulary(tokenizer, teacher_tokenizer, settings.path)
@@ -325,7 +326,7 @@ def check_teacher(
         raise UserError(TEACHER, problem, got=settings.path, remedy=remedy)
     with teacher_is_meant():
         check_weights(settings)
-    return fingerprint(settings)
+        return fingerprints(settings, "teacher")
 
 
 def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:

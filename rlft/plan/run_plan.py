@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rlft.config.model import LoraSettings, Recompute
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares
+from rlft.plan.advice import advice_for
 
 if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in the module that `rlft --help` imports
     from rlft.data.prompts import PromptSet
@@ -26,11 +27,10 @@ LINE = 2048
 
 @dataclass(frozen=True, slots=True)
 class DataLengths:
-    """The number of tokens of each item of some data, and a note about items that were left out, or None."""
+    """The number of tokens of each item of some data."""
 
     name: str
     tokens: Sequence[int]
-    note: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Plan(ABC):
         plain: the resolved config as dicts and lists.
         fingerprints: `{<section>_fingerprint: fingerprint of its data or weights}`; a resume is refused if one changed.
         engine: the name of the engine that samples; None if nothing is sampled.
-        notes: what the person watching should know when the run starts.
+        notes: what the person watching should know about its config, data, tokenizer and rewards.
         loggers: receive the numbers of each step.
         ends: what ends a turn; None for a command that does not say.
     """
@@ -89,6 +89,15 @@ class Plan(ABC):
         """The plan of the run with the engine that `auto` chooses where a weight has these bytes, for `rlft plan`."""
         return self
 
+    def notes_with(self, facts: Facts) -> list[str]:
+        """All notes with which the run begins; facts: of its model, loaded or planned.
+
+        `rlft plan`, `rlft reward try` and the start of a run print this list. Only what is measured with the weights is
+        known later: that packed and padded log-probs differ, that kernels were removed, how adapters are compared.
+        """
+        advice = advice_for(self.config, facts.base)
+        return [*self.notes, *(one.warning for one in advice if one.warning), *facts.notes]
+
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         """The rows of the start-up table: the sizes that people ask about."""
         rows = [facts.model_row(self.config.model.path), *facts.adapter_rows(), *facts.forward_rows()]
@@ -111,7 +120,7 @@ class Plan(ABC):
         return {"base (frozen)": model.parameters}
 
     def lengths(self) -> list[DataLengths]:
-        """How long the data are, and what was left out of them."""
+        """How long the data are."""
         return []
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:

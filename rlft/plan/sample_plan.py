@@ -10,11 +10,13 @@ from rlft.config.model import HEAD, LoraSettings, Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
 from rlft.config.trainer import OptimizerKind
-from rlft.data.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
+from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.model.backbone import check_weights, ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
+from rlft.model.identity import fingerprints
+from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import lora_of, uses_of_sample
 from rlft.plan.duration import StepWork
@@ -26,7 +28,7 @@ from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_en
 from rlft.plan.sizes import TOKEN_ID, classifier_bytes, completion_bytes, of_a_later_round, rows_of, sampling_of
 from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.plan.trials import check_scoring
-from rlft.reward.workers.reward_spec import specs
+from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, UserError
 
@@ -38,7 +40,6 @@ class SamplePlan(Plan):
     Attributes:
         engine: the engine that samples.
         prompts: the tokenised prompts.
-        data_notes: the rewards' notes about the prompts.
         lora: the shape of the adapter that samples, or of a reward's adapter.
         tokenizer: the tokenizer's fingerprint.
         environment: the environment; None for completions of a single turn.
@@ -48,7 +49,6 @@ class SamplePlan(Plan):
     config: SampleConfig
     engine: str
     prompts: PromptSet
-    data_notes: tuple[str, ...]
     lora: LoraSettings
     tokenizer: str
     environment: Environment | None = None
@@ -115,9 +115,7 @@ class SamplePlan(Plan):
         return StepWork(trained=rows, epochs=0, scorers=scorers, is_sampled=True)
 
     def lengths(self) -> list[DataLengths]:
-        limit, split = self.config.prompts.max_tokens, self.config.split.replace("_", "-")
-        note = next(left_out(self.prompts, split, limit), None)
-        return [DataLengths("prompts", self.prompts.num_tokens, note)]
+        return [DataLengths("prompts", self.prompts.num_tokens)]
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
@@ -150,14 +148,14 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     )
     if config.adapter is not None:
         _check_served(config.generation, lora, config.adapter)
-    model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    model_config, base = read_config(config.model), fingerprints(config.model)
     check_weights(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
-    check_adapters(used, lora, config.model, base_fingerprint, model_config)
+    check_adapters(used, lora, config.model, base, model_config)
     if config.adapter is not None:
         check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
-    check_classifiers(rewards)
+    classifiers = check_classifiers(rewards)
     tokenizer, split = load_tokenizer(config.model, limits.template_variables), Split(config.split)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
@@ -174,16 +172,22 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         plain=resolved.plain,
         engine=engine,
         prompts=prompts,
-        data_notes=data_notes,
         lora=lora,
         tokenizer=tokenizer_fingerprint(tokenizer),
         environment=environment,
         tower=tower_demand(model_config, dtype, [prompts], num_chosen, tokenizer),
         ends=ends,
-        notes=ends.notes,
+        notes=(
+            *prompts.notes,
+            *notes(rewards),
+            *data_notes,
+            *notes_of_adapters(used, config.model, base),
+            *ends.notes,
+        ),
         fingerprints={
             "data_fingerprint": prompts.fingerprint,
-            "base_fingerprint": base_fingerprint,
+            **base,
+            **classifiers,
             **fingerprints_of(used),
         },
     )

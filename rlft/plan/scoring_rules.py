@@ -148,10 +148,16 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
             raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
 
 
-def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
-    """Refuses reward models with a network of their own that lacks tensors, or whose output is not a single score."""
-    from rlft.model.reward_model import check_classifier
+def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
+    """The fingerprints of reward models with a network of their own; refuses one whose
+    output is not a single score, or that lacks tensors."""
+    from rlft.model.identity import of_source
+    from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
 
+    found: dict[str, str] = {}
     for spec in rewards.values():
-        if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
-            check_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
+        if spec.runs_in_trainer and not is_adapter(path := spec.kwargs["path"]):
+            key = f"reward.{spec.name}.path"
+            check_classifier(path, key)
+            found |= of_source(classifier_source(path), read_classifier(path, key), key, key)
+    return found

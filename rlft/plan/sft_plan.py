@@ -10,10 +10,12 @@ from rlft.config.model import Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, scan_demonstrations
-from rlft.data.prompts import PromptSet, left_out, scan
+from rlft.data.prompts import PromptSet, scan
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.model.backbone import check_weights, ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
+from rlft.model.identity import fingerprints
+from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import fingerprints_of, uses_of_rewards
 from rlft.plan.config_checks import uses_of_sft
 from rlft.plan.duration import StepWork
@@ -115,7 +117,7 @@ class SftPlan(Plan):
 
     def lengths(self) -> list[DataLengths]:
         splits = (("demonstrations", self.train), ("held-out demonstrations", self.held_out_examples))
-        return [DataLengths(name, [len(text.ids) for text in split.texts], split.note) for name, split in splits]
+        return [DataLengths(name, [len(text.ids) for text in split.texts]) for name, split in splits]
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
@@ -141,7 +143,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     engine, _ = choose_engine(
         config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
     )
-    model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    model_config, base = read_config(config.model), fingerprints(config.model)
     check_weights(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
@@ -149,17 +151,17 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     tokenizer = load_tokenizer(config.model, limits.template_variables)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    held_out, data_notes = None, ()
+    held_out, data_notes, classifiers = None, (), dict[str, str]()
     if config.data and config.eval.every:
         check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
         rewards = specs(config.reward)
         used += uses_of_rewards(rewards)
-        check_classifiers(rewards)
+        classifiers = check_classifiers(rewards)
         prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         data_notes = (*notes(rewards), *check_scoring(config, rewards, held_out, tokenizer, ends))
     sampling = None if held_out is None else config.generation.named(engine)
-    check_learner_on(config, sampling, used, base_fingerprint, model_config)
+    check_learner_on(config, sampling, used, base, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")
     train, held_out_examples = (
         scan_demonstrations(demonstrations.load(split), tokenizer, limits, config.max_completion_tokens, split)
@@ -180,14 +182,16 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
             "demonstrations_fingerprint": train.fingerprint,
             "held_out_demonstrations_fingerprint": held_out_examples.fingerprint,
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
-            "base_fingerprint": base_fingerprint,
+            **base,
+            **classifiers,
             **fingerprints_of(used),
         },
         notes=(
-            *(note for note in (train.note, held_out_examples.note) if note),
+            *train.notes,
+            *held_out_examples.notes,
             *notes_of_tiles(config.model, config.lora, model_config),
-            *(() if held_out is None else left_out(held_out, "held-out", limits.max_tokens)),
-            *(() if held_out is None or not held_out.note else [held_out.note]),
+            *notes_of_adapters(used, config.model, base),
+            *(() if held_out is None else held_out.notes),
             *ends.notes,
             *data_notes,
         ),

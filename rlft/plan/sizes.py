@@ -44,8 +44,11 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     empty = empty_model(settings, config)
     parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
     kernels = decide(settings.kernels, empty.config.model_type)
-    all_auto = kernels.choice is KernelChoice.auto and settings.attn_implementation == "auto"
-    packed = all_auto and known_refusal(empty) is None
+    padded = known_refusal(empty) or ""
+    if settings.attn_implementation != "auto":
+        padded = padded or f"model.attn_implementation is {settings.attn_implementation}"
+    if kernels.choice is KernelChoice.plain:
+        padded = f"kernels are plain ({kernels.reason})"
     head = empty.get_output_embeddings()  # which transformers does not quantise
     linear = sum(m.weight.numel() for m in empty.modules() if isinstance(m, nn.Linear) and m is not head)
     quantized = 0 if settings.quantization is None else linear
@@ -72,7 +75,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         adapter=adapter,
         key_size=2 * sum(layer.keys for layer in of_layers),
         config=config.get_text_config(),
-        packed=packed,
+        padded=padded,
         kernels=kernels,
         modules=modules,
         linear=linear,

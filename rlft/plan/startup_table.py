@@ -86,7 +86,7 @@ class Facts:
     @property
     def notes(self) -> list[str]:
         """Notes about a model that takes more time than it has to."""
-        notes = []
+        notes = [] if self.forward == "packed" else [self.reason]
         if not self.kernels.requested:
             why = self.kernels.reason
             notes.append(f"model.kernels: plain instead of auto, which takes more time and memory: {why}")

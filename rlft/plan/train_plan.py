@@ -15,17 +15,19 @@ from rlft.config.model import CriticKind, ModelConfig, Old, Recompute, RoutingSo
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
-from rlft.data.prompts import PromptSet, left_out, scan, untokenised
+from rlft.data.prompts import PromptSet, scan, untokenised
 from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import check_weights, decoder_layers, ends_of, fingerprint, load_tokenizer, read_config
+from rlft.model.backbone import check_weights, decoder_layers, ends_of, load_tokenizer, read_config
 from rlft.model.full_weights import copied_roles
+from rlft.model.identity import fingerprints
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
+from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import empty_model, fingerprints_of, uses
 from rlft.plan.duration import StepWork
 from rlft.plan.images import check_images
@@ -351,12 +353,8 @@ class TrainPlan(Plan):
         return result
 
     def lengths(self) -> list[DataLengths]:
-        result = []
-        for name, split, prompts in (("train", "train", self.train_prompts), ("held out", "held-out", self.held_out)):
-            if prompts is not None:
-                dropped = next(left_out(prompts, split, self.config.prompts.max_tokens), None)
-                result.append(DataLengths(f"{name} prompts", prompts.num_tokens, dropped))
-        return result
+        named = (("train", self.train_prompts), ("held out", self.held_out))
+        return [DataLengths(f"{name} prompts", prompts.num_tokens) for name, prompts in named if prompts is not None]
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config, snapshot = self.config, self.config.snapshot
@@ -403,15 +401,15 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         if config.cluster.address is not None:
             check_address(config.cluster.address)
     model_config = read_config(config.model)
-    base_fingerprint = fingerprint(config.model)
+    base = fingerprints(config.model)
     check_weights(config.model)
     check_context(config, model_config)
     if trains:
         check_routing(config.snapshot, config.generation.named(engine), config.model, model_config)
     if trains and config.cluster.shard_base:
         check_layers(config.model, model_config)
-    check_learner_on(config, config.generation.named(engine), used, base_fingerprint, model_config)
-    check_classifiers(rewards)
+    check_learner_on(config, config.generation.named(engine), used, base, model_config)
+    classifiers = check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
@@ -430,7 +428,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     check_fresh_prompts(config, len(train_prompts.prompts))
     pass_rates = known_pass_rates(config, train_prompts) if trains else None
     pretrain_text = scan_pretrain_text(config, tokenizer)
-    teacher, teacher_row_tokens = None, 0
+    teacher, teacher_row_tokens = dict[str, str](), 0
     if trains and config.snapshot.teacher != "none":
         vocabulary = model_config.get_text_config().vocab_size
         check_top_k(algorithm.teacher_top_k, vocabulary)
@@ -453,8 +451,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
             **({} if pass_rates is None else {"curriculum_fingerprint": pass_rates.fingerprint}),
             **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
-            "base_fingerprint": base_fingerprint,
-            **({} if teacher is None else {"teacher_fingerprint": teacher}),
+            **base,
+            **teacher,
+            **classifiers,
             **fingerprints_of(used),
         },
         pretrain_text=pretrain_text,
@@ -466,6 +465,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         notes=(
             *(warnings_of_config(config, algorithm) if trains else ()),
             *(notes_of_tiles(config.model, config.lora, model_config) if trains else ()),
+            *(notes_of_adapters(used, config.model, base) if trains else ()),
             *warnings_of_sizes(
                 config,
                 len(train_prompts.prompts) if trains else None,
@@ -473,6 +473,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             ),
             *([idle] if trains and (idle := idle_engines(config, engine)) else ()),
             *([teacher_note] if teacher_note else ()),
+            *(train_prompts.notes if trains else ()),
+            *(held_out.notes if held_out is not None else ()),
+            *([pretrain_text.note] if trains and pretrain_text is not None and pretrain_text.note else ()),
             *notes(rewards),
             *data_notes,
             *ends.notes,

@@ -8,6 +8,7 @@ other references match rewards wrong answers. Only rewards that say how a comple
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -22,12 +23,15 @@ from rlft.data.prompts import PromptSet, untokenised
 from rlft.environment.protocol import Environment
 from rlft.generation.stops import shown_texts
 from rlft.plan.scoring_rules import check_metadata
-from rlft.reward.answer import AnswerIn, AnswerKeys, composed
+from rlft.reward.answer import AnswerIn, AnswerKeys, composed, plain_number
+from rlft.reward.exact_match import ExactMatch
 from rlft.reward.http import ServerKeys, shown_url
+from rlft.reward.math import Math
 from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
+from rlft.tokens.answers import ReferenceIn, opened
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.plain import PlainText
 from rlft.tokens.reasoning import end_of
@@ -303,8 +307,29 @@ LIMIT_S = 20.0
 NUM_PAIRS, FEW_PAIRS = 64, 4
 """The most pairs of rows that are compared, and the least that tell anything."""
 NUM_SHOWN = 3
+MAX_OPENED, MAX_HIDDEN = 20_000, 256
+"""The most references of which the forms around their answers are looked at, and found."""
+SURE = {*ReferenceIn} - {ReferenceIn.markup, ReferenceIn.brackets}
+A_NUMBER = r"(-?[0-9](?:[0-9,.]*[0-9])?)"
+_WORDS_AND_NUMBER = re.compile(rf"[^\\^_={{}}]*?(?=.*[^\W\d_]{{2}}){A_NUMBER}[^\\^_={{}}]*", re.DOTALL)
 NEVERTHELESS = ", or start nevertheless with data.allow_unscorable=true"
 CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """A reference that is more than its answer.
+
+    Attributes:
+        short: the prompt with the answer alone as its reference.
+        way: the key of the data, with its value, by which that is read.
+        is_sure: whether nothing else can be meant.
+    """
+
+    prompt: Prompt
+    short: Prompt
+    way: str
+    is_sure: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -354,6 +379,8 @@ def check_references(
         if callable(start):
             start()
         judge = _Judge(reward, tokenizer, config.generation.sampling, ends, config.scoring.timeout)
+        if "answer_in" in config.data:
+            yield from _more_than_answers(name, judge, prompts, config.data, allowed)
         found = _scored(judge, prompts, limit_s, f"reward.{name}: scoring the reference answers")
         if found.num_formless and reward.answer_in is AnswerIn.pattern:
             yield f"reward.{name}: its pattern is too intricate for scoring the reference answers beforehand"
@@ -378,6 +405,14 @@ class _Judge:
     def written(self, prompt: Prompt) -> str | None:
         """A completion that gives the prompt's reference. None: the reward has none; Unscorable: it is of no use."""
         return self.reward.reference_text(prompt)
+
+    def read(self, reference: str) -> tuple[str, str] | None:
+        """(the answer that the reward reads in a reference, a pattern that does so); None if that is all of it."""
+        answer, pattern = self.reward.extract(reference), self.reward.pattern
+        if answer is None or answer == reference.strip():
+            return None
+        form = re.escape(self.reward.written("ANSWER") or "").replace("ANSWER", "(.*)")
+        return answer, (pattern or "") if self.reward.answer_in is AnswerIn.pattern else form
 
     def as_sampled(self, turns: Sequence[tuple[Prompt, str]]) -> list[Completion]:
         """The texts as completions of the policy, after these prompts."""
@@ -418,6 +453,59 @@ def _scored(judge: _Judge, prompts: Sequence[Prompt], limit_s: float, title: str
     return found
 
 
+def _hidden(judge: _Judge, prompts: Sequence[Prompt]) -> Iterator[Hidden]:
+    """The references of which the answer alone is not right, though it would be if it were the reference."""
+    candidates = [hidden for prompt in prompts if (hidden := _candidate(judge, prompt)) is not None]
+    texts = [_or_none(judge, hidden.short) for hidden in candidates]
+    written = [(hidden, text) for hidden, text in zip(candidates, texts, strict=True) if text]
+    said = judge.as_sampled([(hidden.prompt, text) for hidden, text in written])
+    for (hidden, _), completion in zip(written, said, strict=True):
+        if not _is_right(judge, hidden.prompt, completion) and _is_right(judge, hidden.short, completion):
+            yield hidden
+
+
+def _candidate(judge: _Judge, prompt: Prompt) -> Hidden | None:
+    """The reference with the answer in it: in a form, as the reward reads it, or the last number in a sentence."""
+    forms, answers = opened(prompt.answer)
+    way, is_sure = f"data.answer_in={forms[0] if len(forms) == 1 else ReferenceIn.auto}", True
+    if forms:
+        is_sure = len(answers) == 1 and (not SURE.isdisjoint(forms) or plain_number(answers[0]) is not None)
+    elif own := judge.read(prompt.answer):
+        answers, way = [own[0]], f"data.answer_pattern='{own[1]}'"
+    elif isinstance(judge.reward, ExactMatch | Math) and _WORDS_AND_NUMBER.fullmatch(prompt.answer):
+        answers, way, is_sure = re.findall(A_NUMBER, prompt.answer)[-1:], f"data.answer_pattern='{A_NUMBER}'", False
+    else:
+        return None
+    short = replace(prompt, answer=answers[0], other_answers=tuple(answers[1:]))
+    return Hidden(prompt=prompt, short=short, way=way, is_sure=is_sure)
+
+
+def _more_than_answers(
+    name: str, judge: _Judge, prompts: Sequence[Prompt], data: Mapping[str, Any], allowed: bool
+) -> Iterator[str]:
+    """Notes about references that are more than their answers. UserError where that is certain and not allowed."""
+    found, number, rows = list[Hidden](), 0, iter(prompts)
+    while number < MAX_OPENED and len(found) < MAX_HIDDEN and (chunk := list(islice(rows, CHUNK))):
+        found += _hidden(judge, chunk)
+        number += len(chunk)
+    for is_sure in (True, False):
+        hidden = [each for each in found if each.is_sure is is_sure]
+        if not hidden or (A_NUMBER in hidden[0].way and 2 * len(hidden) < number):
+            continue
+        ways = {each.way for each in hidden}
+        is_one = len(ways) == 1 and (len(hidden) == number or "answer_pattern" in hidden[0].way)
+        way = hidden[0].way if is_one and data["answer_in"] is None else f"data.answer_in={ReferenceIn.auto}"
+        way += " data.answer_pattern=null" * (data["answer_pattern"] is not None and "answer_pattern" not in way)
+        problem = f"{len(hidden)} of {number} reference answers are more than the answer, which alone gets nothing "
+        problem += (
+            f"from reward.{name}: {hidden[0].prompt.answer!r:.60} of prompt {hidden[0].prompt.id!r}, in which it is "
+        )
+        problem += repr(hidden[0].short.answer)
+        if is_sure and not allowed:
+            raise UserError("data.answer_in", problem, got=data["answer_in"], remedy=f"set {way}{NEVERTHELESS}")
+        yield f"data.answer_in: {problem}; if that is meant, set {way}"
+
+
 def _reported(name: str, found: Found, total: int, allowed: bool) -> Iterator[str]:
     """Notes about what was found. UserError for unscorable references, unless they are allowed."""
     if found.num_unscorable:
@@ -425,7 +513,7 @@ def _reported(name: str, found: Found, total: int, allowed: bool) -> Iterator[st
         problem += f": {', '.join(found.examples)}"
         if not allowed:
             remedy = "correct them, change how the reward reads answers (answer_in, pattern)"
-            remedy += f" or the data (answer_pattern){NEVERTHELESS}"
+            remedy += f" or the data (data.answer_in, data.answer_pattern){NEVERTHELESS}"
             raise UserError(f"reward.{name}", problem, remedy=remedy)
         yield f"reward.{name}: {problem}"
     if (left := total - found.num_scored - found.num_formless) > 0:

@@ -19,6 +19,8 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
+from rlft.tokens.answers import boxed, hashed, tagged
+from rlft.tokens.answers import closing_brace as closing_brace
 from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, require
 
@@ -29,9 +31,6 @@ CATEGORIES = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD":
 SAMPLES = ("a", " ", "0", "A", "-", "é")
 """Characters for the parts of a pattern that allow many."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_HEADING = re.compile(r"[#*_ ]*(?:[^\W\d_]|\([^\W_]{1,4}\) *[^\W\d_]|[0-9]+[.):] *[^\W\d_])")
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
 
@@ -151,46 +150,6 @@ class AnswerKeys:
                 return iter((text,))
 
 
-def tagged(text: str, tag: str) -> Iterator[str]:
-    """The content of each `<tag>...</tag>`; a further opening tag inside a block restarts the block."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = 0
-    while (end := text.find(closing, start)) != -1:
-        begin = text.rfind(opening, start, end)
-        if begin != -1:
-            yield text[begin + len(opening) : end]
-        start = end + len(closing)
-
-
-def boxed(text: str) -> Iterator[str]:
-    r"""The content of each `\boxed{...}` or `\fbox{...}`, with balanced braces; a box never closed does not count."""
-    start = 0
-    while match := _BOX.search(text, start):
-        end = closing_brace(text, match.end())
-        if end is None:
-            return
-        yield text[match.end() : end]
-        start = end + 1
-
-
-def hashed(text: str) -> Iterator[str]:
-    """The text after each `####` on its line, as in GSM8K's own solutions.
-
-    A heading of Markdown (Step 1, 1. Sums) is none: it has text below that leads to a later `####`.
-    """
-    answer, has_text_below = None, False
-    for line in text.splitlines():
-        prefix, marker, rest = line.partition("####")
-        if marker and not prefix.strip():
-            if answer is not None and not (has_text_below and _HEADING.match(answer)):
-                yield answer
-            answer, has_text_below = rest.strip(), False
-        elif line.strip():
-            has_text_below = True
-    if answer is not None:
-        yield answer
-
-
 def plain_number(text: str) -> Decimal | None:
     """The value of a plain decimal number, else None: ASCII digits, thousands separated properly or not at all.
 
@@ -222,21 +181,6 @@ def composed(text: str) -> str:
     Tokenizers may change one into the other, so whatever is compared as text is composed first.
     """
     return unicodedata.normalize("NFC", text)
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    r"""Where the brace closes that was opened before `start`; None if it never does. `\{` and `\}` are no braces.
-
-    >>> closing_brace(r"\boxed{\{1\}}.", 7)
-    12
-    """
-    depth = 1
-    for brace in _BRACES.finditer(text, start):
-        if len(brace[0]) == 1:
-            depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return brace.start()
-    return None
 
 
 def check_regex(pattern: str | None, remedy: str) -> int:

@@ -4,42 +4,49 @@ A choice is named by its letter as people and models write it (B, (B), B), B., *
 answer is B), alone or with its text (B. Paris, \textbf{(B)}\ Paris), or by its text alone if the prompt's metadata hold
 the choices. The whole answer has to name it: other prose around a letter, or a second letter, is no answer, so that
 nothing is gained by naming several.
+
+Where the reference answer names several choices (["A", "C"], or A, C), the answer has to name all of them and no other,
+in any order: A, C; A and C; AC; (A)(C); Rome, Oslo.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlft.reward.answer import AnswerKeys, composed, reference_answer
 from rlft.reward.exact_match import matches
 from rlft.reward.notation import unwrapped
+from rlft.tokens.options import LABEL, letters, options_of
 from rlft.types import Group, Prompt, Unscorable, UserError
 
 MAX_CHARS = 2000
 """The most characters of an answer, on top of the longest choice's: what may stand around a choice."""
 
-_LABEL = re.compile(r"\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:]?")
-_LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])(?:[).:]|\s[-–—]\s))\s*(\S.*)", re.DOTALL)
+LETTERS = tuple(letters(26))
+_LABEL = re.compile(rf"\(({LABEL})\)[.:]?|({LABEL})[).:]?")
+_LABEL_AND_TEXT = re.compile(rf"(?:\(({LABEL})\)[.:]?|({LABEL})(?:[).:]|\s[-–—]\s))\s*(\S.*)", re.DOTALL)
 # A letter that markup sets apart from what follows it: \\textbf{(C)}\\ 12, **C.** Paris
 _SET_APART = re.compile(
-    r"(?:\\(?:text|mathrm|textbf|mathbf)\{|\*\*)\s*\(?([A-Za-z0-9])[).:]*\s*(?:\}|\*\*)[.:]?(?:\\[ ,;:]|~|\s)*(\S.*)",
+    rf"(?:\\(?:text|mathrm|textbf|mathbf)\{{|\*\*)\s*\(?({LABEL})[).:]*\s*(?:\}}|\*\*)[.:]?(?:\\[ ,;:]|~|\s)*(\S.*)",
     re.DOTALL,
 )
 _LEAD = re.compile(
     r"[*_]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my)\s+)?(?:(?:final|correct|right|best)\s+){0,2}"
-    r"(?:answer|option|choice|letter)[*_]*(?:\s+(?:is|would be|should be|must be))?(?:\s*[:=][*_]*\s*|\s+)",
+    r"(?:answer|option|choice|letter)s?[*_]*(?:\s+(?:is|are|would be|should be|must be))?(?:\s*[:=][*_]*\s*|\s+)",
     re.IGNORECASE,
 )
 _AROUND = (
     *(("_", "_"), ('"', '"'), ("'", "'"), ("“", "”")),
-    *(("(", ")"), ("[", "]"), ("<b>", "</b>")),
+    *(("(", ")"), ("[", "]"), ("<b>", "</b>"), (r"\{", r"\}")),
 )
+_BETWEEN = re.compile(r"\s*(?:[,;/&+|、，；]|\band\b|(?<=[)\]])(?=[(\[])|\s)\s*(?:and\s+)?")
+MAX_PIECES = 40
+"""The most pieces of an answer that names several choices."""
 _SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b[A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
 
 
@@ -65,10 +72,7 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
     """
     if len(answer) > MAX_CHARS + max(map(len, choices.values()), default=0):
         return None
-    answer = unwrapped(answer)
-    for _ in range(2):  # the answer is: option B
-        match = _LEAD.match(answer)
-        answer = answer if match is None else unwrapped(answer[match.end() :])
+    answer = _without_lead(answer)
     if (match := _LABEL.fullmatch(_bare(answer))) and (label := _known(match[1] or match[2], choices, ignore_case)):
         return label
     for form in (_SET_APART, _LABEL_AND_TEXT):
@@ -82,23 +86,36 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
     return matching[0] if len(matching) == 1 else None
 
 
-def choices_of(value: Any) -> dict[str, str]:
-    """{letter: text}, from any of the forms that data sets use; ValueError for other values.
+def all_named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> frozenset[str]:
+    """The letters of the choices of which an answer names one after the other; none if a part of it names no choice.
 
-    These are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
+    >>> [sorted(all_named(text, {}, ignore_case=True)) for text in ("A, C", "(C)(A)", "A and C", "AC", "A or C")]
+    [['A', 'C'], ['A', 'C'], ['A', 'C'], ['A', 'C'], []]
+    >>> sorted(all_named("New York, Salt and Oil", {"A": "Oil", "B": "New York", "C": "Salt and Oil"}, ignore_case=0))
+    ['B', 'C']
     """
-    if isinstance(value, Mapping) and set(value) == {"label", "text"}:
-        labels, texts = list(value["label"]), list(value["text"])
-    elif isinstance(value, Mapping):
-        labels, texts = list(value), list(value.values())
-    elif isinstance(value, list | tuple):
-        labels, texts = list(string.ascii_uppercase[: len(value)]), list(value)
-    else:
-        labels, texts = [], []
-    lettered = all(isinstance(label, str) and _LABEL.fullmatch(label) and len(label) == 1 for label in labels)
-    if not labels or len(labels) != len(texts) or len(set(labels)) != len(labels) or not lettered:
-        raise ValueError(f"choices must be a list of strings or a mapping from letters to strings, got {value!r:.80}")
-    return dict(zip(labels, (composed(str(text)) for text in texts), strict=True))
+    answer = _without_lead(answer)
+    answer = _bare(re.sub(r"^both\s+", "", answer, flags=re.IGNORECASE))
+    found: set[str] = set()
+    longest = 3 + max((len(text.split()) for text in choices.values()), default=0)
+    gaps = [(0, 0), *(gap.span() for gap in _BETWEEN.finditer(answer)), (len(answer), len(answer))]
+    at = 0
+    while at < len(gaps) - 1 and len(gaps) <= MAX_PIECES:
+        # The longest piece that is a choice: its text may be "New York", or "Salt and Oil".
+        ends = ((end, answer[gaps[at][1] : gaps[end][0]]) for end in range(min(len(gaps) - 1, at + longest), at, -1))
+        piece = next(
+            ((end, label) for end, text in ends if (label := named(text, choices, ignore_case=ignore_case))), None
+        )
+        if piece is None:
+            break
+        at = piece[0]
+        found.add(piece[1])
+    if at == len(gaps) - 1:
+        return frozenset(found)
+    # AC, but not a word: without the choices only the first capital letters are taken for labels.
+    labels = [_known(letter, choices, ignore_case) if choices else letter for letter in answer]
+    is_known = None not in labels and ({*labels} <= {*LETTERS[:10]} or bool(choices))
+    return frozenset(filter(None, labels)) if is_known and len({*labels}) == len(labels) else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +130,18 @@ class Choice(AnswerKeys):
 
     def _compared(self, group: Group) -> list[bool | None]:
         choices = self._choices(group.prompt)
-        prompt = group.prompt
-        answers = prompt.answer, *prompt.other_answers
-        letters = {self._right(replace(prompt, answer=answer), choices) for answer in answers}
+        right = self._right(group.prompt, choices)
+        answers = (self.extract(rollout.completion.text) for rollout in group.rollouts)
         return [
-            (answer := self.extract(rollout.completion.text)) is not None
-            and named(answer, choices, ignore_case=self.ignore_case) in letters
-            for rollout in group.rollouts
+            answer is not None and self._names(answer, choices, several=len(right) > 1) == right for answer in answers
         ]
+
+    def _names(self, answer: str, choices: Mapping[str, str], *, several: bool = True) -> frozenset[str]:
+        """The letters of what an answer names; none if it names no choice, or without `several` more than one."""
+        letter = named(answer, choices, ignore_case=self.ignore_case)
+        if letter is not None or not several:
+            return frozenset(filter(None, [letter]))
+        return all_named(answer, choices, ignore_case=self.ignore_case)
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
         """Says that references are indices. UserError where they may be indices or texts: they are one in all rows."""
@@ -153,23 +174,35 @@ class Choice(AnswerKeys):
 
     def _unclear(self, problem: str, first: str) -> UserError:
         remedy = "set it to index (counted from 0, as in MMLU), number (from 1) or choice (letters and texts)"
+        remedy += ", or let choices_field name a field with the rows' own labels and texts"
         return UserError("reference_is", f"{problem} (the first: {first})", got=self.reference_is, remedy=remedy)
 
-    def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> str:
-        """The letter that the prompt's reference answer names. Unscorable if it names none."""
-        reference = reference_answer(prompt)
-        right = None
+    def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> frozenset[str]:
+        """The letters that the prompt's reference answers name together. Unscorable if one of them names none."""
+        right: set[str] = set()
+        for reference in (reference_answer(prompt), *prompt.other_answers):
+            found = self._named_by(reference, choices)
+            if not found:
+                among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
+                raise Unscorable(f"the reference answer {reference!r:.80} of prompt {prompt.id!r} is not {among}")
+            right |= found
+        return frozenset(right)
+
+    def _named_by(self, reference: str, choices: Mapping[str, str]) -> frozenset[str]:
+        """The letters that a reference names by letters or texts, or else by indices; none if it names none."""
+        found: frozenset[str] = frozenset()
         if self.reference_is in (ReferenceIs.auto, ReferenceIs.choice):
-            right = named(reference, choices, ignore_case=self.ignore_case)
-        if right is None and self.reference_is is not ReferenceIs.choice:
-            right = _at_index(reference, choices, first=int(self.reference_is is ReferenceIs.number))
-        if right is None:
-            among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
-            raise Unscorable(f"the reference answer {reference!r:.80} of prompt {prompt.id!r} is not {among}")
-        return right
+            found = self._names(reference, choices)
+        if not found and self.reference_is is not ReferenceIs.choice:
+            first = int(self.reference_is is ReferenceIs.number)
+            at = [_at_index(place, choices, first=first) for place in re.split(r"[\s,;\[\]]+", reference.strip("[] "))]
+            found = frozenset(filter(None, at)) if None not in at else found
+        return found
 
     def reference_text(self, prompt: Prompt) -> str | None:
-        return self.written(self._right(prompt, self._choices(prompt)))
+        choices = self._choices(prompt)
+        right = self._right(prompt, choices)
+        return self.written(", ".join(letter for letter in choices or LETTERS if letter in right))
 
     def _choices(self, prompt: Prompt) -> dict[str, str]:
         if self.choices_field is None:
@@ -177,7 +210,17 @@ class Choice(AnswerKeys):
         if self.choices_field not in prompt.metadata:
             known = ", ".join(prompt.metadata) or "nothing"
             raise ValueError(f"prompt {prompt.id!r} has no {self.choices_field!r} in its metadata, only {known}")
-        return choices_of(prompt.metadata[self.choices_field])
+        options = options_of(prompt.metadata[self.choices_field])
+        return {label: composed(text) for label, text in options.items()}
+
+
+def _without_lead(answer: str) -> str:
+    """The answer without what stands around all of it, and without words such as "the answer is: option" before it."""
+    answer = unwrapped(answer)
+    for _ in range(2):
+        match = _LEAD.match(answer)
+        answer = answer if match is None else unwrapped(answer[match.end() :])
+    return answer
 
 
 def _bare(answer: str) -> str:
@@ -206,7 +249,7 @@ def _at_index(reference: str, choices: Mapping[str, str], first: int = 0) -> str
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:
     """The label as the choices write it; None if it is not one of theirs."""
-    labels = tuple(choices) or tuple(string.ascii_uppercase)
+    labels = tuple(choices) or LETTERS
     if label in labels:
         return label
     return next((known for known in labels if ignore_case and known.casefold() == label.casefold()), None)

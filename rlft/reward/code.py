@@ -17,7 +17,7 @@ import subprocess
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
@@ -26,20 +26,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
-from rlft.reward.answer import tagged
 from rlft.reward.code_forms import Call, Pair, Tests, doubts_of, function_in, lines_of, names_called, parse_tests
 from rlft.reward.code_tests import Doubt
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.sandbox import bubblewrap, protocol, trials
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
 from rlft.system.sandbox.trials import Required, check_isolation
+from rlft.tokens.answers import tagged
+from rlft.tokens.fences import Block, blocks
 from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, Prompt, UserError, require
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves
 
-_FENCE = re.compile(r"(?m)^```[ \t]*\{?\.?([A-Za-z0-9]*)[^\n]*$")
 _PYTHON = ("python", "python3", "py")
+_MARKDOWN = ("markdown", "md")
 _READS_INPUT = re.compile(r"\b(?:input|stdin|fileinput)\b|\bopen\(\s*0")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 
@@ -159,7 +160,8 @@ class Code:
                 program = next(reversed(list(tagged(without_reasoning(text), self.tag))), None)
                 program = program and (fenced(program, wanted) or program)
             case _:
-                program = text
+                program = without_reasoning(text)
+                program = text if program == text else program.lstrip(" ")
         return program if program and program.strip() else None
 
     def limits(self, num_programs: int, passed_s: float = 0.0) -> Limits:
@@ -173,23 +175,27 @@ class Code:
 
 
 def fenced(text: str, wanted: re.Pattern[str] | None = None) -> str | None:
-    """The program in the closed blocks that three backticks fence, at the start of a line; None if there is none.
+    """The program in the fenced blocks of a text; None if there is none.
 
-    Blocks of Python have priority over those that name no language. The last one counts in which `wanted` is found, or
-    else the last one: programs are followed by examples of their use. A fence that names a language opens a block, even
-    inside another.
+    Closed blocks have priority over one that goes on to the end of the text, those of Python over those that name no
+    language. The last one counts in which `wanted` is found, or else the last one: programs are followed by examples of
+    their use.
     """
-    named, bare, opened = [], [], None
-    for fence in _FENCE.finditer(text):
-        if opened is None or fence[1]:
-            opened = fence
-            continue
-        if not opened[1] or opened[1].lower() in _PYTHON:
-            (named if opened[1] else bare).append(text[opened.end() + 1 : fence.start()])
-        opened = None
-    blocks = named or bare
-    useful = [block for block in blocks if wanted is not None and wanted.search(block)]
-    return next(reversed(useful or blocks), None)
+    by_kind: dict[tuple[bool, bool], list[str]] = {}
+    for block in _inner_blocks(text):
+        if not block.language or block.language in _PYTHON:
+            by_kind.setdefault((block.is_closed, bool(block.language)), []).append(block.text)
+    found = by_kind[max(by_kind)] if by_kind else []
+    useful = [program for program in found if wanted is not None and wanted.search(program)]
+    return next(reversed(useful or found), None)
+
+
+def _inner_blocks(text: str) -> Iterator[Block]:
+    """The blocks of a text; of one that is Markdown, or that begins with a block of Python, those in it."""
+    for block in blocks(text):
+        inner = list(blocks(block.text)) if block.language in ("", *_MARKDOWN) else []
+        is_outer = block.text.lstrip().startswith(("```", "~~~")) and any(each.language in _PYTHON for each in inner)
+        yield from inner if is_outer or block.language in _MARKDOWN else (block,)
 
 
 def wanted_by(tests: Tests) -> re.Pattern[str]:

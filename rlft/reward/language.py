@@ -35,7 +35,7 @@ _NO_WORD = re.compile(r"[0-9=+*/^_\\{}&|<>@#]")
 _EDGES = "*_~#{}"
 
 # Each search below ends at the next delimiter, so a text is read once.
-_FENCED = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```.*?(?:```|\Z)|^[ \t]*~~~.*?(?:^[ \t]*~~~|\Z)", re.DOTALL | re.MULTILINE)
 _TAG = re.compile(r"</?[A-Za-z][^<>]{0,100}>")
 _FORMULA = re.compile(
     r"`[^`\n]*`"

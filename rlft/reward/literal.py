@@ -14,7 +14,7 @@ from rlft.reward.notation import ASSIGNED, as_number
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _CLOCK = re.compile(r"([0-9]{1,2}(?:[:.][0-9]{2}){0,2})\s*([ap])\.?\s*m\.?")
-_RANGE = re.compile(rf"(?:from\s+)?(-?{_NUMBER})\s+to\s+(-?{_NUMBER})|between\s+(-?{_NUMBER})\s+and\s+(-?{_NUMBER})")
+_RANGE = re.compile(r"(?:from )?(\S.*?) to (\S.*)|between (\S.*?) and (\S.*)")
 _GROUPS = r"[0-9]+(?:(?:\s*[-:/.]-*\s*|\s+)[0-9]+)"
 _SEQUENCE = re.compile(
     rf"[v+]?\s*{_GROUPS}+(?:-?x)?|\+?(?:[0-9]+[\s-]*)?\([0-9]{{3,5}}\)[\s-]*(?:[0-9]+|{_GROUPS}+)|"
@@ -58,8 +58,10 @@ def _literal(text: str) -> str | None:
         return None
     if clock := _CLOCK.fullmatch(text):
         return f"{clock[1]}{clock[2]}m"
-    if ends := _RANGE.fullmatch(text):
-        return "-".join(end for end in ends.groups() if end)
+    if match := _RANGE.fullmatch(text):
+        ends = [end for end in match.groups() if end]
+        read = [end if as_number(end) is not None else _literal(end) for end in ends]
+        return None if None in read else "-".join(map(str, read))
     if _FRACTION.fullmatch(text) or not _SEQUENCE.fullmatch(text):
         return None
     return " ".join(re.sub(r"\s*([-:/.])[-\s]*", r"\1", text).split())

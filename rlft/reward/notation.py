@@ -41,6 +41,10 @@ def _with_commas(match: re.Match[str]) -> str:
     return re.sub("[ ']", ",", match[0])
 
 
+def _as_power(match: re.Match[str]) -> str:
+    return rf"\times10^{{{3 + 3 * ('thousand', 'million', 'billion', 'trillion').index(match[2])}}}"
+
+
 # Same value, other notation; in this order.
 _REWRITTEN = (
     (re.compile(r"\\(?:displaystyle|textstyle|limits)|\\!\s*|\\(?:left|right)(?![A-Za-z])"), ""),
@@ -66,6 +70,7 @@ _REWRITTEN = (
     (re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]*)?)[eE]([+-][0-9]+|[0-9]{2,})(?![\w.])"), r"\1\\times10^{\2}"),
     (re.compile(r"(?<![\w.])([0-9]+\.[0-9]*)[eE]([0-9])(?![\w.])"), r"\1\\times10^{\2}"),
     (re.compile(r"\s*(?:\\text\{\s*(?:per ?cent(?:age)?|pct)\s*\}|\b(?:per ?cent(?:age)?|pct)\b)"), r"\%"),
+    (re.compile(r"(?<=[0-9])\s*(?:(\\text\{)\s*|\b)(thousand|million|billion|trillion)\b(?(1)\s*\})"), _as_power),
     (re.compile(r"(?<![0-9./^_{])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"(?<![0-9.,/^_])[0-9]{1,3}(?:[ '][0-9]{3})+(?![0-9/]|[ '][0-9])"), _with_commas),
     (

@@ -31,13 +31,17 @@ _OTHERS = (
     "inch inches in|foot feet ft|yard yd|mile mi|acre|hectare ha|minute min|hour hr h|day d|week wk|month mo|year yr|"
     "ounce oz|pound|ton|tonne t|gallon gal|quart qt|pint|tablespoon tbsp|teaspoon tsp|degree deg|radian rad|dollar $|"
     "cent ¢|euro eur €|rupee rs inr ₹|yen jpy ¥|yuan rmb cny|point pt|piece pc|person people|child children|man men|"
-    "woman women|revolution rev|beat|unit|second sec|gram gm|ampere amp"
+    "woman women|revolution rev|beat|unit|second sec|gram gm|ampere amp|"
+    "ppm|pixel px|minute-mark '|second-mark \""
 )
 _MEANING = {
     "mph": "mile per hour", "kph": "kilometer per hour", "kmph": "kilometer per hour", "kmh": "kilometer per hour",
     "rpm": "revolution per minute", "bpm": "beat per minute", "mpg": "mile per gallon", "fps": "foot per second",
+    "mps": "meter per second", "fl": "fluid",
     "cc": "cubic centimeter", "sqft": "square foot", "lb": "pound weight", "lbs": "pound weight",
-    "£": "pound sterling", "gbp": "pound sterling", "usd": "dollar american", "C": "celsius", "F": "fahrenheit",
+    "£": "pound sterling", "gbp": "pound sterling",
+    "usd": "dollar american", "US": "american", "AU": "australian", "aud": "dollar australian",
+    "CA": "canadian", "cad": "dollar canadian", "C": "celsius", "F": "fahrenheit",
     "degreecelsius": "celsius",
 }  # fmt: skip
 
@@ -82,19 +86,21 @@ _STEMS = ((re.compile(r"(?<=[sxz])es$|(?<=[cs]h)es$|(?<![su])s$"), ""), (re.comp
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|[mh]box|operatorname|math(?:rm|it|bf|sf|normal))\s*"
 _TEXT += r"\{(?:[^{}]|\^\{-?[0-9]\})*\}"
 _PART = (
-    rf"{_TEXT}|\\?[$€£¥₹¢]|\^\s*\\circ|\^\s*\{{?\s*-?[0-9]\s*\}}?|\\(?:cdot|times)(?![a-z])|[A-Za-z]+|"
+    rf"{_TEXT}|\\?[$€£¥₹¢]|(?<=[0-9])['\"]|\^\s*\\circ|\^\s*\{{?\s*-?[0-9]\s*\}}?|\\(?:cdot|times)(?![a-z])|[A-Za-z]+|"
     r"(?<=[A-Za-z])[23](?![0-9])|[./*()\s-]"
 )
 _TAIL = re.compile(
-    rf"(?:(?<=[0-9)}}\]$*`%])\s*(?=[A-Za-z/(]|-[A-Za-z]{{2}}|\\?[$€£¥₹¢])|(?:(?<=\\pi)|(?<=\\infty))\s+(?=[A-Za-z])|"
+    rf"(?:(?<=[0-9)}}\]$*`%])\s*(?=[A-Za-z/('\"]|-[A-Za-z]{{2}}|\\?[$€£¥₹¢])|(?:(?<=\\pi)|(?<=\\infty))\s+(?=[A-Za-z])|"
     rf"(?<=\S)\s*(?={_TEXT}|\^\s*\\circ))(?P<unit>(?:{_PART})++)$"
 )
 _TOKEN = re.compile(
     rf"(?P<text>{_TEXT})|(?P<degree>\^\s*\\circ)|(?:\^\s*\{{?\s*)?(?P<power>-?[0-9])|\\[a-z]+|"
-    r"(?P<word>[A-Za-z]+|[$€£¥₹¢])|(?P<per>/)"
+    r"(?P<word>[A-Za-z]+|[$€£¥₹¢'\"])|(?P<per>/)"
 )
 _HALF_DAY = re.compile(r"\s*[AaPp]\.\s*[Mm]\.?")
-_CURRENCY = re.compile(r"([+-]?)\s*(?:\\?([$£€¥₹])|(USD|EUR|GBP|INR|JPY|CNY|R[Ss])\.?(?=[\s0-9]))\s*(?=[-+.0-9\\])")
+_CURRENCY = re.compile(
+    r"([+-]?)\s*((?:US|AU|CA)?\\?[$£€¥₹]|(?:USD|EUR|GBP|INR|JPY|CNY|CAD|AUD|R[Ss])(?=[.\s0-9])\.?)\s*(?=[-+.0-9\\])"
+)
 _DELIMITED = re.compile(r"^\$([^$\s](?:[^$]*[^$\s\\])?)\$(?=[^$]*$)")
 PERCENT = re.compile(r"\s*\\?%$")
 _BETWEEN = re.compile(r"(?<=[A-Za-z.}$€£¢])\s*(?:,|\band\b)?\s+(?=\\?[$€£]?[0-9])|(?<=\\circ)\s*(?=[0-9])")
@@ -163,7 +169,7 @@ def quantity(text: str) -> Quantity:
     head, unit, phrase = _split(_DELIMITED.sub(r"\1", body))
     head = unwrapped(head)
     currency = _CURRENCY.match(head)
-    if currency and (money := _unit(currency[2] or currency[3])):
+    if currency and (money := _unit(currency[2])):
         head = currency[1] + head[currency.end() :]
         unit = Unit(money.factors | unit.factors, money.words | unit.words)
     percent = PERCENT.search(head)

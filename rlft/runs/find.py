@@ -21,7 +21,8 @@ from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
 from rlft.config.keys import flatten, keys_of
 from rlft.logger.jsonl import METRICS
-from rlft.runs import checkpoint, run_folder, run_status
+from rlft.model import identity
+from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs.config_file import KEYWORDS, set_value
 from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
 from rlft.runs.run_status import FILE as STATUS
@@ -166,8 +167,10 @@ class CheckpointKind(StrEnum):
 def find_checkpoint(source: NamedRun, say: Callable[[str], None]) -> Path:
     """The folder of the named checkpoint, or of the run's newest undamaged one.
 
-    Newer checkpoints that are damaged are reported through `say` and skipped.
+    Newer checkpoints that are damaged are reported through `say` and skipped, as is what has changed since the run.
     """
+    for note in changed_since.notes(source.run):
+        say(f"note: {note}")
     if source.checkpoint is not None:
         damage = checkpoint.find_damage(source.checkpoint)
         if damage is not None:
@@ -197,13 +200,13 @@ def kind_of_checkpoint(folder: Path) -> CheckpointKind:
 
 
 def check_base(folder: Path, model: ModelConfig) -> None:
-    """Refuses a base other than the one that this checkpoint was trained on."""
-    from rlft.model.backbone import fingerprint
-
-    trained_on = json.loads((folder / checkpoint.STATE).read_text()).get("base_fingerprint")
-    if trained_on != fingerprint(model):
+    """Refuses a base other than the one that this checkpoint was trained on, and names what differs."""
+    trained_on, now = json.loads((folder / checkpoint.STATE).read_text()), identity.fingerprints(model)
+    changed = identity.differing(trained_on, now)
+    if changed or not identity.recorded(trained_on):
+        problem = f"is not the base this run was trained on: it has other {changed.both or 'files'}"
         remedy = "leave it as it was, or, if the base has moved, write model.path=<its new folder>"
-        raise UserError("model.path", "is not the base this run was trained on", got=model.path, remedy=remedy)
+        raise UserError("model.path", problem, got=model.path, remedy=remedy)
 
 
 def check_own_model(folder: Path, model: ModelConfig) -> None:
@@ -285,6 +288,8 @@ def composed_like_a_run(parsed: Arguments) -> Composed | None:
         return None
     check_no_options(parsed)
     source = find(one_run(run_name, "run", say))
+    for note in changed_since.notes(source.run):
+        say(f"note: {note}")
     folder_overrides = [o for o in parsed.overrides if o.startswith(("hydra.", "resume=", "name="))]
     run = configs.compose_run(folder_overrides, parsed.config_dir, "sample")
     changes = [o for o in parsed.overrides if not o.startswith(("hydra.", "run="))]

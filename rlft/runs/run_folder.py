@@ -21,6 +21,7 @@ from rlft.config.keys import ABSENT, flatten, is_below, known
 from rlft.config.older import completed
 from rlft.config.schema import free_keys, packages
 from rlft.config.trainer import kept_lanes
+from rlft.model import identity
 from rlft.runs import checkpoint, run_status
 from rlft.runs.config_file import (
     CONFIG,
@@ -40,7 +41,8 @@ from rlft.runs.run_status import LOCK, Status
 from rlft.system import locks
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, write_atomically
-from rlft.system.terminal import resuming, say
+from rlft.system.hub import commit_of
+from rlft.system.terminal import command_line, override, resuming, say
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
 
@@ -195,11 +197,17 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
 
 
 def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
-    """The config with values in place of `model.date: auto` and `cluster.lanes: auto`, which a resumed run keeps."""
+    """The config with values in place of `model.date: auto`, `cluster.lanes: auto`, and `model.revision: null` of a hub
+    id, which a resumed run keeps: what is pushed later is another base."""
     before = None if resumed is None else read(resumed)
     kept = dict(config)
-    if isinstance(model := config.get("model"), Mapping) and model.get("date", AUTO_DATE) == AUTO_DATE:
-        kept["model"] = {**model, "date": today() if before is None else before["model"].get("date", AUTO_DATE)}
+    if isinstance(model := config.get("model"), Mapping):
+        then = None if before is None else before["model"]
+        if model.get("date", AUTO_DATE) == AUTO_DATE:
+            model = {**model, "date": today() if then is None else then.get("date", AUTO_DATE)}
+        if "revision" in model and model["revision"] is None:
+            model = {**model, "revision": commit_of(str(model.get("path"))) if then is None else then.get("revision")}
+        kept["model"] = model
     if isinstance(cluster := config.get("cluster"), Mapping):
         kept["cluster"] = kept_lanes(cluster, None if before is None else before.get("cluster", {}))
     return kept
@@ -244,7 +252,7 @@ NAMED_INPUTS = {
     "pretrain": ("pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
     "replay": ("replayed preferences", "replay.path", "put them back as they were, or start a new run"),
     "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model, wherever it is now"),
-    "base": ("base", "model.path", "point model.path at the same base"),
+    "base": ("base", "model.path", "put it back as it was, or point model.path at the same base"),
 }
 """{input: (its name in words, its key, what to do)}; other inputs have the name of their section."""
 
@@ -255,6 +263,8 @@ def named_input(what: str) -> tuple[str, str, str]:
     >>> named_input("held_out_preferences")[:2]
     ('held-out preferences', 'preferences.path')
     """
+    if what.startswith("reward."):
+        return "reward model", what, "put it back as it was, or start a new run"
     words = what.replace("held_out_", "held-out "), f"{what.removeprefix('held_out_')}.path"
     return NAMED_INPUTS.get(what, (*words, "put them back as they were, or start a new run"))
 
@@ -266,7 +276,14 @@ def check_same_inputs(
 
     replaced: whether the config has changed so that another input at this key is intended.
     """
-    for name in sorted(fingerprints, key=_is_of_an_adapter):
+    models = identity.models_in(fingerprints)
+    for what in models:  # first: other tokens of the same data may be due to another tokenizer
+        noun, key, remedy = named_input(what)
+        if (changed := identity.differing(origin, fingerprints, what)) and not replaced(key):
+            problem = f"the {noun} changed since the run began: its {changed.then}"
+            raise UserError(key, problem, got=changed.now, remedy=remedy)
+    others = [name for name in fingerprints if not identity.are_of_a_model(name, models)]
+    for name in sorted(others, key=_is_of_an_adapter):
         before, now = origin.get(name), fingerprints[name]
         noun, key, remedy = named_input(name.removesuffix("_fingerprint"))
         if _is_of_an_adapter(name):
@@ -302,17 +319,22 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
     saved = read(folder)
     saved.pop(ORIGIN, None)
     before, now = flatten(saved), flatten(config)
-    changed = [
-        f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
+    keys = [
+        key
         for key in sorted(before.keys() | now.keys())
         if before.get(key, ABSENT) != now.get(key, ABSENT)
         and not same_path(before.get(key), now.get(key))
         and not (key == TEACHER and may_have_moved(before.get(key), now.get(key)))
         and not (may_change(key, saved) and (key != "steps" or before.get("trainer.schedule") == "constant"))
     ]
+    changed = [f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}" for key in keys]
     problem = f"the config differs from the run's ({'; '.join(changed)})"
     remedy = f"leave these keys as they were (`{resuming(folder)}` does), or start a new run"
-    require(not changed, "resume", problem, got=folder, remedy=remedy)
+    saved_steps = checkpoint.finished(checkpoints(folder))
+    if saved_steps and keys and set(keys) <= {"steps", "epochs"}:  # with which another schedule than constant ends
+        words = [override(key, now[key]) for key in keys]
+        remedy += f" from its newest checkpoint: {command_line('rlft', 'resume', saved_steps[-1], *words)}"
+    require(not keys, "resume", problem, got=folder, remedy=remedy)
 
 
 def _write(folder: Path, config: Mapping[str, Any]) -> None:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import re
 import ssl
 import urllib.error
 import urllib.request
 from functools import cache
+from pathlib import Path
 
 from rlft.system.process.running_time import within
 
 PROBE_SECONDS = 4.0
 """Time limit for the hub's answer, in seconds. `datasets` and `transformers` would retry for 25 s or more."""
+
+
+def commit_of(path: str) -> str | None:
+    """The newest commit of the model of this hub id, if need be the newest in the cache here; None if it is no such id,
+    or there is none: loading says why."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith(".") or Path(path).exists():
+        return None
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if hub_answers():
+        with contextlib.suppress(Exception):  # whatever a client raises, loading meets it again
+            return HfApi().model_info(path).sha
+    file = try_to_load_from_cache(path, "config.json")
+    return Path(file).parent.name if isinstance(file, str) else None
 
 
 @cache

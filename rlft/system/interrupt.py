@@ -150,8 +150,19 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+_ends_soon = False
+
+
+def end_soon_at_the_end() -> None:
+    """Makes the process end soon after its command, even if threads of libraries hang."""
+    global _ends_soon
+    _ends_soon = True
+
+
 def end_soon(code: int) -> None:
-    """Ends the process soon, even if threads of libraries keep Python from ending."""
+    """Ends the process soon after an interruption or `end_soon_at_the_end`, whatever threads of libraries still do."""
+    if code != EXIT_CODE and not _ends_soon:
+        return
     timer = threading.Timer(GRACE_S, os._exit, [code])
     timer.daemon = True
     timer.start()

@@ -25,6 +25,7 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 """The chat template's text of messages, without the start of a next turn."""
 
+NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
 QUESTION = {"role": "user", "content": "question"}
 SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
 """Texts that a template leaves as they are, and that occur in none."""
@@ -86,7 +87,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any 
     eos = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
     own = [] if eos is None else [eos]
     if style != "chat" or not tokenizer.chat_template:
-        return _ends(tokenizer, [*own, *configured], closing=tuple(own))
+        notes = (NO_TEMPLATE_NOTE,) if style == "chat" else ()
+        return _ends(tokenizer, [*own, *configured], closing=tuple(own), notes=notes)
     eos_text = str(tokenizer.eos_token) if eos is not None else ""
     special = special_tokens(tokenizer)
     pattern = special_pattern(special)

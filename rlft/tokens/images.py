@@ -155,12 +155,16 @@ class ImageProcessor:
 
 
 def picture(image: Image) -> Picture:
-    """The decoded image, in three colours. OSError, SyntaxError or ValueError if it cannot be read or decoded."""
+    """The decoded image, in three colours, upright where a camera noted how it was held (EXIF's orientation).
+
+    OSError, SyntaxError or ValueError if it cannot be read or decoded.
+    """
     from PIL import Image as pillow
+    from PIL import ImageOps
 
     try:
         with pillow.open(BytesIO(image.data) if image.data else image.path) as opened:
-            return opened.convert("RGB")
+            return ImageOps.exif_transpose(opened).convert("RGB")
     except pillow.DecompressionBombError as error:
         raise ValueError(str(error)) from None
 

@@ -19,6 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlft.tokens.ends import special_pattern, special_tokens
+from rlft.tokens.markers import markers_of
 from rlft.tokens.text import said_special_ids
 from rlft.types import UserError
 
@@ -39,6 +40,7 @@ class PlainText:
         self._given = special_pattern(self._special)
         self._said = special_pattern([text for text, token in self._special.items() if token not in said])
         self._some_special = next(iter(self._special), "")
+        self.markers = markers_of(tokenizer)
 
     def spelled(self, texts: Iterable[str]) -> str:
         """The first special token that is spelled in texts from outside; "" if there is none."""
@@ -58,12 +60,22 @@ class PlainText:
         return cut, _mapped(schemas, partial(_parted, pattern=self._given, gap=gap)), gap
 
     def cut_texts(self, texts: Sequence[str], *, said: bool) -> tuple[list[str], str]:
-        """(the texts, the character that cuts the special tokens in them or ""); `said`: by an assistant."""
-        pattern = self._said if said else self._given
-        if not any(map(pattern.search, texts)):
+        """(the texts, the character that cuts the special tokens in them or ""); `said`: by an assistant.
+
+        In a prompt that is a rendering of the model's own chat template, the tokens that it writes stay whole.
+        """
+        patterns = [self._said if said else self.of_prompt(text) for text in texts]
+        pairs = list(zip(texts, patterns, strict=True))
+        if not any(pattern.search(text) for text, pattern in pairs):
             return list(texts), ""
         gap = _unused(texts)
-        return [_parted(text, pattern, gap) for text in texts], gap
+        return [_parted(text, pattern, gap) for text, pattern in pairs], gap
+
+    def of_prompt(self, text: str) -> re.Pattern[str]:
+        """Finds the special tokens that stay text in a prompt without a chat template."""
+        if not self.markers.is_rendering(text):
+            return self._given
+        return special_pattern([name for name in self._special if not self.markers.written.fullmatch(name)])
 
     def ids(
         self, texts: Sequence[str], gap: str, begin: Callable[[list[str]], Sequence[Sequence[int]]] | None = None

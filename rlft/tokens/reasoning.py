@@ -1,21 +1,46 @@
-"""Where a model reasons in its text, before and between what it says."""
+"""Where a model reasons in its text, before and between what it says: the markers of all families, in one table."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 END_OF_MESSAGE = "<|end|>"
-MARKERS = {
-    **{f"<{name}>": f"</{name}>" for name in ("think", "thinking", "thought", "reasoning", "seed:think")},
-    "[THINK]": "[/THINK]",  # Magistral
-    "◁think▷": "◁/think▷",  # Kimi
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "<|channel|>analysis<|message|>": END_OF_MESSAGE,  # gpt-oss
-    "<|channel>thought": "<channel|>",  # Gemma 4
+TAGS = (
+    *("think", "thinking", "thought", "thoughts", "reasoning", "reason", "seed:think", "longcat_think", "mm:think"),
+    *("reflection", "scratchpad", "analysis", "rationale", "inner_monologue", "antThinking", "redacted_thinking"),
+)
+"""The tags around reasoning, `<think>..</think>`: of DeepSeek, EXAONE, Seed, LongCat, and what prompts ask for."""
+FORMS = {
+    "[{}]": "[/{}]",  # Magistral
+    "◁{}▷": "◁/{}▷",  # Kimi
+    "<|{}|>": "<|/{}|>",
+    "<|{}_start|>": "<|{}_end|>",
+    "<|start_{}|>": "<|end_{}|>",  # Command A, in capital letters
+    "<|begin_of_{}|>": "<|end_of_{}|>",  # OpenThinker
 }
-"""{what begins reasoning: what ends it}, as models write it or prompts ask for it."""
+"""What stands around one of the words in `WORDS`."""
+WORDS = ("think", "thinking", "thought", "reasoning")
+MARKERS = {
+    **{f"<{name}>": f"</{name}>" for name in TAGS},
+    **{opens.format(word): closes.format(word) for opens, closes in FORMS.items() for word in WORDS},
+    "<|begin▁of▁thinking|>": "<|end▁of▁thinking|>",
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "<unused94>thought": "<unused95>",  # MedGemma
+}
+MARKERS |= {opens.upper(): closes.upper() for opens, closes in MARKERS.items()}
+MARKERS |= {f"<|channel|>{name}<|message|>": END_OF_MESSAGE for name in ("analysis", "commentary")}  # gpt-oss
+"""{what begins reasoning: what ends it}, as models write it or prompts ask for it: the only list of these."""
 
-_MARKER = re.compile("|".join(map(re.escape, (*MARKERS, *MARKERS.values()))))
+_KNOWN = {*MARKERS, *MARKERS.values()}
+_TAG = r"<\|?/?[\w:▁]{1,32}\|?>|\[/?\w{1,32}\]|◁/?\w{1,32}▷"
+_LONGER = (re.escape(each) for each in sorted(_KNOWN, key=len, reverse=True) if not re.fullmatch(_TAG, each))
+_MARKER = re.compile("|".join((*_LONGER, _TAG)))
+
+
+def markers_in(text: str) -> Iterator[re.Match[str]]:
+    """The markers that begin or end reasoning, in order."""
+    return (match for match in _MARKER.finditer(text) if match[0] in _KNOWN)
 
 
 def without_reasoning(text: str) -> str:
@@ -29,7 +54,7 @@ def without_reasoning(text: str) -> str:
     """
     pieces: list[str] = []
     begin, closing = 0, None  # begin: of what is not yet in `pieces`; closing: what ends the reasoning there
-    for match in _MARKER.finditer(text):
+    for match in markers_in(text):
         if closing is None and match[0] in MARKERS:
             closing = MARKERS[match[0]]
             pieces.append(text[begin : match.start()])
@@ -48,7 +73,7 @@ def end_of(text: str) -> str:
     ('</think>', '')
     """
     closing = ""
-    for match in _MARKER.finditer(text):
+    for match in markers_in(text):
         if match[0] == closing:
             closing = ""
         elif not closing:

@@ -23,7 +23,7 @@ MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
     [
         ("train", "constant", f"{MORE}, or {EVALUATE}"),
         ("sft", "constant", f"{MORE}, or {EVALUATE}"),
-        ("sft", "cosine", EVALUATE),  # every rate so far would have been another
+        ("sft", "cosine", EVALUATE),  # every rate so far would have been another; without a checkpoint
         ("rm", "constant", MORE),  # a reward model has nothing to sample
         ("rm", "linear", "start another one"),
         ("sample", None, "start another one"),

@@ -100,8 +100,8 @@ class Loud:
 
 def test_more_rows_than_the_data_have_are_all_of_them() -> None:
     words = ["+recipe=grpo_arithmetic", "data.size=5", "data.held_out_size=2", "reward=exact_match"]
-    config = resolve(compose(words)).config
-    prompts, _ = reward.try_rewards(config, reward.specs_of(config), 7)
+    resolved = resolve(compose(words))
+    prompts, _ = reward.try_rewards(resolved, reward.specs_of(resolved.config), 7)
     assert len({prompt.id for prompt in prompts}) == len(prompts) == 5
 
 
@@ -164,8 +164,9 @@ def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_comm
 def test_the_rewards_of_a_recipe_have_no_fault(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process = partial(reward_try.RewardTester, is_isolated=False)
     monkeypatch.setattr(reward_try, "RewardTester", in_process)
-    config: Any = resolve(compose([f"+recipe={recipe}"]), "train").config
-    _, tried = reward.try_rewards(config, reward.specs_of(config), 1)
+    resolved = resolve(compose([f"+recipe={recipe}"]), "train")
+    config: Any = resolved.config
+    _, tried = reward.try_rewards(resolved, reward.specs_of(config), 1)
     wrong = [row for row in tried.rows(config.completions_per_step, 2) if row.status is Status.wrong]
     assert wrong == []
 

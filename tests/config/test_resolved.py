@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import random
+from pathlib import Path
 
 import pytest
 import torch
 from in_one_test import each
 
+from rlft.config import command as commands
 from rlft.config import resolved
 from rlft.config.compose import compose
-from rlft.config.resolved import build, token_budget, with_budget_of_device, with_token_budget
+from rlft.config.resolved import build, resolve, token_budget, with_budget_of_device, with_number, with_token_budget
 
 
 def config(*overrides: str) -> dict:
@@ -79,3 +82,39 @@ def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(
     messages = [record.getMessage() for record in caplog.records]
     assert sorted(message.partition(":")[0] for message in messages) == sorted(named), "once a process"
     assert all("not a line break or tab" in message for message in messages)
+
+
+def test_auto_is_never_refused_by_its_own_rule(tmp_path: Path) -> None:
+    """Limits on both sides of the budgets that `auto` starts from, for each command that has one: 125 configs."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1?", "chosen": "1", "rejected": "2"}\n')
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a text"}\n')
+    of_command = {
+        "train": (f"pretrain.path={texts}", "algorithm=ppo_ptx", "critic.kind=adapter"),
+        "sample": (),
+        "sft": ("demonstrations.path=embedded:arithmetic-demonstrations",),
+        "rm": (f"preferences.path={pairs}",),
+        "dpo": (f"preferences.path={pairs}",),
+    }
+    limits = (1, 500, 1000, 1535, 1536, 4096, 40_000)
+    for command, words in of_command.items():
+        plain = compose(["model.device=cpu", *words], None, command)
+        wide = [
+            ["prompts", "max_tokens"],
+            ["generation", "max_tokens"],
+            ["max_completion_tokens"],
+            ["pretrain", "max_tokens"],
+        ]
+        keys = [key for key in wide if key[0] in plain]
+        rng = random.Random(command)
+        for _ in range(25):
+            for *section, name in keys:
+                (plain[section[0]] if section else plain)[name] = rng.choice(limits)
+            resolve(plain, command)
+            on_gpu = with_number(build(plain, *of(command)), plain, token_budget(plain, gpu=True))
+            commands.named(command).check(on_gpu)
+
+
+def of(command: str) -> tuple[type, str]:
+    return commands.named(command).root, command

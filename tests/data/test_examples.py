@@ -140,8 +140,8 @@ def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Callable[.
     found = scan(given, limit=4)
     assert len(found.texts) == 1
     said = "2 of 3 train demonstrations exceed prompts.max_tokens=64 or max_completion_tokens=4"
-    assert found.note == f"{said}: dropped"
-    assert scan(given[:1], limit=4).note is None
+    assert found.notes == (f"{said}: dropped",)
+    assert scan(given[:1], limit=4).notes == ()
     with pytest.raises(UserError) as refusal:
         scan(given, limit=4, over_limit="refuse")
     assert str(refusal.value) == f"max_completion_tokens: {said}; raise them, or set prompts.over_limit=drop"
@@ -223,10 +223,9 @@ def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_
     [ranking] = found.rankings
     assert ranking.scores == (1.0, 0.0)
     assert [len(ids) for ids in ranking.completions] == [3, 2]
-    assert found.note is not None
-    assert found.note.startswith("1 of 2 train rankings exceed ")
+    assert found.notes[0].startswith("1 of 2 train rankings exceed ")
     cut = "kept train rankings have 1 completion beyond max_completion_tokens=3"
-    assert found.note.endswith(f"; {cut}: dropped")
+    assert found.notes[1] == f"{cut}: dropped"
     with pytest.raises(UserError) as refusal:
         scan_ranked([ranked("1?", "abc", "ab", "b")], limit=3, over_limit="refuse")
     assert str(refusal.value) == f"max_completion_tokens: {cut}; raise it, or set prompts.over_limit=drop"
@@ -272,15 +271,13 @@ def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> Non
         assert learned.startswith("2 + 3</think>5<|im_end|>")
         assert tokenizer.decode(text.ids).count("<think>") == 1
     # The template writes the opened block in a prompt alone, and the first form as it is.
-    assert examples.note is not None
-    assert examples.note.startswith("2 of 3 train demonstrations are not learned as the chat template writes them")
+    assert examples.notes[0].startswith("2 of 3 train demonstrations are not learned as the chat template writes them")
     rankings = scan_rankings([ranked("q", *forms[:2], "5")], tokenizer, PROMPTS, 64, Split.train).rankings
     first, second, bare = rankings[0].completions
     assert first == second
     assert tokenizer.decode(bare).startswith("5")
     inside = scan_demonstrations([demonstrated("q", "5")], tokenizer, PROMPTS, 64, Split.train)
-    assert inside.note is not None
-    assert "1 train demonstration is learned inside <think>" in inside.note
+    assert any("1 train demonstration is learned inside <think>" in note for note in inside.notes)
 
 
 # -- turns as their template writes them, or there is a note -----------------------------------------------------------
@@ -304,10 +301,9 @@ def test_what_is_learned_is_what_the_template_writes() -> None:
         [ranking] = scan_rankings([ranked], tokenizer, LONG_PROMPTS, 900, Split.train).rankings
         assert [*ranking.prompt, *ranking.completions[0]] == ids, name
         if shape.note:
-            assert found.note is not None, name
-            assert shape.note in found.note, name
+            assert any(shape.note in note for note in found.notes), name
             continue
-        assert found.note is None, name
+        assert found.notes == (), name
         # Where there is no note about it, the template's own conversation begins with these tokens, when it goes on
         # or when it ends; an end that the template has not is in the notes of `turn_ends`.
         answered = [*ASKED.messages, {"role": "assistant", "content": "5"}]

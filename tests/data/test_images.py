@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.data import hub
-from rlft.data.fields import RowError
-from rlft.data.images import image_of, with_images
+from rlft.data.fields import RowError, messages_of
+from rlft.data.images import MARK, image_of, with_images
 from rlft.data.shapes import drawing
+from rlft.tokens.images import picture
 from rlft.types import IMAGE, Prompt, Split, UserError
 
 CONTENT = {name: drawing(name).data for name in ("3-a", "4-b", "1-c", "2-d", "5-e", "6-f")}
@@ -67,7 +70,6 @@ TEXT_PART = {"type": "text", "text": "How many?"}
         ("How many?", [A], f"{IMAGE}How many?"),
         ("How many?", [A, B], f"{IMAGE}{IMAGE}How many?"),
         ("Is <image> like <image>?", [A, B], f"Is {IMAGE} like {IMAGE}?"),
-        ("What is <image>?", [A, B], f"{IMAGE}{IMAGE}What is <image>?"),
         (asked("How many?"), A, f"{IMAGE}How many?"),
         (asked([TEXT_PART, IMAGE_PART]), None, f"How many?{IMAGE}"),
         (asked([{"type": "image"}, TEXT_PART]), A, f"{IMAGE}How many?"),
@@ -161,3 +163,84 @@ def test_a_bad_image_is_refused_by_row_and_key(tmp_path: Path) -> None:
         loaded(file, "data.image_field=picture")
     with pytest.raises(UserError, match=r"^data\.few_shot: examples are shown without images"):
         loaded(file, "data.image_field=picture", "data.few_shot=1")
+
+
+def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number_is_refused(tmp_path: Path) -> None:
+    """Marks and images of each number up to 3, as text, in chats of both forms and in parts, over one or two turns."""
+    images = list(CONTENT.values())[:3]
+    for marks, number, form, turns in product(range(4), range(4), ("text", "role", "from", "parts"), (1, 2)):
+        if form == "text" and turns == 2:
+            continue
+        earlier = marks // 2 if turns == 2 else 0
+        texts = [f"{MARK} " * earlier + "a"] * (turns - 1) + [f"b {MARK}" * (marks - earlier) + "c"]
+        question: Any = texts[0]
+        if form != "text":
+            said = [asked(text)[0] if form == "role" else asked([{"type": "text", "text": text}])[0] for text in texts]
+            said = [{"from": "human", "value": text} for text in texts] if form == "from" else said
+            question = [said[0], {"role": "assistant", "content": "x"}, said[1]] if turns == 2 else said
+        fields = {"asked": question, "picture": images[:number] or None}
+        if marks not in (0, number):
+            with pytest.raises(RowError, match=f"has <image> in {marks} place.* holds {number} image") as refusal:
+                with_images(fields, "asked", "picture")
+            assert (refusal.value.key, "once for each image" in str(refusal.value.remedy)) == ("image_field", True)
+            continue
+        row, found = with_images(fields, "asked", "picture")
+        read = row["asked"] if form == "text" else "|".join(m["content"] for m in messages_of(row, "asked"))
+        expected = [text.replace(MARK, IMAGE) for text in texts]
+        expected[-1] = ("" if marks else IMAGE * number) + expected[-1]
+        assert (read, [image.data for image in found]) == ("|x|".join(expected), images[:number])
+
+
+def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(tmp_path: Path) -> None:
+    """Each form of an image x names of fields x prompts, demonstrations and preferences; the named key then works."""
+    file = tmp_path / "a.png"
+    file.write_bytes(A)
+    text = base64.b64encode(A).decode()
+    forms = [str(file), [str(file)], text, f"data:image/png;base64,{text}", {"bytes": None, "path": str(file)}]
+    answers = {"answer": "1", "completion": "1", "chosen": "1", "rejected": "2"}
+    for name, image in product(("image", "images", "img", "picture", "image_path", "photo"), forms):
+        row = {"prompt": "What is <image>?", name: image, **answers}
+        fields = [row] if name != "images" else [row, {**row, "prompt": asked(row["prompt"])}]
+        for each in fields:
+            with pytest.raises(RowError, match="no key names its field") as refusal:
+                parsed("data", each)
+            assert refusal.value.remedy == f"set data.image_field={name}"
+            [made] = parsed("data", each, image_field=name)
+            assert [image.digest for image in made.made.images] == [image_of(A, "a").digest]
+            for group in ("demonstrations", "preferences"):
+                with pytest.raises(RowError, match="no key names its field") as refusal:
+                    parsed(group, each)
+                assert "texts alone" in str(refusal.value.remedy)
+    for other in ({"caption": "a"}, {"image_id": 5}, {"image": None}, {"images": []}):  # nothing is lost
+        parsed("data", {"prompt": "What is the tag <image>?", **answers, **other})
+
+
+@cache
+def section(name: str) -> dict[str, Any]:
+    command = {"data": "train", "demonstrations": "sft", "preferences": "dpo"}[name]
+    return compose([f"{name}=jsonl", f"{name}.path=a.jsonl"], None, command)[name]
+
+
+def parsed(name: str, row: dict[str, Any], **keys: str) -> list[Any]:
+    return instantiate({**section(name), **keys}, name).parse(row, "a")
+
+
+def test_a_picture_is_upright_whatever_its_camera_noted(tmp_path: Path) -> None:
+    """All eight orientations of EXIF in four lossless formats, from bytes and from a file."""
+    from PIL import Image as pillow
+
+    upright = pillow.frombytes("RGB", (3, 2), bytes(range(0, 180, 10)))
+    turned = {
+        1: upright, 2: upright.transpose(0), 3: upright.transpose(3), 4: upright.transpose(1),
+        5: upright.transpose(5), 6: upright.transpose(2), 7: upright.transpose(6), 8: upright.transpose(4),
+    }  # fmt: skip
+    for (orientation, stored), form in product(turned.items(), ("PNG", "TIFF", "WEBP", "JPEG")):
+        exif = pillow.Exif()
+        exif[0x0112] = orientation
+        file = tmp_path / f"a.{form.lower()}"
+        stored.save(file, form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))
+        for image in (image_of(str(file), "a"), image_of(file.read_bytes(), "a")):
+            found = picture(image)
+            assert found.size == upright.size, (orientation, form)
+            if form != "JPEG":
+                assert found.tobytes() == upright.tobytes(), (orientation, form)

@@ -14,8 +14,7 @@ import pytest
 
 from rlft.data import prompt_keys
 from rlft.data.fields import messages_of
-from rlft.reward.choice import choices_of
-from rlft.tokens.options import letters
+from rlft.tokens.options import letters, options_of
 from rlft.types import Prompt, Split, UserError
 
 TEXTS = ("Rome", "1.5 m", "A new one", "x) y", "Ünï", "b")
@@ -57,7 +56,7 @@ def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(mak
         assert content == (f"Which?\n{shown}" if template == "{question}" else f"{shown}\n\nWhich of these: Which?"), (
             row
         )
-        assert choices_of(made.made.metadata["options"]) == expected, row
+        assert options_of(made.made.metadata["options"]) == expected, row
         number += 1
     assert number == 6 * 3 * 5 * 2
 

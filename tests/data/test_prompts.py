@@ -15,7 +15,6 @@ from rlft.data.arithmetic import Arithmetic
 from rlft.data.prompts import (
     CHUNK,
     CHUNK_CHARACTERS,
-    NO_TEMPLATE_NOTE,
     chunked,
     fingerprinted,
     permutation,
@@ -56,7 +55,7 @@ def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer)
     a, b, c = (len(p.token_ids) for p in found.prompts)
     assert (b - a, c - b) == (2, 4)
     assert (found.lengths.shortest, found.lengths.median, found.lengths.longest) == (a, b, c)
-    assert (found.num_dropped, found.note) == (0, None)
+    assert (found.num_dropped, found.notes) == (0, ())
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted(tokenizer) -> None:
@@ -96,7 +95,7 @@ def test_without_a_chat_template_the_plain_texts_are_used() -> None:
     plain.chat_template = None
     chat = Prompt(id="a", messages=({"role": "system", "content": "12"}, {"role": "user", "content": "34"}), answer="1")
     found = scan([chat], plain, 100, "drop", Split.train)
-    assert found.note == NO_TEMPLATE_NOTE
+    assert found.notes == ()
     assert found.prompts[0].token_ids == tuple(plain("12\n\n34")["input_ids"])
 
 
@@ -121,7 +120,7 @@ def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tok
     talk = Prompt(id="a", messages=tuple({"role": r, "content": c} for r, c in turns), answer="1")
     found = scan([talk], tokenizer, 100, "drop", Split.train, style="raw")
     assert found.prompts[0].token_ids == tuple(tokenizer("1\n\n2\n\n3\n\n4")["input_ids"])
-    assert found.note is None
+    assert found.notes == ()
     assert scan([talk], tokenizer, 100, "drop", Split.train, style="chat").fingerprint != found.fingerprint
     plain = AutoTokenizer.from_pretrained(TINY)
     plain.chat_template = None

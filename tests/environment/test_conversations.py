@@ -264,8 +264,8 @@ def test_a_malformed_call_is_answered_with_the_error(converse: Converse) -> None
     assert [c.cause for c in answers] == ["malformed"] * 6
     assert "not valid JSON" in answers[0].answer
     assert answers[1].answer == "Error: there is no tool 'subtract'; the tools are add"
-    assert answers[2].answer == "Error: add: missing a required argument: 'b'"
-    assert "unexpected keyword argument 'c'" in answers[3].answer
+    assert answers[2].answer == "Error: add: 'b' is a required property"
+    assert answers[3].answer == "Error: add: Additional properties are not allowed ('c' was unexpected)"
     assert "no JSON object" in answers[4].answer
     assert "names no tool" in answers[5].answer
 

@@ -76,7 +76,7 @@ def test_errors_are_answers_with_a_cause(pool: EnvironmentPool) -> None:
     malformed, raised = Cause.malformed, Cause.raised
     assert causes == [malformed, malformed, malformed, raised, None, None, raised, raised]
     assert texts(replies)[0] == "Error: there is no tool 'subtract'; the tools are add, say, pids, misbehave"
-    assert texts(replies)[1] == "Error: add: 'two' is not of type 'integer'"
+    assert texts(replies)[1] == "Error: add: number: 'two' is not of type 'integer'"
     assert texts(replies)[2] == "Error: add: 'number' is a required property"
     assert "misbehave" in texts(replies)[3]
     assert texts(replies)[4] == "x" * 400 + " [cut: 600 more characters]"

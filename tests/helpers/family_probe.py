@@ -55,7 +55,7 @@ DATA = PromptSet(
     num_dropped=0,
     lengths=LengthSummary(shortest=6, median=13, longest=20),
     fingerprint="",
-    note=None,
+    notes=(),
 )
 
 

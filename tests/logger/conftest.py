@@ -1,11 +1,12 @@
 """Runs, steps and evaluations made up for the loggers' tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rlft.logger.interface import RunInfo, StepRecord
+from rlft.system import interrupt
 from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
 
 
@@ -57,3 +58,10 @@ def make_evaluation() -> Callable[..., Evaluation]:
         )
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def goes_on() -> Iterator[None]:
+    """A call that was given up makes the process end soon after its command; this one has more tests to do."""
+    yield
+    interrupt._ends_soon = False

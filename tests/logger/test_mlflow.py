@@ -1,11 +1,13 @@
 """MLflow on a database file, read back by its own client, and servers that do not answer."""
 
 import math
+import random
 import socket
 import time
 from dataclasses import replace
 
 import pytest
+from in_one_test import each
 
 from rlft.logger.mlflow import Mlflow
 
@@ -111,7 +113,7 @@ def test_a_run_that_is_deleted_meanwhile_stops_nothing(start, runs, client, make
     told = capsys.readouterr().err.splitlines()[1:]
     assert len(told) == 1
     assert told[0].startswith("mlflow: stopped logging at step 2 (MlflowException: ")
-    assert told[0].endswith("); training goes on")
+    assert told[0].endswith(f"); training goes on. What to do: {logger.remedy}")
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -125,4 +127,38 @@ def test_a_server_that_does_not_answer_costs_its_time_limit(listens, start, make
         logger.step(make_step(1))
         logger.finish("finished")
         assert time.monotonic() - begun < 30  # MLflow's own limits are minutes
-    assert "mlflow: could not start (TimeoutError: no answer in 1 s); going on without it" in capsys.readouterr().err
+    told = "mlflow: could not start (TimeoutError: no answer in 1 s); going on without it. What to do: "
+    assert capsys.readouterr().err.startswith(told)
+
+
+PARTS = ("a", " ", "'", '"', "\n", "\t", "%", "_", "`", "\\", "🎉", "é", "=", "OR", "';--", "{}", "-" * 60)
+
+
+def test_a_run_of_any_name_is_found_again_and_no_other_is(start, runs, make_run, tmp_path, capsys):
+    """Forty names of random parts, each twice at the same time in folders of their own."""
+    random_numbers, found = random.Random(11), {}
+    for case in range(40):
+        name = "".join(random_numbers.choices(PARTS, k=random_numbers.randint(1, 8)))
+        folders = [tmp_path / f"{case} {twin}" for twin in ("a", "b")]
+        for folder in (*folders, *folders):  # begun, then resumed
+            logger = start(replace(make_run(folder=folder), name=name))
+            assert logger.run is not None, (name, capsys.readouterr().err)
+            assert found.setdefault(folder, logger.run) == logger.run, name
+            logger.run = None
+    assert len(set(found.values())) == len(runs()) == 80
+    assert all(line.startswith("mlflow: run ") for line in capsys.readouterr().err.splitlines()), "a line each"
+
+
+@each("typed", [None, "typed"])
+@each("in_environment", [None, "it's of the environment"])
+def test_the_experiment_of_the_environment_counts_where_no_key_is_typed(
+    typed, in_environment, store, client, make_run, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    if in_environment is not None:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", in_environment)
+    logger = Mlflow(tracking_uri=store, experiment=typed, seconds=PATIENT)
+    logger.start(make_run(folder=tmp_path / f"{typed} {in_environment}"))
+    experiment = client.get_experiment_by_name(typed or in_environment or "rlft")
+    assert logger.run in [run.info.run_id for run in client.search_runs([experiment.experiment_id])]
+    monkeypatch.undo()

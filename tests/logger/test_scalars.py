@@ -1,14 +1,25 @@
 """What the loggers of trackers share: what is sent, what is not sent twice, and that trouble never stops a run."""
 
+import itertools
+import signal
 import subprocess
 import sys
 import time
+from asyncio import CancelledError
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 import pytest
+from in_one_test import each
 
+from rlft.config.compose import compose
+from rlft.config.instantiate import instantiate
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of
+from rlft.system import interrupt
+from rlft.system.disk import DiskError
+from rlft.system.process import signals
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
@@ -19,10 +30,14 @@ class Tracker(ScalarLogger):
 
     package = "json"
 
+    remedy = "look into the list"
+
     before: dict[str, int]
     fails: str = ""
     hangs: str = ""
-    seconds: float | None = None
+    error: BaseException | None = None
+    before_failing: Any = lambda: None
+    seconds: float = 60.0
 
     def open(self, run):
         self.calls = []
@@ -38,6 +53,7 @@ class Tracker(ScalarLogger):
         self.calls.append(status)
 
     def logged(self):
+        self._do("logged")
         return self.before
 
     def flush(self):
@@ -45,13 +61,16 @@ class Tracker(ScalarLogger):
         self.calls.append("flush")
 
     def renamed(self, metric):
+        self._do("renamed")
         return metric.replace("@", "_")
 
     def _do(self, what):
+        if what in (self.hangs, self.fails):
+            self.before_failing()
         if what == self.hangs:
             time.sleep(5)
         if what == self.fails:
-            raise ValueError("broken\nin two lines")
+            raise self.error
 
 
 def play(logger, make_run, make_step, make_evaluation):
@@ -81,19 +100,137 @@ def test_what_the_tracker_has_of_a_metric_is_not_sent_again(make_run, make_step,
     assert calls == [(3, {"reward/mean": 3.5}), (3, evaluated), "flush", "finished"]
 
 
-@pytest.mark.parametrize(
-    ("fails", "told", "sent"),
-    [
-        ("open", "could not start (ValueError: broken); going on without it", 0),
-        ("send", "stopped logging at step 1 (ValueError: broken); training goes on", 0),
-        ("flush", "stopped logging (ValueError: broken); training goes on", 4),
-        ("close", "could not close the run (ValueError: broken); the run's own files are complete", 5),
-    ],
+class Unspeakable(Exception):
+    """An error that cannot even say what it is."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+RAISED = (
+    ValueError("broken\n  in two lines"),
+    OSError(113, "No route to host"),
+    TimeoutError(),
+    MemoryError(),
+    StopIteration(),
+    ConnectionResetError("gone"),
+    ImportError("no such module"),
+    AssertionError(),
+    RecursionError("too deep"),
+    SystemExit(1),
+    SystemExit(),
+    GeneratorExit(),
+    CancelledError(),
+    KeyboardInterrupt(),
+    BaseExceptionGroup("two", [ValueError(1), SystemExit(2)]),
+    Unspeakable(),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+    ValueError("x" * 5000),
+    ValueError("\ud800"),
+    DiskError(28, None),
+    UserError("wandb", "is no project", remedy="rename it"),
 )
-def test_a_failure_is_told_once_and_stops_nothing(fails, told, sent, make_run, make_step, make_evaluation, capsys):
-    calls = play(Tracker(before={}, fails=fails), make_run, make_step, make_evaluation)
-    assert len(calls) == sent
-    assert capsys.readouterr().err.splitlines()[fails != "open" :] == [f"json: {told}"]
+"""Errors of every kind, also those that only BaseException catches; no signal has come, so none is the user's."""
+STAGES = {
+    "open": ("could not start", "going on without it", 0),
+    "logged": ("could not start", "going on without it", 0),
+    "renamed": ("stopped logging at step 1", "training goes on", 0),
+    "send": ("stopped logging at step 1", "training goes on", 0),
+    "flush": ("stopped logging", "training goes on", 4),
+    "close": ("could not close the run", "the run's own files are complete", 5),
+}
+"""{where it fails: what is told, how it goes on, how many calls came through}."""
+
+
+@each(("stage", "error"), itertools.product(STAGES, RAISED))
+def test_whatever_a_library_raises_is_told_once_and_stops_nothing(
+    stage, error, make_run, make_step, make_evaluation, capsys
+):
+    tracker = Tracker(before={}, fails=stage, error=error)
+    assert len(play(tracker, make_run, make_step, make_evaluation)) == STAGES[stage][2]
+    assert tracker.run is None
+    problem, consequence, _ = STAGES[stage]
+    (told,) = capsys.readouterr().err.splitlines()[problem != "could not start" :]
+    assert told.startswith(f"json: {problem} ({type(error).__name__}")
+    assert told.endswith(f"); {consequence}. What to do: {Tracker.remedy}")
+    assert len(told) < 500
+
+
+def test_an_error_is_told_in_one_line_with_all_that_it_says_first(make_run, make_step, make_evaluation, capsys):
+    play(Tracker(before={}, fails="open", error=RAISED[0]), make_run, make_step, make_evaluation)
+    told = (
+        "json: could not start (ValueError: broken in two lines); going on without it. What to do: look into the list\n"
+    )
+    assert capsys.readouterr().err == told
+
+
+@each("stage", STAGES)
+@each("hangs", (False, True))
+def test_only_the_users_signal_passes(stage, hangs, make_run, make_step, make_evaluation):
+    """A Ctrl-C while the library is called, which it may turn into another error or hang in."""
+    tracker = Tracker(before={}, fails="" if hangs else stage, hangs=stage if hangs else "", error=ValueError())
+    tracker.before_failing = lambda: signal.raise_signal(signal.SIGINT)
+    tracker.call = lambda call, *arguments: call(*arguments)  # in this thread, where the signal is delivered
+    handler = signal.signal(signal.SIGINT, interrupting)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play(tracker, make_run, make_step, make_evaluation)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+class Failing:
+    """A library, a client or a run of which whatever is touched raises this."""
+
+    def __init__(self, error):
+        self.__dict__["error"] = error
+
+    def __getattr__(self, name):
+        raise self.error
+
+
+def trackers():
+    """{its name: a function that makes it}, with the values of its YAML."""
+    for name in ("wandb", "mlflow", "tensorboard", "trackio"):
+        (section,) = compose([f"logger={name}"])["logger"].values()
+        yield name, partial(instantiate, section, f"logger.{name}")
+
+
+@each(
+    ("tracker", "stage", "error"), itertools.product(trackers(), ("import", "open", "send", "flush", "close"), RAISED)
+)
+def test_no_tracker_stops_a_run_whatever_its_library_raises(
+    tracker, stage, error, make_run, make_step, capsys, monkeypatch
+):
+    name, make = tracker
+    logger = make()
+    failing = Failing(error)
+    if stage in ("import", "open"):
+        library = property(lambda self: failing.anything if stage == "import" else failing)
+        monkeypatch.setattr(type(logger), "library", library)
+        monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: failing.anything)
+        logger.start(make_run())
+    else:
+        logger.run = logger.client = failing
+    if stage == "send":
+        logger.step(make_step(1))
+    if stage == "flush":
+        logger.stage("checkpoint")
+    logger.step(make_step(2))
+    logger.finish("finished")
+    monkeypatch.undo()
+    assert logger.run is None
+    told = capsys.readouterr().err.splitlines()
+    assert told, "it is told"
+    assert told[-1].startswith(f"{name}: ")
+    assert told[-1].endswith(f"What to do: {logger.remedy}")
+    assert f"leave {name} out of logger=[...]" in logger.remedy
+    assert sum(type(error).__name__ in line for line in told) == 1
+
+
+def interrupting(number, frame):
+    signals.note(number, frame)
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("hangs", ["open", "send", "close"])
@@ -102,6 +239,7 @@ def test_every_wait_has_a_limit(hangs, make_run, make_step, make_evaluation, cap
     play(Tracker(before={}, hangs=hangs, seconds=0.2), make_run, make_step, make_evaluation)
     assert time.monotonic() - begun < 4  # of the 5 s that it would take
     assert capsys.readouterr().err.count("(TimeoutError: no answer in 0.2 s)") == 1
+    assert interrupt._ends_soon, "the process ends even if the library's threads never do"
 
 
 def test_a_name_is_made_up_once_for_each_run(make_run, tmp_path):

@@ -39,7 +39,7 @@ PROMPTS = PromptSet(
     num_dropped=0,
     lengths=LengthSummary(shortest=9, median=13, longest=17),
     fingerprint="",
-    note=None,
+    notes=(),
 )
 
 

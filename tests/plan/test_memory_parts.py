@@ -195,7 +195,7 @@ def test_what_is_counted_of_a_second_pass_through_the_head_is_what_is_alive_at_m
 GIB = 2**30
 MODEL = ModelSizes(
     parameters=7_600_000_000, base_bytes=15_200_000_000, itemsize=2, lora=0, adapted=0, adapter=None,
-    key_size=2 * 4 * 128 * 28, packed=True, kernels=None, linear=6_500_000_000,
+    key_size=2 * 4 * 128 * 28, padded="", kernels=None, linear=6_500_000_000,
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
     modules=LayerModules(),
 )  # fmt: skip
@@ -224,7 +224,7 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     )  # fmt: skip
     [part] = teachers_pass(demand)
     assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 384 * 152_064 * 8, When.annotating)
-    padded = replace(IN_VLLM, share=None, model=replace(MODEL, packed=False))
+    padded = replace(IN_VLLM, share=None, model=replace(MODEL, padded="why"))
     [part] = teachers_pass(replace(demand, token_budget=2000, teacher=padded))
     assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
     assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []

@@ -1,10 +1,12 @@
+import random
 from dataclasses import replace
 
 import pytest
 from in_one_test import each
-from reward_groups import TAGGED
+from reward_groups import TAGGED, make_group
 
-from rlft.reward.choice import Choice, ReferenceIs, choices_of
+from rlft.reward.choice import Choice, ReferenceIs
+from rlft.tokens.options import letters, options_of
 
 CITIES = ["Rome", "Paris", "New York", "18"]
 
@@ -153,7 +155,7 @@ def test_a_text_that_two_choices_share_names_neither(group):
     assert choice(choices_field="choices")(made) == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("reference", ["E", "Berlin", "A, B"])
+@pytest.mark.parametrize("reference", ["E", "Berlin", "A or B"])
 def test_a_reference_that_is_no_choice_is_an_error_not_a_zero(group, reference):
     made = with_choices(group(["<answer>A</answer>"], answer=reference), CITIES)
     with pytest.raises(ValueError, match=r"of prompt 'p0' is not one of its choices A, B, C, D"):
@@ -175,7 +177,7 @@ def test_a_prompt_without_the_field_is_an_error_not_a_zero(group):
     ],
 )
 def test_the_shapes_in_which_data_sets_hold_choices(value):
-    assert choices_of(value) == {"A": "Rome", "B": "Paris"}
+    assert options_of(value) == {"A": "Rome", "B": "Paris"}
 
 
 def test_choices_may_have_numbers(group):
@@ -222,7 +224,6 @@ def test_numbered_choices_are_named_by_their_numbers(group):
         None,
         "Rome",
         [],
-        ["x"] * 27,
         {"first": "Rome"},
         {"label": ["A"], "text": ["Rome", "Paris"]},
         {"label": ["A", "A"], "text": ["Rome", "Paris"]},
@@ -231,4 +232,112 @@ def test_numbered_choices_are_named_by_their_numbers(group):
 )
 def test_choices_of_another_shape_are_an_error(value):
     with pytest.raises(ValueError, match="choices must be a list of strings or a mapping from letters to strings"):
-        choices_of(value)
+        options_of(value)
+
+
+TEXTS = ["New York", "Salt and pepper", "18", "Paris, France", "Oslo", "The Hague", "2.5", "Rome"]
+LABELS = {
+    "letters": list("ABCDEFGH"),
+    "small": list("abcdefgh"),
+    "numbers": list("12345678"),
+    "from 0": list("01234567"),
+}
+"""Labels of up to eight options; with numbers an option's text is no number."""
+PREFIXES = ["", "({}) ", "{}) ", "{}. ", "{}: ", "[{}] ", "**{}.** ", "({})"]
+WAYS = [
+    "{}",
+    "({})",
+    "{}.",
+    "{})",
+    "**{}**",
+    r"\text{{{}}}",
+    r"\boxed{{{}}}",
+    "Option {}",
+    "The answer is {}.",
+    "Answer: ({})",
+]
+SEVERAL = [", ", " and ", "; ", " ", " & ", "\n", ","]
+AROUND = ["{}", "[{}]", "**{}**", r"\boxed{{{}}}", "The answers are {}.", "Answer: {}", "Options {}"]
+
+
+def options(rng: random.Random, number: int | None = None) -> tuple[list[str], list[str], object]:
+    """(labels, texts, the same in one of the shapes of data sets)."""
+    kind = rng.choice(list(LABELS))
+    number = number or rng.randint(2, 8)
+    texts = rng.sample([text for text in TEXTS if kind in ("letters", "small") or text.isalpha() or " " in text], 5)[
+        :number
+    ]
+    texts += [f"city {n}" for n in range(len(texts), number)]
+    labels = LABELS[kind][:number] if number <= 8 else letters(number)
+    prefix = rng.choice(PREFIXES)
+    shown = [prefix.format(label) + text for label, text in zip(labels, texts, strict=True)]
+    shapes: list[object] = [
+        {"label": labels, "text": shown},
+        dict(zip(labels, shown, strict=True)),
+        [{"label": label, "text": text} for label, text in zip(labels, shown, strict=True)],
+        {"label": [f"({label})" for label in labels], "text": shown},
+    ]
+    if prefix or labels[0] == "A":
+        shapes += [shown, tuple(shown), repr(shown)]
+    if labels[0].isdecimal() and not prefix:
+        shapes.append({"label": list(map(int, labels)), "text": shown})
+    return labels, texts, rng.choice(shapes)
+
+
+def scored(answer: str, references: list[str], value: object, **keys) -> float:
+    group = make_group([f"<answer>{answer}</answer>"], answer=references[0])
+    prompt = replace(group.prompt, other_answers=tuple(references[1:]), metadata={"choices": value})
+    [score] = choice(choices_field="choices", **keys)(replace(group, prompt=prompt))
+    return score
+
+
+def test_one_right_choice_in_every_shape_of_options_and_every_way_of_saying_it():
+    rng = random.Random(0)
+    for _ in range(600):
+        labels, texts, value = options(rng, rng.choice([None, None, 30]))
+        right, other = rng.sample(range(len(labels)), 2)
+        by_place = [({"reference_is": "number"}, str(right + 1)), ({"reference_is": "index"}, str(right))]
+        keys, reference = rng.choice([({}, labels[right]), ({}, texts[right]), *by_place])
+        keys = {name: ReferenceIs(kind) for name, kind in keys.items()}
+        way = rng.choice(WAYS)
+        for place in (right, other):
+            for said in (way.format(labels[place]), texts[place], f"{labels[place]}. {texts[place]}"):
+                assert scored(said, [reference], value, **keys) == float(place == right), (said, reference, value)
+        both = f"{labels[right]}, {labels[other]}"
+        assert scored(both, [reference], value, **keys) == 0, (both, reference, value)
+
+
+def test_several_right_choices_are_all_of_them_and_only_them_in_any_order():
+    rng = random.Random(1)
+    for _ in range(80):
+        labels, texts, value = options(rng, rng.randint(4, 8))
+        right = rng.sample(range(len(labels)), rng.randint(2, len(labels) - 1))
+        missing, added = right[1:], [*right, next(n for n in range(len(labels)) if n not in right)]
+        reference = [labels[n] for n in right]
+        reference = rng.choice([reference, [", ".join(reference)], [repr(reference)], [texts[n] for n in right]])
+        between, around = rng.choice(SEVERAL), rng.choice(AROUND)
+        for places in (right, rng.sample(right, len(right)), missing, added):
+            expected = float(set(places) == set(right))
+            said = [labels[n] for n in places]
+            whole = [f"{labels[n]}. {texts[n]}" for n in places]
+            ways = [around.format(between.join(said)), "".join(f"({label})" for label in said), "".join(said),
+                    "; ".join(texts[n] for n in places), ", ".join(whole)]  # fmt: skip
+            for way in ways:
+                assert scored(way, reference, value) == expected, (way, reference, value)
+        assert scored(labels[right[0]], reference, value) == 0
+
+
+@each(
+    ("texts", "kept"),
+    [
+        (["A. Smith", "J. Jones"], ["A. Smith", "J. Jones"]),  # initials
+        (["1.5", "2.5"], ["1.5", "2.5"]),
+        (["(x) + 1", "(y) + 1"], ["(x) + 1", "(y) + 1"]),
+        (["12:30", "1:20"], ["12:30", "1:20"]),
+        (["A. Rome", "Paris"], ["A. Rome", "Paris"]),
+        (["A. Rome", None, "B. Oslo"], ["Rome", "Oslo"]),  # what tables fill
+        (["J. Jones", None], ["J. Jones"]),
+    ],
+)
+def test_what_only_looks_like_a_label_stays(texts, kept):
+    assert list(options_of(texts).values()) == kept

@@ -60,7 +60,8 @@ def scores(group, programs, tests, **keys):
         ("```python\na\n```python\nb\n```", "b\n"),
         ("```python\na\n```\n```python\nb", "a\n"),
         (fence("x = '''\n ```\n'''"), "x = '''\n ```\n'''\n"),
-        ("```python\na", None),
+        ("```python\na", "a\n"),  # such as before a stop string
+        ("```\na\n```\n```python\nb", "a\n"),
         (fence("a", "{.python}"), "a\n"),
         (fence("a", "{.python .numberLines}"), "a\n"),
         (fence("a", "python title=add.py"), "a\n"),
@@ -75,7 +76,7 @@ def scores(group, programs, tests, **keys):
         ("", None),
     ],
 )
-def test_the_last_closed_block_of_python_is_the_program(text, program):
+def test_the_last_block_of_python_is_the_program(text, program):
     assert reward().extract(text) == program
 
 

@@ -44,7 +44,11 @@ def times(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
                 for a, b in itertools.product(half, half):
                     yield text + a, text + b, True
                 yield text + half[0], text + other[3], False
+                yield f"{text}{half[3]} to 11{other[2]}", f"{text} {half[0]} to 11 {other[1]}", True
+                yield f"{text}{half[3]} to 11{other[2]}", f"{text} {half[0]} to 11 {half[1]}", False
                 yield text + half[1], computed(parts, ":") or "0.5", False
+            yield f"{text} to 12:30", f"{text}–12:30", True
+            yield f"{text} to 12:30", f"{text}–12:31", False
 
 
 def ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:

@@ -14,7 +14,7 @@ from answer_cases import SUPERSCRIPTS, ZEROS, in_script, sampled, wrong_of
 SEED = 51
 
 # -- values ------------------------------------------------------------------------------------------------------------
-SEPARATORS = (",", r"\,", r"\;", r"\:", r"\ ", "~", "{,}", " ", "\u2009", "\u202f", "\xa0", r"\!,\!"[:2] + ",")
+SEPARATORS = (",", r"\,", r"\;", r"\:", r"\ ", "~", "{,}", " ", "\u2009", "\u202f", "\xa0", r"\!,")
 TIMES = (r"\times", r" \times ", "*", " * ", "×", " × ", "·", "⋅", r"\cdot ", " x ", "x")
 
 
@@ -28,6 +28,8 @@ def of_value(value: Fraction) -> list[str]:
     forms = [digits, digits + ".0", *(digits.translate(in_script(zero)) for zero in ZEROS)]
     if len(digits) > 3:
         forms += [f"{int(digits):,}".replace(",", separator) for separator in SEPARATORS]
+        forms += [f"{int(digits) / 1000!r}{glue}thousand" for glue in (" ", r"\ ", "\xa0")]
+        forms.append(rf"{int(digits) / 10**6!r}\text{{ million}}" if int(digits) > 10**5 else digits)
     if len(digits) > 4:
         forms += scientific(digits)
     signs = ("-", "−", "–", "－", "- ") if sign else ("", "+")
@@ -180,7 +182,8 @@ def units(rng: random.Random) -> list[Unit]:
     ]
 
 
-MONEY = {"dollar": ("${}", r"\${}", "USD {}", "{}$", r"\$ {}", r"\text{{\$}}{}"), "euro": ("€{}", "{} €", "{}€"),
+MONEY = {"dollar": ("${}", "US${}", r"\${}", "USD {}", "{}$", r"\$ {}", r"\text{{\$}}{}"),
+         "euro": ("€{}", "{} €", "{}€"),
          "pound": ("£{}",), "yen": ("¥{}",), "cent": ("{}¢", "{} cents")}  # fmt: skip
 
 

@@ -247,7 +247,7 @@ def prompt_of(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> 
 def learned(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstration) -> tuple[list[int], int, str | None]:
     """(the ids of a demonstration, the number of those that are given, the note)."""
     found = scan_demonstrations([demonstration], tokenizer, PROMPTS, 4000, Split.train)
-    return found.texts[0].ids.tolist(), found.texts[0].num_given, found.note
+    return found.texts[0].ids.tolist(), found.texts[0].num_given, "; ".join(found.notes) or None
 
 
 def specials(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, checkpoints, files_of
+from run_folders import check_same, checkpoints, files_of, metrics
 from run_processes import Ended, Nursery
 
 from rlft.runs import run_folder
@@ -146,14 +146,15 @@ def test_changed_data_texts_and_base_are_refused_and_put_back_they_are_taken(
         ("train.jsonl", "What is 12 + 7?", "What is 12 + 8?", "data.path", "training data"),
         ("held_out.jsonl", '"40"', '"41"', "data.path", "held-out data"),
         ("texts.jsonl", "50+7=57", "50+7=58", "pretrain.path", "pretraining text"),
-        ("base/config.json", "10000.0", "10001.0", "model.path", "base"),
+        ("base/config.json", "10000.0", "10001.0", "model.path", "base changed since the run began: its config.json"),
     ):
         file = tmp_path / name
         text = file.read_text()
         assert text.count(old) == 1
         file.write_text(text.replace(old, new))
         done = rough.run("resume", "run", cwd=tmp_path)
-        refused(done, f"{key}: the {noun} changed since the run began (fingerprint ")
+        words = noun if "changed" in noun else f"{noun} changed since the run began (fingerprint"
+        refused(done, f"{key}: the {words}")
         file.write_text(text)
     assert files_of(tmp_path / "run") == before
     rough.run("resume", "run", cwd=tmp_path, ends=0)
@@ -239,3 +240,44 @@ def test_a_changed_adapter_folder_is_refused(
     refused(done, "snapshot.reference: the adapter in that folder changed since the run began (fingerprint ")
     weights.write_bytes(before)
     assert rough.run("resume", "run", cwd=tmp_path).code == 0
+
+
+SHORT = ("model.device=cpu", "lora.rank=2", "logger=[jsonl]", "eval.every=0", "trainer.warmup=1")
+SCHEDULED = {
+    "sft linear": ("sft", "+recipe=sft_arithmetic", "examples_per_step=4", "steps=2"),
+    "sft cosine": ("sft", "+recipe=sft_arithmetic", "examples_per_step=4", "steps=2"),
+    "rm cosine": ("rm", "+recipe=rm_arithmetic", "rankings_per_step=4", "steps=2"),
+    "train cosine": (
+        "train", "+recipe=grpo_arithmetic", "steps=2", "prompts_per_step=2", "group_size=2", "generation.max_tokens=8",
+        "data.size=16", "data.held_out_size=4", "scoring.workers=0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SCHEDULED)
+def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case: str, rough: Nursery, tmp_path: Path) -> None:
+    """With more steps the learning rates of the steps that are done would have been others: a new run begins."""
+    words = (*SCHEDULED[case], *SHORT, f"trainer.schedule={case.partition(' ')[2]}")
+    assert rough.run(*words, "hydra.run.dir=run", cwd=tmp_path).code == 0
+    before = files_of(tmp_path / "run")
+    for changed, last in ((["steps=3"], 3), ([], 4)):
+        done = rough.run("resume", "run", *changed, cwd=tmp_path)
+        refused(done, "resume: ", "start a new run from its newest checkpoint")
+        remedy = done.err.partition("rlft resume run/checkpoints/")[2].partition(")")[0].strip()
+        again = rough.run("resume", *f"run/checkpoints/{remedy}".split(), f"hydra.run.dir={last}", cwd=tmp_path)
+        assert again.code == 0, again.err
+        assert [line["step"] for line in metrics(tmp_path / str(last))] == list(range(1, last + 1))
+    assert files_of(tmp_path / "run") == before
+
+
+def test_more_steps_of_a_schedule_that_ends_are_refused_with_the_command_that_goes_on(
+    rough: Nursery, stopped: Path
+) -> None:
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace("schedule: constant", "schedule: cosine"))
+    done = rough.run("resume", "run", "steps=9", cwd=stopped.parent)
+    command = "or start a new run from its newest checkpoint: rlft resume run/checkpoints/step_000004 steps=9"
+    refused(done, "resume: the config differs from the run's (steps: 5 -> 9); ", command)
+    done = rough.run("resume", "run", "steps=9", "trainer.lr=0.5", cwd=stopped.parent)
+    refused(done, "resume: the config differs from the run's (steps: 5 -> 9; trainer.lr: ", "or start a new run\n")

@@ -14,7 +14,7 @@ from rlft.commands.audit.findings import Findings
 from rlft.commands.doctor.command import print_rows
 from rlft.commands.launch import import_libraries, resolve_in
 from rlft.config.compose import USUAL
-from rlft.runs import run_folder, run_status
+from rlft.runs import changed_since, run_folder, run_status
 from rlft.runs.config_file import CONFIG
 from rlft.runs.find import one_run
 from rlft.runs.run_folder import ORIGIN
@@ -91,6 +91,8 @@ def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> 
     config = run_folder.read(folder, "run")
     run = Audited(folder=folder, config=config, lines=read_chain(folder, findings), findings=findings)
     check_files(run)
+    if libraries := changed_since.other_libraries(folder):
+        findings.leave_open("libraries", libraries)
     if not (recompute or replay):
         return
     make_importable(None)

@@ -14,6 +14,7 @@ from rlft.commands.audit.findings import steps_text
 from rlft.data.prompts import prompts_for_step
 from rlft.generation.stops import shown_texts
 from rlft.logger.jsonl import completion_of, number, rollout_file
+from rlft.model import identity
 from rlft.model.backbone import load_tokenizer
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.http import ServerKeys
@@ -42,7 +43,18 @@ def check_inputs(run: Audited, plan: Plan) -> bool:
     """Compares data, base and adapters as they are now with those of the run's last step: whether all are the same."""
     same = True
     parts = run.lines[run.last]["sha256"]
+    models = identity.models_in(plan.fingerprints)
+    recorded = {f"{what}{identity.SUFFIX}": digest for what, digest in parts.items()}
+    for what in models:
+        noun, key, _ = named_input(what)
+        changed = identity.differing(recorded, plan.fingerprints, what)
+        with run.findings.checking(noun, f"as in the run, {identity.described(plan.fingerprints, recorded, what)}"):
+            if changed:
+                same = False
+                run.findings.differ(noun, f"{key} has other {changed.both}, step {run.last}")
     for name, now in plan.fingerprints.items():
+        if identity.are_of_a_model(name, models):
+            continue
         what = name.removesuffix("_fingerprint")
         noun, key, _ = named_input(what)
         before = parts.get(what)

@@ -67,7 +67,10 @@ def replayed(run: Audited, plan: Any, step: int) -> tuple[Mapping[str, Any], Map
     stop = OneStep()
     rollouts = [logger for logger in plan.loggers if isinstance(logger, Rollouts)]
     config = replace(plan.config, checkpoint=replace(plan.config.checkpoint, on_signal="step"))
-    plan = replace(fit_to_device(plan), config=config, loggers=(*rollouts, stop))
+    # What was recorded of the inputs, which are the same: older rlft recorded less.
+    parts = run.lines[step]["sha256"]
+    recorded = {n: parts[what] for n in plan.fingerprints if (what := n.removesuffix("_fingerprint")) in parts}
+    plan = replace(fit_to_device(plan), config=config, loggers=(*rollouts, stop), fingerprints=recorded)
     with owned_folder() as folder, Engines() as engines:
         shutil.copyfile(run.folder / CONFIG, folder / CONFIG)
         if step > 1:

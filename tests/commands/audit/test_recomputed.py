@@ -63,7 +63,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
 INPUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "data in another order": (reversed_data, "training data: data.path has the fingerprint"),
     "an answer in the data": (edited("../data.jsonl", 3, key_set(answer="0")), "data.path has the fingerprint"),
-    "a bit of the base": (flipped, "base: model.path has the fingerprint"),
+    "a bit of the base": (flipped, "base: model.path has other weights ("),
 }
 
 

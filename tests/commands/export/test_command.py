@@ -316,7 +316,8 @@ def test_another_base_is_refused(
     place = policy_run(f"model.path={base}")
     change_config(base, rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
     message = refusal(place, str(tmp_path / "out"), kind, None)
-    assert message.startswith(f"model.path: is not the base this run was trained on, got {base}; leave it as it was")
+    assert message.startswith("model.path: is not the base this run was trained on: it has other files (")
+    assert f"), got {base}; leave it as it was" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -289,7 +289,7 @@ def test_merged_weights_need_no_slot_for_adapters_and_are_gone_after_an_interrup
 # -- what it takes ---------------------------------------------------------------------------------------------------
 MODEL = ModelSizes(
     parameters=7_600_000_000, base_bytes=15_200_000_000, itemsize=2, lora=40_000_000, adapted=6_500_000_000,
-    adapter=None, key_size=2 * 4 * 128 * 28, packed=True, kernels=None, linear=6_500_000_000,
+    adapter=None, key_size=2 * 4 * 128 * 28, padded="", kernels=None, linear=6_500_000_000,
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
     modules=LayerModules(),
 )  # fmt: skip

@@ -1,0 +1,211 @@
+"""Where answers stand in a text: in a tag, in a box, behind hashes; and the other forms that references have.
+
+Completions are hostile text, so finding tags, boxes and hashes is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from rlft.tokens.reasoning import without_reasoning
+
+WORDS = (
+    *("answer", "result", "solution", "output", "antwort", "ergebnis", "respuesta", "réponse", "risposta", "resposta"),
+    *("ответ", "答案", "答え", "정답"),
+)
+"""What sentences that give an answer call it."""
+NAMES = (
+    *("answer", "final_answer", "final", "result", "solution", "output", "response", "correct_answer", "ground_truth"),
+    *("value", "label", "target", "gold"),
+)
+"""The names of an answer as a tag or in JSON."""
+_TAG = re.compile(rf"(?is)<({'|'.join(NAMES)})>(.*?)</\1>")
+_SENTENCE = re.compile(
+    rf"(?i)(?:^|.*[\W_])(?:{'|'.join(WORDS)})[*_]*\s*(?:(?:is|ist|es|est|è|é)(?![^\W_])|[是为:=：])[\s:：]*(?:[*_]+\s+)?"
+    r"(?:(-?[$€£]?-?[0-9](?:[0-9,.]*[0-9])?)[.!]?\s+[A-Z].*|(\S.*?)[.!。]?\s*)"
+)
+_GOES_ON = re.compile(r"(?:[:：]|\bis)[*_]*$")
+_MARKUP = (
+    *(("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"), ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")),
+    *((r"\text{", "}"), ("<b>", "</b>"), ('"', '"'), ("“", "”")),
+)
+_OPENERS = {opens[0] for opens, _ in _MARKUP}
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+)")
+_BRACKETS = re.compile(r"(.*\S)\s+\(([^()]*)\)")
+MAX_FORMS = 6
+"""How many forms an answer may have around each other, such as a box in a tag."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_HEADING = re.compile(r"[#*_ ]*(?:[^\W\d_]|\([^\W_]{1,4}\) *[^\W\d_]|[0-9]+[.):] *[^\W\d_])")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def tagged(text: str, tag: str) -> Iterator[str]:
+    """The content of each `<tag>...</tag>`; a further opening tag inside a block restarts the block."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = 0
+    while (end := text.find(closing, start)) != -1:
+        begin = text.rfind(opening, start, end)
+        if begin != -1:
+            yield text[begin + len(opening) : end]
+        start = end + len(closing)
+
+
+def boxed(text: str) -> Iterator[str]:
+    r"""The content of each `\boxed{...}` or `\fbox{...}`, with balanced braces; a box never closed does not count."""
+    start = 0
+    while match := _BOX.search(text, start):
+        end = closing_brace(text, match.end())
+        if end is None:
+            return
+        yield text[match.end() : end]
+        start = end + 1
+
+
+def hashed(text: str) -> Iterator[str]:
+    """The text after each `####` on its line, as in GSM8K's own solutions.
+
+    A heading of Markdown (Step 1, 1. Sums) is none: it has text below that leads to a later `####`.
+    """
+    answer, has_text_below = None, False
+    for line in text.splitlines():
+        prefix, marker, rest = line.partition("####")
+        if marker and not prefix.strip():
+            if answer is not None and not (has_text_below and _HEADING.match(answer)):
+                yield answer
+            answer, has_text_below = rest.strip(), False
+        elif line.strip():
+            has_text_below = True
+    if answer is not None:
+        yield answer
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    r"""Where the brace closes that was opened before `start`; None if it never does. `\{` and `\}` are no braces.
+
+    >>> closing_brace(r"\boxed{\{1\}}.", 7)
+    12
+    """
+    depth = 1
+    for brace in _BRACES.finditer(text, start):
+        if len(brace[0]) == 1:
+            depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+# -- references --------------------------------------------------------------------------------------------------------
+def _of_reasoning(text: str) -> list[str]:
+    return [without_reasoning(text)] if any(map(text.__contains__, "<[◁")) else []
+
+
+def _of_json(text: str) -> list[str]:
+    """The answers in a list, or under the name of an answer in an object, or a text in quotes, as JSON or Python."""
+    value: Any = None
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = read(text) if text[:1] in ("[", "{", '"', "'") else None
+            break
+    if isinstance(value, Mapping):
+        value = next((each for name, each in value.items() if str(name).casefold() in NAMES), None)
+    values = value if isinstance(value, list) else [value]
+    is_plain = all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values)
+    return list(map(str, values)) if is_plain else []
+
+
+def _of_tag(text: str) -> list[str]:
+    return [match[2] for match in _TAG.finditer(text)][-1:] if "</" in text else []
+
+
+def _of_hashes(text: str) -> list[str]:
+    return list(hashed(text))[-1:] if "####" in text else []
+
+
+def _of_box(text: str) -> list[str]:
+    return [*(match[1] for match in _BARE_BOX.finditer(text)), *boxed(text)][-1:] if "box" in text else []
+
+
+def _of_sentence(text: str) -> list[str]:
+    """The answer in the last line, or in the last two if the first of these announces it."""
+    if not any(map(text.casefold().__contains__, WORDS)):
+        return []
+    *before, last = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [last, *(f"{line} {last}" for line in before[-1:] if _GOES_ON.search(line))]
+    match = next(filter(None, map(_SENTENCE.fullmatch, lines)), None)
+    return [(match[1] or match[2]).strip("*_")] if match else []
+
+
+def _of_markup(text: str) -> list[str]:
+    """What emphasis, dollar signs or the like stand around all of it; a number without a full stop."""
+    for opens, closes in _MARKUP if text[:1] in _OPENERS else ():
+        inner = text[len(opens) : len(text) - len(closes)]
+        if text.startswith(opens) and text.endswith(closes) and opens not in inner and closes not in inner:
+            return [inner]
+    return [text[:-1]] if text.endswith(".") and text[:-1].replace(",", "").lstrip("-$").isdecimal() else []
+
+
+def _of_brackets(text: str) -> list[str]:
+    match = _BRACKETS.fullmatch(text) if text.endswith(")") else None
+    return [match[1]] if match else []
+
+
+class ReferenceIn(StrEnum):
+    """The form of a reference around its answer."""
+
+    auto = "auto"
+    reasoning = "reasoning"
+    json = "json"
+    tag = "tag"
+    hashes = "hashes"
+    boxed = "boxed"
+    sentence = "sentence"
+    markup = "markup"
+    brackets = "brackets"
+
+
+_READERS: Mapping[ReferenceIn, Callable[[str], list[str]]] = {
+    ReferenceIn.reasoning: _of_reasoning,
+    ReferenceIn.json: _of_json,
+    ReferenceIn.tag: _of_tag,
+    ReferenceIn.hashes: _of_hashes,
+    ReferenceIn.boxed: _of_box,
+    ReferenceIn.markup: _of_markup,
+    ReferenceIn.sentence: _of_sentence,
+    ReferenceIn.brackets: _of_brackets,
+}
+
+
+def answers_in(text: str, form: ReferenceIn) -> list[str]:
+    """The answers in a reference of this form, one but for lists; none if it has another form.
+
+    >>> answers_in("6 * 7 + 4 = 46\\n#### 46", ReferenceIn.hashes), answers_in("46", ReferenceIn.hashes)
+    (['46'], [])
+    """
+    if form is ReferenceIn.auto:
+        return opened(text)[1]
+    found = [answer.strip() for answer in _READERS[form](text.strip())]
+    return found if all(found) and found != [text.strip()] else []
+
+
+def opened(text: str) -> tuple[list[ReferenceIn], list[str]]:
+    """(the forms that a reference has around its answer, from the outermost on; the answers in them).
+
+    >>> opened("So the answer is $46$."), opened("46")
+    (([<ReferenceIn.sentence: 'sentence'>, <ReferenceIn.markup: 'markup'>], ['46']), ([], ['46']))
+    """
+    forms, answers = list[ReferenceIn](), [text.strip()]
+    while len(answers) == 1 and len(forms) < MAX_FORMS and not (answers[0].isascii() and answers[0].isalnum()):
+        found = ((form, inner) for form in _READERS if (inner := answers_in(answers[0], form)))
+        form, inner = next(found, (None, []))
+        if form is None:
+            break
+        forms.append(form)
+        answers = inner
+    return forms, answers

@@ -1,0 +1,178 @@
+"""Every command that goes on from a run refuses a base that is not the run's, by what differs, before weights load."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_one_test import each
+from safetensors.torch import load_file
+
+from rlft import cli
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.model.identity import PARTS
+from rlft.model.roles import Roles
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.find import with_named_runs
+
+SMALL = ("lora.rank=4", "lora.alpha=8", "model.device=cpu", "scoring.workers=0", "generation=transformers", "steps=3",
+         "model.date=2026-11-25", "eval.every=0",
+         "data.size=16", "data.held_out_size=4", "prompts_per_step=4", "group_size=4")  # fmt: skip
+LORA = "lora.rank=4 lora.alpha=8 lora.path"
+USES = {
+    "resume": "resume run steps=4",
+    "fork": "resume run/checkpoints/step_000002 hydra.run.dir=fork",
+    "eval": "eval run=run",
+    "export": "export run=run out=out",
+    "export of the adapter": "export run=run out=out as=adapter",
+    "chat": "chat run=run",
+    "serve": "serve run=run serve.port={port}",
+    "sample": "sample run=run hydra.run.dir=samples",
+    "lora.path": f"train {' '.join(SMALL)} model.path=base hydra.run.dir=new lora.path=run",
+    "reference": f"train {' '.join(SMALL)} model.path=base hydra.run.dir=new algorithm.kl_coef=0.1 "
+    "snapshot.reference=run",
+    "teacher": f"train {' '.join(SMALL)} model.path=base hydra.run.dir=new algorithm=opd snapshot.teacher=run",
+}
+NOTED = ("lora.path", "reference", "teacher")
+"""Uses of an adapter in another run, which may have another chat template and other ends: noted, not refused."""
+
+
+def a_tensor(base: Path) -> None:
+    """Of a base in pytorch_model.bin."""
+    tensors = torch.load(base / "pytorch_model.bin", weights_only=True)
+    tensors["model.layers.1.self_attn.q_proj.weight"] += 1e-3
+    torch.save(tensors, base / "pytorch_model.bin")
+
+
+def edited(file: str, old: str, new: str) -> Callable[[Path], None]:
+    def edit(base: Path) -> None:
+        text = (base / file).read_text()
+        assert old in text
+        (base / file).write_text(text.replace(old, new))
+
+    return edit
+
+
+CHANGES: Mapping[str, Callable[[Path], None]] = {
+    "weights": a_tensor,
+    "template": edited("chat_template.jinja", "<|im_start|>", "<|im_start|> "),
+    "ends": edited("generation_config.json", '"eos_token_id": 2', '"eos_token_id": [2, 1]'),
+    "config": edited("config.json", "10000.0", "10001.0"),
+    "tokenizer": edited("tokenizer_config.json", '"pad_token": "<|endoftext|>"', '"pad_token": "<|im_start|>"'),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `base`, whose weights are a pytorch_model.bin, and `run` on it, with a checkpoint of step 2."""
+    place = tmp_path_factory.mktemp("begun")
+    shutil.copytree(tiny_path, place / "base")
+    torch.save(load_file(place / "base" / "model.safetensors"), place / "base" / "pytorch_model.bin")
+    (place / "base" / "model.safetensors").unlink()
+    return place
+
+
+@pytest.fixture
+def place(
+    begun: Path, tmp_path: Path, make_roles: Callable[..., Roles], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Path]:
+    """The working directory, with base and run as they were."""
+    monkeypatch.chdir(tmp_path)
+    if not (begun / "run").exists():
+        roles = make_roles(noise=0.05)
+        shutil.copytree(begun / "base", tmp_path / "base")
+        plan = resolve(compose([*SMALL, "model.path=base"])).plan()
+        Path("run").mkdir()
+        run_folder.claim(Path("run"), plan.plain, plan.fingerprints, plan.num_steps)
+        saved = Checkpoint(
+            step=2,
+            adapters={"policy": roles.weights("policy")},
+            adapter_config=roles.adapter_config(),
+            optimizer={"nothing": torch.zeros(1)},
+            state={"seed": 0, **plan.fingerprints},
+        )
+        checkpoint.save(Path("run/checkpoints"), saved, keep=1)
+        shutil.move("run", begun / "run")
+
+    def fresh() -> Path:
+        for name in ("base", "run", "out", "fork", "new", "samples"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        for name in ("base", "run"):
+            shutil.copytree(begun / name, tmp_path / name)
+        return tmp_path
+
+    return fresh
+
+
+def refusal_of(use: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = cli.run(USES[use].format(port=port).split())
+    return code, capsys.readouterr().err
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing loads weights."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("rlft.model.backbone.load_model", fail)
+    monkeypatch.setattr("rlft.commands.export.weights.load_float32", fail)
+
+
+QUICK = [(use, [*CHANGES][n % 5]) for n, use in enumerate(USES)]
+ALL = [(use, change) for use in USES for change in CHANGES]
+
+
+def check(use: str, change: str, place: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = place()
+    CHANGES[change](folder / "base")
+    if use in NOTED and change in ("template", "ends"):
+        plan = resolve(with_named_runs(compose(USES[use].split()[1:]))).plan()
+        start = f"{key_of(use)}: the base of its run had other {PARTS[change]} ("
+        assert any(note.startswith(start) for note in plan.notes), plan.notes
+    else:
+        code, told = refusal_of(use, capsys)
+        assert code == 2, told
+        [line] = [line for line in told.splitlines() if line.startswith("rlft: ")]
+        assert line.startswith(f"rlft: {key_of(use)}: "), line
+        assert f" {PARTS[change]} (" in line
+        assert all(f" {PARTS[part]} (" not in line for part in CHANGES if part != change), line
+
+
+def key_of(use: str) -> str:
+    others = {"lora.path": "lora.path", "reference": "snapshot.reference", "teacher": "snapshot.teacher"}
+    return {**others, "sample": "adapter"}.get(use, "model.path")
+
+
+@each("use, change", QUICK)
+def test_every_use_of_a_run_names_what_differs_in_its_base(
+    use: str,
+    change: str,
+    place: Callable[[], Path],
+    capsys: pytest.CaptureFixture[str],
+    unloaded: None,
+) -> None:
+    check(use, change, place, capsys)
+
+
+@pytest.mark.slow
+@each("use, change", [case for case in ALL if case not in QUICK])
+def test_every_use_of_a_run_names_every_difference(
+    use: str,
+    change: str,
+    place: Callable[[], Path],
+    capsys: pytest.CaptureFixture[str],
+    unloaded: None,
+) -> None:
+    check(use, change, place, capsys)

@@ -1,0 +1,148 @@
+"""Arguments of calls against schemas: right ones made from a schema, and wrong ones by one change that it forbids."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from in_one_test import each
+
+from rlft.environment.arguments import Checker
+from rlft.environment.protocol import Malformed
+from rlft.environment.tools import schema_of
+
+WRONG: dict[str, list[Any]] = {
+    "integer": ["1", 1.5, True, None, [1], {}],
+    "number": ["1.5", False, None, []],
+    "string": [1, True, None, ["a"], {}],
+    "boolean": ["true", 0, 1, None],
+    "array": ["[1]", {}, 3, None],
+    "object": ["{}", [], 3, None],
+}
+"""{type: values of another type}; nothing is converted."""
+RIGHT: dict[str, list[Any]] = {
+    "integer": [0, -7, 3.0, 10**20],
+    "number": [1, -2.5],
+    "string": ["", "1"],
+    "boolean": [True],
+}
+
+
+def some_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kind = rng.choice([*RIGHT, *(["array", "object"] if depth < 3 else [])])
+    schema: dict[str, Any] = {"type": kind, "description": "x"}
+    if kind == "array":
+        schema["items"] = some_schema(rng, depth + 1)
+    if kind == "object":
+        names = rng.sample("abcdef", rng.randint(1, 3))
+        schema["properties"] = {name: some_schema(rng, depth + 1) for name in names}
+        schema["required"] = names[: rng.randint(0, len(names))]
+    if kind == "string" and rng.random() < 0.3:
+        schema["enum"] = ["x", "y"]
+    if rng.random() < 0.2:
+        schema["nullable"] = True  # as transformers writes Optional
+    return schema
+
+
+def right_values(schema: dict[str, Any], rng: random.Random) -> Any:
+    if schema.get("nullable") and rng.random() < 0.3:
+        return None
+    if schema["type"] == "array":
+        return [right_values(schema["items"], rng) for _ in range(rng.randint(0, 3))]
+    if schema["type"] == "object":
+        kept = [n for n in schema["properties"] if n in schema["required"] or rng.random() < 0.5]
+        return {name: right_values(schema["properties"][name], rng) for name in kept}
+    return rng.choice(schema.get("enum") or RIGHT[schema["type"]])
+
+
+def wrong_values(value: Any, schema: dict[str, Any], rng: random.Random) -> Iterator[Any]:
+    """The value with one change, anywhere in it, that the schema forbids."""
+    nullable = schema.get("nullable", False)
+    yield rng.choice([each for each in WRONG[schema["type"]] if not (nullable and each is None)])
+    if "enum" in schema and value is not None:
+        yield "z"
+    if isinstance(value, list):
+        for n, inner in enumerate(value):
+            for bad in wrong_values(inner, schema["items"], rng):
+                yield [*value[:n], bad, *value[n + 1 :]]
+    if isinstance(value, dict):
+        yield {**value, "unknown": 1}
+        for name, inner in value.items():
+            for bad in wrong_values(inner, schema["properties"][name], rng):
+                yield {**value, name: bad}
+        for name in schema["required"]:
+            yield {key: each for key, each in value.items() if key != name}
+
+
+def test_right_arguments_are_taken_and_each_forbidden_change_is_told() -> None:
+    rng, number = random.Random(0), 0
+    for _ in range(250):
+        parameters = {**some_schema(rng, 3), "type": "object", "properties": {}, "required": []}
+        for name in "pqr":
+            parameters["properties"][name] = some_schema(rng)
+        parameters["required"] = ["p"]
+        parameters = {key: parameters[key] for key in ("type", "properties", "required")}
+        shown = copy.deepcopy(parameters)
+        checker = Checker([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        value = right_values(parameters, rng)
+        assert checker.checked("f", value) == value
+        for wrong in wrong_values(value, parameters, rng):
+            if not isinstance(wrong, dict):
+                continue  # the arguments as a whole are an object
+            with pytest.raises(Malformed, match=r"^f: "):
+                checker.checked("f", wrong)
+            number += 1
+        assert parameters == shown, "what prompts show stays"
+    assert number > 1000
+
+
+def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
+    """Adds.
+
+    Args:
+        a: one
+        b: other
+        how: how
+        rest: more
+    """
+    return f"{a + b} {rest} {how}"
+
+
+def free(a: int, **others: str) -> str:
+    """Takes any.
+
+    Args:
+        a: one
+        others: others
+    """
+    return f"{a} {others}"
+
+
+@each(
+    ("function", "arguments", "told"),
+    [
+        (add, {"a": 1, "b": 2}, None),
+        (add, {"a": 1, "b": 2, "how": None}, None),
+        (add, {"a": "1", "b": "2"}, "add: a: '1' is not of type 'integer'; b: '2' is not of type 'integer'"),
+        (add, {"a": 1}, "add: 'b' is a required property"),
+        (add, {"a": 1, "b": 2, "c": 3}, "add: Additional properties are not allowed ('c' was unexpected)"),
+        (free, {"a": 1, "color": "red"}, None),
+        (free, {"color": "red"}, "free: 'a' is a required property"),
+    ],
+)
+def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any], told: str | None) -> None:
+    checker = Checker([schema_of(function, "environment.tools", "mine")])
+    if told is None:
+        assert checker.checked(function.__name__, arguments) == arguments
+        return
+    with pytest.raises(Malformed) as refused:
+        checker.checked(function.__name__, arguments)
+    assert str(refused.value) == told
+
+
+def test_whole_numbers_become_int_where_an_integer_is_due() -> None:
+    made = Checker([schema_of(add, "environment.tools", "mine")]).checked("add", {"a": 1.0, "b": 2})
+    assert repr(made) == "{'a': 1, 'b': 2}"

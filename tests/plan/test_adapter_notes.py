@@ -1,0 +1,85 @@
+"""Notes about adapter folders: whose base, whose chat template, and whether they change anything."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_one_test import each
+from safetensors.torch import save_file
+
+from rlft.config.model import ModelConfig
+from rlft.model.identity import fingerprints
+from rlft.plan.adapter_notes import notes_of_adapters
+from rlft.plan.adapters import AdapterUse, Use
+
+OWN = "embedded:tiny-arithmetic"
+NAMES = {
+    None: False, "": False, OWN: False, "tiny-arithmetic": False, "org/Tiny-Arithmetic": False,
+    "/moved/to/tiny-arithmetic": False, "org/other": True, "/elsewhere/tiny": True,
+}  # fmt: skip
+"""{base_model_name_or_path: whether it is another base}."""
+TEMPLATES = {
+    "none": False,
+    "own": False,
+    "own in tokenizer_config": False,
+    "other": True,
+    "other in tokenizer_config": True,
+}
+"""{the chat template among the adapter's files: whether it is another one}."""
+TENSORS = {"random": False, "last B only": False, "all B zero": True, "all B zero, DoRA": False}
+"""{the adapter's tensors: whether it changes nothing}."""
+
+
+@pytest.fixture(scope="module")
+def base(model_config: Callable[..., ModelConfig]) -> tuple[ModelConfig, dict[str, str]]:
+    return model_config(), fingerprints(model_config())
+
+
+def write(folder: Path, name: str | None, template: str, tensors: str, own: str) -> Path:
+    folder.mkdir(parents=True)
+    fields: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1}
+    fields |= {"target_modules": ["q_proj"], "base_model_name_or_path": name, "use_dora": "DoRA" in tensors}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    text = own if template.startswith("own") else "{{ messages }}"
+    if template in ("own", "other"):
+        (folder / "chat_template.jinja").write_text(text)
+    elif template != "none":
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": text}))
+    b = {f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_B.weight": torch.zeros(4, 1) for n in range(3)}
+    if "zero" not in tensors:
+        b[max(b)] += 1
+    if tensors == "random":
+        b = {key: torch.ones(4, 1) for key in b}
+    a = {key.replace("lora_B", "lora_A"): torch.ones(1, 4) for key in b}
+    save_file(a | b, folder / "adapter_model.safetensors")
+    return folder
+
+
+@each("name, template, tensors", [*itertools.product(NAMES, TEMPLATES, TENSORS)][::3])
+def test_what_is_odd_about_an_adapter_is_noted_and_nothing_else(
+    name: str | None,
+    template: str,
+    tensors: str,
+    base: tuple[ModelConfig, dict[str, str]],
+    tiny_path: Path,
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder = write(place, name, template, tensors, (tiny_path / "chat_template.jinja").read_text())
+    use = Use(key="lora.path", path=str(folder), accepts=AdapterUse.policy)
+    said = notes_of_adapters([use], *base)
+    expected = {"chat template": TEMPLATES[template], "names the base": NAMES[name], "are 0": TENSORS[tensors]}
+    for words, is_noted in expected.items():
+        assert any(words in note for note in said) is is_noted, (words, said)
+    assert len(said) == sum(expected.values())
+    assert all(note.startswith("lora.path: ") for note in said)
+    if not any(expected.values()):
+        return
+    (folder / "rlft.json").write_text(json.dumps({"role": "policy", **base[1]}))  # then its base is known
+    assert not any("names the base" in note for note in notes_of_adapters([use], *base))

@@ -1,0 +1,132 @@
+"""References in forms around their answers: opened by what they are, and never without a word where they hide one."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import product
+
+import pytest
+from in_one_test import each
+from reward_groups import make_group
+from slow_cases import slow
+
+from rlft.config.compose import compose
+from rlft.config.instantiate import instantiate
+from rlft.config.resolved import with_token_budget
+from rlft.data.records import RowError
+from rlft.reward.workers.reward_spec import specs
+from rlft.tokens.answers import ReferenceIn, answers_in, opened
+from rlft.types import UserError
+from tests.plan.test_trials import notes, rows
+
+AROUND = {
+    "hashes": ["6 * 7 + 4 = 46\n#### {}", "#### {}", "She sold 3 <<1+2=3>>3.\n#### {}", "#### Step 1\nSo.\n#### {}"],
+    "tag": ["<answer>{}</answer>", "So: <answer> {} </answer>", "<solution>{}</solution>", "<ANSWER>{}</ANSWER>"],
+    "boxed": [r"\boxed{{{}}}", r"Hence $x = \boxed{{{}}}$.", r"\fbox{{{}}}", r"It is \boxed{{{}}} cm."],
+    "sentence": ["The answer is {}.", "So the final answer is: {}", "Answer: {}", "Final answer = {}",
+                 "Result: {}", "答案是{}", "It is so.\nThe answer is {}.", "The answer is:\n{}", "**Answer:** {}",
+                 "Die Antwort ist {}."],
+    "json": ['["{}"]', "['{}']", '{{"answer": "{}"}}', '{{"final_answer": "{}", "steps": []}}', "[{}]",
+             '{{"answer": {}}}'],
+    "markup": ["**{}**", "`{}`", "$${}$$", r"\({}\)", "__{}__", "<b>{}</b>"],
+    "brackets": ["{} (forty-six)", "{} (in apples)"],
+    "reasoning": ["<think>It is 3.</think>{}", "[THINK]3?[/THINK]\n{}", "<|START_THINKING|>3<|END_THINKING|>{}"],
+}  # fmt: skip
+"""{form: ways to write it}, of which JSON without quotes takes numbers alone."""
+ANSWERS = ["46", "-7", "1080", "3.5", "12", "205"]
+WORDS = ["data=jsonl", "data.path=x.jsonl"]
+
+
+@each(("form", "ways"), AROUND.items())
+def test_each_form_is_opened_by_its_name_and_by_auto(form: str, ways: list[str]) -> None:
+    for way, answer in product(ways, [*ANSWERS, "New York", "x + 1"]):
+        if way in ("[{}]", '{{"answer": {}}}') and answer not in ANSWERS:
+            continue
+        text = way.format(answer)
+        assert answers_in(text, ReferenceIn(form)) == [answer], text
+        assert opened(text) == ([ReferenceIn(form)], [answer]), text
+
+
+def test_forms_around_each_other_are_opened_from_the_outermost_on() -> None:
+    rng, number = random.Random(0), 0
+    inner = {form: [way for way in ways if "\n" not in way] for form, ways in AROUND.items()}
+    for outer, name in product(("reasoning", "hashes", "tag", "sentence"), ("boxed", "markup", "json")):
+        for way, other, answer in product(AROUND[outer], inner[name], ANSWERS):
+            text = way.format(other.format(answer))
+            assert opened(text)[1] == [answer], text
+            number += 1
+    assert number > 1000, rng
+
+
+@each(
+    "text",
+    [
+        "46",
+        "-1,080",
+        "Paris",
+        "Hello.",
+        "x = 46",
+        "f(x)",
+        "(3, 4)",
+        r"\frac{1}{2}",
+        "U.S. Army",
+        "a, b",
+        "$5",
+        "A: Rome",
+        "3.5",
+    ],
+)
+def test_a_reference_that_is_its_answer_has_no_form(text: str) -> None:
+    assert opened(text) == ([], [text])
+
+
+@pytest.mark.parametrize(("name", "every"), [("exact_match", 5), ("math", 7), slow("exact_match", 1), slow("math", 1)])
+def test_a_short_right_answer_scores_or_the_key_is_named_whose_remedy_is_then_typed(name: str, every: int) -> None:
+    """For each way of each form, for some of them in one file, and for a tag that the reward alone knows."""
+    ways = [way for ways in AROUND.values() for way in ways]
+    mixed = [random.Random(n).sample(ways, 3) for n in range(14)]
+    for chosen in [*([way] for way in ways), *mixed, ["<lös>{}</lös>"]][::every]:
+        texts = [chosen[n % len(chosen)].format(answer) for n, answer in enumerate(ANSWERS)]
+        words = [*WORDS, f"reward={name}", *[f"reward.{name}.tag='lös'"] * ("lös" in chosen[0])]
+        if (remedy := refused(texts, words)) is None:
+            assert are_right(texts, words, name), texts
+            continue
+        [typed] = re.findall(r"^set (data\.answer_.*), or start nevertheless with data\.allow_unscorable=true$", remedy)
+        [note, *_] = notes(rows(*texts), *words, "data.allow_unscorable=true")
+        assert note.startswith("data.answer_in: ")
+        data = instantiate({**compose([*words, typed])["data"]}, "data")
+        assert [data._answers(text) for text in texts] == [[answer] for answer in ANSWERS], (typed, texts)
+        assert notes(rows(*ANSWERS), *words, typed) == []
+
+
+def refused(texts: list[str], words: list[str]) -> str | None:
+    """The remedy by data.answer_in; None where the references pass without a word."""
+    try:
+        assert notes(rows(*texts), *words) == []
+    except UserError as error:
+        return error.remedy if error.key == "data.answer_in" else f"{error.key}: {error.problem}"
+    return None
+
+
+def are_right(texts: list[str], words: list[str], name: str) -> bool:
+    """Whether each answer alone scores where these are the references."""
+    reward = specs(with_token_budget(compose(words))["reward"])[name].build()
+    groups = [make_group([reward.written(answer)], answer=text) for text, answer in zip(texts, ANSWERS, strict=True)]
+    return all(reward.right(group) == [True] for group in groups)
+
+
+def test_sentences_with_numbers_are_noted_with_a_pattern_that_works() -> None:
+    texts = [f"She has {answer} apples left." for answer in ANSWERS]
+    [note] = notes(rows(*texts), *WORDS, "reward=exact_match")
+    assert note.startswith("data.answer_in: 6 of 6 reference answers are more than the answer")
+    [typed] = re.findall(r"set (data\.answer_pattern='.*')$", note)
+    data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
+    assert [data._answers(text) for text in texts] == [[answer] for answer in ANSWERS]
+
+
+def test_a_row_of_another_form_is_refused_and_lists_are_several_answers() -> None:
+    data = instantiate({**compose([*WORDS, "data.answer_in=json"])["data"]}, "data")
+    assert data._answers('["46", "46.0"]') == ["46", "46.0"]
+    with pytest.raises(RowError, match=r"the answer is not in the form of data\.answer_in=json: '#### 46'"):
+        data._answers("#### 46")
