@@ -165,7 +165,7 @@ def described(error: BaseException) -> str:
     'ValueError: broken in two lines'
     """
     try:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
     except Exception:  # a library's class may not even be able to say what it is
         text = ""
     text = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
