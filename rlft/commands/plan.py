@@ -405,6 +405,8 @@ def print_plan(planned: Planned) -> None:
         print_lengths(terminal, lengths)
     if planned.trials:
         print_trials(terminal, planned.trials)
+        for doubt in doubts(planned.trials):
+            print_line(terminal, visible(doubt), "yellow")
     for line in planned.reward_try:
         print_line(terminal, visible(line))
     if planned.conversation is not None:
@@ -539,5 +541,3 @@ def print_trials(terminal: Terminal, trials: Sequence[RewardTrial]) -> None:
         completion_text = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
         table.add_row(Text(visible(prompt)), Text(completion_text), *(scores.get(name, "") for name in names))
     terminal.print(table)
-    for doubt in doubts(trials):
-        print_line(terminal, visible(doubt), "yellow")
