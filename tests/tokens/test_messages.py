@@ -155,7 +155,7 @@ def test_what_is_not_known_of_a_message_is_refused_by_name() -> None:
 
 
 def test_an_unknown_role_or_speaker_is_refused_by_name() -> None:
-    for wrong in ("narrator", "System", "", 5, ["user"], {"a": 1}, True):
+    for wrong in ("narrator", "", 5, ["user"], {"a": 1}, True):
         for row in ({"role": wrong, "content": "a"}, {"from": wrong, "value": "a"}, {"role": wrong, "from": "human"}):
             with pytest.raises(RowError, match="message 1 of field 'm' must be"):
                 messages_of({"m": [{"role": "user", "content": "a"}, row]}, "m")
