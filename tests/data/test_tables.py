@@ -342,7 +342,8 @@ def test_what_is_not_read_is_named_with_the_way(make_data, tmp_path: Path) -> No
 
 
 def test_workbooks_are_read_by_sheet(tmp_path: Path) -> None:
-    openpyxl = pytest.importorskip("openpyxl")
+    import openpyxl
+
     book, rows = openpyxl.Workbook(), random_rows(2)
     rows = [{name: value.replace("\r", "") for name, value in row.items()} for row in rows]
     for sheet in (book.active, book.create_sheet("more")):
