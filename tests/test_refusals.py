@@ -789,7 +789,7 @@ TABLE = [
     ("sample reward=http reward.http.group_timeout=30", "reward.http.group_timeout", "exceeds scoring.timeout=10"),
     ("train +recipe=grpo_arithmetic reward=code", "reward.code.tests_field", "holds no tests, got null; fix these"),
     ("sample adapter=critic", "adapter", "holds the adapter of the role critic, which is not a policy"),
-    ("sample adapter=elsewhere", "adapter", "it was made for base 0123"),
+    ("sample adapter=elsewhere", "adapter", "it was made for a base with other files (0123"),
     ("sample run=run", "adapter", "that run has no checkpoint"),
     ("sample -m run=run n=1,2", "command line", "this command has no such option"),
     # Evaluating

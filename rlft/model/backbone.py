@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -171,26 +171,14 @@ def check_embedding(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
 
 
 def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    with _readable_tokenizer(source(config), "model.path", config.path):
+    try:
         tokenizer = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
         tokenizer.init_kwargs.pop("local_files_only", None)
         with_source(tokenizer, source(config), read_config(config))
         return dated(with_ends(tokenizer, configured_ids(generation_ends(source(config)))), config.date)
-
-
-def plain_tokenizer(source: Mapping[str, Any], key: str) -> PreTrainedTokenizerBase:
-    """The tokenizer as its files have it; a UserError names `key`."""
-    with _readable_tokenizer(source, key, source["pretrained_model_name_or_path"]):
-        return AutoTokenizer.from_pretrained(**source)
-
-
-@contextlib.contextmanager
-def _readable_tokenizer(source: Mapping[str, Any], key: str, path: str) -> Iterator[None]:
-    try:
-        yield
     except (ImportError, OSError, ValueError) as error:
-        raise _unreadable(source, key, path, "its tokenizer", error) from None
+        raise _unreadable(source(config), "model.path", config.path, "its tokenizer", error) from None
 
 
 def _unreadable(source: Mapping[str, Any], key: str, path: str, what: str, error: Exception) -> UserError:

@@ -11,6 +11,7 @@ part is left out. What was recorded before there were parts has one digest, whic
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def of_source(source: Mapping[str, Any], config: Any, what: str, key: str) -> di
     path, revision = source["pretrained_model_name_or_path"], source.get("revision")
     folder = Path(path) if Path(path).is_dir() else cached_folder(path, revision)
     commit = None if folder is None or Path(path).is_dir() else folder.name
-    parts = {**_as_read(source, config, folder, key), WEIGHTS: None, COMMIT: commit}
+    parts = {**_as_read(source, config, folder), WEIGHTS: None, COMMIT: commit}
     if folder is not None:
         code = sorted(folder.rglob("*.py")) if source["trust_remote_code"] else []
         images = [folder / name for name in IMAGE_FILES if (folder / name).is_file()]
@@ -99,19 +100,21 @@ def cached_folder(repo: str, revision: str | None) -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
-def _as_read(source: Mapping[str, Any], config: Any, folder: Path | None, key: str) -> dict[str, str | None]:
-    """The parts that transformers reads."""
-    from rlft.model.backbone import generation_ends, plain_tokenizer
+def _as_read(source: Mapping[str, Any], config: Any, folder: Path | None) -> dict[str, str | None]:
+    """The parts that transformers reads; without a tokenizer that cannot be read, which is refused where it is used."""
+    from transformers import AutoTokenizer
+
+    from rlft.model.backbone import generation_ends
     from rlft.tokens.ends import configured_ids
 
-    tokenizer = plain_tokenizer(source, key)
     fields = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    return {
-        "config": f"{_of_files(folder, 'config.json')}/{_short(fields)}",
-        "tokenizer": f"{_of_files(folder, *TOKENIZER_FILES)}/{_contents(tokenizer)}",
-        "template": _short(tokenizer.chat_template),
-        "ends": " ".join(map(str, configured_ids(generation_ends(source)))) or "none",
-    }
+    ends = " ".join(map(str, configured_ids(generation_ends(source)))) or "none"
+    parts: dict[str, str | None] = {"config": f"{_of_files(folder, 'config.json')}/{_short(fields)}", "ends": ends}
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        parts["tokenizer"] = f"{_of_files(folder, *TOKENIZER_FILES)}/{_contents(tokenizer)}"
+        parts["template"] = _short(tokenizer.chat_template)
+    return parts
 
 
 def _contents(tokenizer: Any) -> str:
