@@ -1171,7 +1171,7 @@ READ_BY_LIBRARIES = (
     "exceed pro", "no prompt has two", "gives the replay none", "distinct train problems", "scores prompts of",
     "changed since the run began",
     # tensors, and the base that an adapter was made for
-    "made for base", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
+    "other files (0123", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
     "cannot be read", "policy,wider", "vLLM cannot serve",
     # a folder that shows only when it is made that it cannot be
     "hydra.sweep.dir=/dev/null/x",

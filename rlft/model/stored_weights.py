@@ -24,8 +24,6 @@ BLOCKS = 4096
 """Blocks that are read of larger weights."""
 FORMS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that transformers looks for, in its order: the first that is there is loaded, and nothing else."""
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""Files of an adapter that transformers puts on a model if they are in the model's folder."""
 LOCAL_HEADER = 30
 """Bytes of a zip entry's header before its name."""
 
@@ -65,8 +63,6 @@ def files_of_weights(folder: Path, named: str | None = None) -> list[Path] | Non
     files = [first]
     if first.name.endswith(".index.json"):
         files = [folder / name for name in sorted(set(json.loads(first.read_text())["weight_map"].values()))]
-    if (folder / ADAPTER[0]).is_file():
-        files += [folder / name for name in ADAPTER if (folder / name).is_file()]
     return files if all(file.is_file() for file in files) else None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config.model import EMBEDDED, ModelConfig, resolve_path
-from rlft.model.adapter_folder import check_adapter_folder, does_nothing, read_record
+from rlft.model.adapter_folder import check_adapter_folder, does_nothing, has_head, read_record
 from rlft.model.identity import OF_SAMPLES, PARTS, name_of, template_in
 from rlft.plan.adapters import Use, changed_base
 
@@ -27,7 +27,7 @@ def _notes(use: Use, settings: ModelConfig, base: Mapping[str, str]) -> Iterator
     named = fields.get("base_model_name_or_path")
     if named and not record.get("base_fingerprint") and not _same_name(named, settings.path):
         yield f"its adapter_config.json names the base {named}, and model.path is {settings.path}"
-    if not fields.get("use_dora") and does_nothing(use.path, use.key):
+    if not fields.get("use_dora") and not has_head(use.path) and does_nothing(use.path, use.key):
         yield "all of its lora_B are 0, so that it changes nothing of the base"
 
 

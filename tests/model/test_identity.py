@@ -259,17 +259,13 @@ def test_a_bin_of_the_older_format_is_read_as_a_file(tensors: Tensors, tmp_path:
     assert digest_of_weights(tmp_path) != before
 
 
-def test_a_bin_is_the_same_under_another_name_and_an_adapter_in_the_folder_counts(
-    make: Callable[[str], Path], base: ModelConfig
-) -> None:
+def test_a_bin_is_the_same_under_another_name(make: Callable[[str], Path], base: ModelConfig) -> None:
     folder = make("bin")
     before = parts_of(folder, base)
     (folder / "pytorch_model.bin").rename(folder / "all.bin")
     index = {"metadata": {}, "weight_map": {LAST: "all.bin"}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert apart(before, parts_of(folder, base)) == set()
-    (folder / "adapter_config.json").write_text("{}")
-    assert apart(before, parts_of(folder, base)) == {"weights"}
 
 
 # -- large weights -----------------------------------------------------------------------------------------------------
