@@ -1058,7 +1058,8 @@ ACCEPTED = [
 
 def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
     for typed in ACCEPTED:
-        assert resolve(compose(shlex.split(typed))).plan().notes == (), typed
+        notes = resolve(compose(shlex.split(typed))).plan().notes
+        assert all("all of its lora_B are 0" in note for note in notes), (typed, notes)  # adapters nothing has trained
 
 
 @pytest.mark.parametrize(
