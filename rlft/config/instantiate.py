@@ -14,7 +14,7 @@ from typing import Any
 
 from rlft.config import catalog
 from rlft.config.choices import choice_remedy, closest
-from rlft.config.keys import options, without_key
+from rlft.config.keys import ABSENT, options, without_key, written_at
 from rlft.config.suggest import as_typed, joined, unknown_in_section
 from rlft.types import UserError, require
 
@@ -94,6 +94,7 @@ def check_keys(
 def from_mapping(cls: Any, values: Any, prefix: str, command: str = "train") -> Any:
     """A dataclass from a mapping. Unknown and missing keys, wrong types and bounds are refused by their full key.
 
+    A YAML file of the user's own may be older than a key: then it has the value of what rlft did before (`Key.before`).
     `command` is the command of these keys, because keys of the same name may mean different things.
     """
     if not isinstance(values, Mapping):
@@ -104,6 +105,7 @@ def from_mapping(cls: Any, values: Any, prefix: str, command: str = "train") -> 
     if hasattr(cls, "with_sections_read"):  # a class with sections whose names decide their classes
         values = cls.with_sections_read(values, prefix, command)
     names = [f.name for f in dataclasses.fields(cls)]
+    values = {**{name: before for name, before in _values_before(cls).items() if name not in values}, **values}
     for key in (key for key in values if key not in names):
         raise unknown_in_section(key, values[key], names, prefix, command)
     for field in dataclasses.fields(cls):
@@ -148,6 +150,13 @@ def _adapter(hint: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(hint)
+
+
+@cache
+def _values_before(cls: Any) -> dict[str, Any]:
+    """{key: its value before it existed} of the keys that say so."""
+    befores = {k: written_at(hint).before for k, hint in typing.get_type_hints(cls, include_extras=True).items()}
+    return {name: before for name, before in befores.items() if before is not ABSENT}
 
 
 @cache

@@ -82,7 +82,7 @@ def test_streamed_data_are_what_held_data_are(
     assert isinstance(lazy_set.prompts, TokenisedPrompts)
     assert tuple(lazy_set.prompts) == held_set.prompts
     assert [lazy_set.prompts[i] for i in range(len(lazy_set.prompts))] == list(held_set.prompts)
-    for name in ("num_tokens", "num_dropped", "lengths", "fingerprint", "note"):
+    for name in ("num_tokens", "num_dropped", "lengths", "fingerprint", "notes"):
         assert getattr(lazy_set, name) == getattr(held_set, name)
     assert [lazy_set.longest(n) for n in (None, 1, 3)] == [held_set.longest(n) for n in (None, 1, 3)]
     texts = untokenised(lazy_set)

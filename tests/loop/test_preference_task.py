@@ -43,7 +43,7 @@ FINGERPRINTS = {"preferences_fingerprint": "p", "base_fingerprint": "b"}
 
 
 def rankings(found: Sequence[RankedTokens]) -> Rankings:
-    return Rankings(rankings=tuple(found), fingerprint="", note=None)
+    return Rankings(rankings=tuple(found), fingerprint="", notes=())
 
 
 def plan(
