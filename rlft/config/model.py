@@ -3,6 +3,7 @@ that ships with rlft), or an adapter. Defaults and meanings are in configs/train
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import rlft
 from rlft.config.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
@@ -84,10 +85,13 @@ def check_local(path: str) -> None:
 
 def _on_its_base(folder: Path) -> str:
     """What to type for the model that this folder's adapter makes of its base."""
-    fields = json.loads((folder / "adapter_config.json").read_text())
+    fields: Any = {}
+    with contextlib.suppress(OSError, ValueError):  # damaged: it is refused as lora.path
+        fields = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    fields = fields if isinstance(fields, dict) else {}
     keys = {"model.path": fields.get("base_model_name_or_path") or "<its base>", "lora.path": folder}
     keys |= {"lora.rank": fields.get("r"), "lora.alpha": fields.get("lora_alpha")}
-    trained = " ".join(f"{key}={value}" for key, value in keys.items())
+    trained = " ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
     return f"set {trained}; rlft sample and serve take adapter={folder} in the place of lora"
 
 

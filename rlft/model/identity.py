@@ -117,6 +117,14 @@ def _as_read(source: Mapping[str, Any], config: Any, folder: Path | None) -> dic
     return parts
 
 
+OUTSIDE = (
+    "split_special_tokens",
+    "clean_up_tokenization_spaces",
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+)
+"""What transformers does around a tokenizer's own code, to the ids or to the text of them."""
+
+
 def _contents(tokenizer: Any) -> str:
     """The digest of all that decides a tokenizer's ids; empty where only its files say that, as in Python classes.
 
@@ -125,7 +133,9 @@ def _contents(tokenizer: Any) -> str:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return ""
     fields = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
-    return _short([fields, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}])
+    switches = {name: True for name in OUTSIDE if getattr(tokenizer, name, False)}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return _short([fields, special, *([switches] if switches else [])])
 
 
 def _of_files(folder: Path | None, *names: str | Path) -> str:

@@ -42,6 +42,9 @@ DEQUANTIZED = ("fp8", "mxfp4")
 SCALES = re.compile(r"(_scale_inv|\.(activation|input)_scale)$")
 """Names of an fp8 file's tensors that belong to another tensor."""
 
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of safetensors; numbers of other types stand for others, which a quantization_config describes."""
+
 LEGACY = re.compile(r"(^|\.)(masked_bias|(original_)?inv_freq|position_ids|rope\.freqs)$")
 """Names of buffers that older releases of transformers wrote, and that models compute."""
 
@@ -111,9 +114,13 @@ def check_files(network: Network, *, downloads: bool = False) -> dict[str, str]:
     """
     if (files := _files(network, downloads=downloads)) is None:
         return {}
-    tensors = {name: tensor for name, tensor in _headers(network, files).items() if not SCALES.search(name)}
-    if quantized_by(network.config) == "mxfp4":  # whose tensors are others in the files
+    tensors, method = _headers(network, files), quantized_by(network.config)
+    if method == "mxfp4":  # whose tensors are others in the files
         return {}
+    if method is None:
+        _check_floating(network, tensors)
+    else:
+        tensors = {name: tensor for name, tensor in tensors.items() if not SCALES.search(name)}
     renamings = _wrapping_modules(network, tensors)
     if (read := _read_without_numbers(network, tensors, renamings)) is None:
         return renamings
@@ -211,11 +218,23 @@ def _headers(network: Network, files: Mapping[Path, list[str]]) -> dict[str, Ten
 def _header(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
-            names = tensors.keys()
-            return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in names}
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # is no mapping
+            return {
+                name: torch.empty(found.get_shape(), dtype=FLOATING.get(found.get_dtype(), torch.uint8), device="meta")
+                for name, found in slices.items()
+            }
     # Unpickles tensors alone, as transformers does; files of a torch before 1.6 are no archives.
     found = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _check_floating(network: Network, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses matrices of integers or 8-bit floats of a config that does not say how they are read."""
+    for name, tensor in tensors.items():
+        is_plain = tensor.dtype in FLOATING.values() or tensor.dim() < 2
+        if not is_plain and not LEGACY.search(name) and not name.endswith(".bias"):  # such as a causal mask
+            problem = f"its tensor {name} is quantised, and its config.json has no quantization_config to read it by"
+            raise network.refusal(problem, "restore its config.json, or use the model that it was made from")
 
 
 @contextmanager

@@ -179,6 +179,14 @@ OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
     "ids swapped": (json_of("tokenizer.json", swapped_ids), "tokenizer"),
     "a merge more": (json_of("tokenizer.json", another_merge), "tokenizer"),
     "the end's name": (json_of("tokenizer_config.json", lambda f: f.update(eos_token="<|im_start|>")), "tokenizer"),
+    "special tokens split": (
+        json_of("tokenizer_config.json", lambda f: f.update(split_special_tokens=True)),
+        "tokenizer",
+    ),
+    "spaces cleaned up": (
+        json_of("tokenizer_config.json", lambda f: f.update(clean_up_tokenization_spaces=True)),
+        "tokenizer",
+    ),
     "template": (edited_template, "template"),
 }
 

@@ -381,6 +381,22 @@ def test_an_fp8_base_becomes_what_it_was_rounded_from_and_lacks_nothing(folder_o
     assert named(refusal(partial(check_weights, settings(folder))), "model.layers.0.mlp.up_proj.weight")
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_quantised_numbers_without_a_config_that_says_so_are_refused(suffix, folder_of):
+    """Someone has removed quantization_config, or renamed the tensors: the numbers would be taken as they are."""
+    folder = folder_of("llama_untied")
+    weights = load_file(folder / WEIGHTS)
+    matrices = sorted(name for name, weight in weights.items() if weight.dim() > 1)
+    for name, dtype in product(matrices[:4], (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)):
+        changed = {**weights, name: weights[name].to(dtype)}
+        (folder / WEIGHTS).unlink(missing_ok=True)
+        if suffix == "bin":
+            torch.save(changed, folder / "pytorch_model.bin")
+        else:
+            save_file(changed, folder / WEIGHTS)
+        assert named(refusal(partial(check_weights, settings(folder))), name, "quantised"), (name, dtype)
+
+
 # -- classifiers, and numbers ------------------------------------------------------------------------------------------
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 ONE_SCORE: dict[str, Any] = {"num_labels": 1}

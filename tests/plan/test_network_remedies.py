@@ -71,6 +71,16 @@ def test_an_adapter_as_the_model_goes_on_its_base(tiny_path, tmp_path):
     assert planned(f"model.path={folder}") == said[0]
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"r": null}'])
+def test_a_damaged_adapter_in_the_place_of_a_model_is_refused_all_the_same(content, tiny_path, tmp_path):
+    folder = adapter(tmp_path / "adapter", tiny_path)
+    (folder / "adapter_config.json").write_bytes(content)
+    said = planned(f"model.path={folder}")
+    assert said is not None
+    assert said.startswith("model.path: that folder holds an adapter, not a model")
+    assert "None" not in said
+
+
 def test_a_pickled_adapter_is_written_by_the_command_of_its_refusal(tiny_path, tmp_path, monkeypatch):
     folder = adapter(tmp_path / "it's", tiny_path)
     weights = load_file(folder / "adapter_model.safetensors")

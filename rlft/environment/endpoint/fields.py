@@ -81,6 +81,7 @@ class Fields(BaseModel):
 
 def refused(field: str, problem: str) -> PydanticCustomError:
     """The error of a field of the object that is being validated; `problem` says what to do as well."""
+    field, problem = (text.encode("utf-8", "backslashreplace").decode() for text in (field, problem))
     return PydanticCustomError("refused", "{problem}", {"field": field, "problem": problem})
 
 
@@ -209,7 +210,7 @@ class Tool(Fields):
     def plain(self) -> dict[str, Any]:
         """The tool in the client's order of fields, completed with what OpenAI's API lets clients leave out."""
         function = dict(self._given)
-        function.setdefault("description", "")
+        function["description"] = function.get("description") or ""
         function["parameters"] = dict(function.get("parameters") or {})
         function["parameters"].setdefault("type", "object")
         function["parameters"].setdefault("properties", {})

@@ -323,6 +323,8 @@ def test_unknown_fields_are_refused_by_name_wherever_they_stand() -> None:
         assert found.body["error"]["param"] == found.param
         assert found.code == "unsupported_value"
     assert "did you mean max_tokens?" in refusal(*given(Chat, "max_token", 3)).message
+    for level in LEVELS:
+        assert "\\ud800" in refusal(*given(level, "\ud800", 3)).message, level
 
 
 def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refused() -> None:
