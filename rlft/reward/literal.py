@@ -17,12 +17,13 @@ _CLOCK = re.compile(r"([0-9]{1,2}(?:[:.][0-9]{2}){0,2})\s*([ap])\.?\s*m\.?")
 _RANGE = re.compile(r"(?:from )?(\S.*?) to (\S.*)|between (\S.*?) and (\S.*)")
 _GROUPS = r"[0-9]+(?:(?:\s*[-:/.]-*\s*|\s+)[0-9]+)"
 _SEQUENCE = re.compile(
-    rf"[v+]?\s*{_GROUPS}+(?:-?x)?|\+?(?:[0-9]+[\s-]*)?\([0-9]{{3,5}}\)[\s-]*(?:[0-9]+|{_GROUPS}+)|"
+    rf"[v+]?\s*{_GROUPS}+(?:[ -]?x)?|\+?(?:[0-9]+[\s-]*)?\([0-9]{{3,5}}\)[\s-]*(?:[0-9]+|{_GROUPS}+)|"
     rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[t ][0-9:.+z-]+"
 )
+_SIGNED = re.compile(rf"-\s*({_NUMBER})\s*-\s*((?:-\s*)?)({_NUMBER})")  # a range whose first end is below 0
 _FRACTION = re.compile(rf"(?!0[0-9]){_NUMBER}\s*/\s*(?!0[0-9]){_NUMBER}")
 _DATE = re.compile(r"[0-9]{4}\s*-\s*[0-9]{1,2}\s*-\s*[0-9]{1,2}")
-_DIFFERENCE = re.compile(rf"(?!0[0-9]){_NUMBER}(?:\s*-\s*(?!0[0-9]){_NUMBER})+")
+_DIFFERENCE = re.compile(rf"-?\s*(?!0[0-9]){_NUMBER}(?:\s*-\s*(?!0[0-9]){_NUMBER})+")
 
 
 def literal(text: str) -> str | None:
@@ -62,6 +63,10 @@ def _literal(text: str) -> str | None:
         ends = [end for end in match.groups() if end]
         read = [end if as_number(end) is not None else _literal(end) for end in ends]
         return None if None in read else "-".join(map(str, read))
+    if match := _SIGNED.fullmatch(text):
+        return f"-{match[1]}-{match[2].strip()}{match[3]}"
+    if text.endswith("x") and sum(map(str.isdigit, text)) not in (7, 9):
+        return None  # 3-2x is an expression, 0-306-40615-x an ISBN, 2434-561x an ISSN
     if _FRACTION.fullmatch(text) or not _SEQUENCE.fullmatch(text):
         return None
     return " ".join(re.sub(r"\s*([-:/.])[-\s]*", r"\1", text).split())

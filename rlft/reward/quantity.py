@@ -30,8 +30,8 @@ _PREFIXED = (
 _OTHERS = (
     "inch inches in|foot feet ft|yard yd|mile mi|acre|hectare ha|minute min|hour hr h|day d|week wk|month mo|year yr|"
     "ounce oz|pound|ton|tonne t|gallon gal|quart qt|pint|tablespoon tbsp|teaspoon tsp|degree deg|radian rad|dollar $|"
-    "cent ¢|euro eur €|rupee rs inr ₹|yen jpy ¥|yuan rmb cny|point pt|piece pc|person people|child children|man men|"
-    "woman women|revolution rev|beat|unit|second sec|gram gm|ampere amp|"
+    "cent ¢|euro eur €|rupee rs inr ₹|yen jpy ¥|yuan rmb cny 元|point pt|piece pc|person people|child children|man men|"
+    "woman women|ruble ₽ руб|revolution rev|beat|unit|second sec|gram gm|ampere amp|"
     "ppm|pixel px|minute-mark '|second-mark \""
 )
 _MEANING = {
@@ -63,6 +63,10 @@ _FOLDED = {name.lower(): unit for name, unit in _UNITS.items() if len(name) > 1 
 _CHANGES = {"squared": "2", "cubed": "3"}
 _SCALES = {"celsius", "fahrenheit"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_NOT_LAST = {"right", "wrong", "false", "incorrect", "nearly", "roughly", "likely", "almost", "around", "about",
+             "unsure", "grand"}  # fmt: skip
+_KINDS = {"fluid", "troy", "nautical", "light"}  # make another unit of the one behind them
+_PRIMES = {"minute-mark": ("foot", "minute"), "second-mark": ("inch", "second")}
 _SAYS_NOTHING = {"of", "the", "in", "for", "on", "at", "us", "left", "remaining", "total", "altogether", "all", "each",
                  "st", "nd", "rd", "th"}  # fmt: skip
 # Words that change a number, give a second one, say another thing of it, or are mathematics.
@@ -70,8 +74,10 @@ _NO_UNIT = NAMES | {
     word
     for words in (
         "and or nor not no plus minus negative over by to than then if but because so is are was were be equals",
-        "half halve third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth double twice thrice",
-        "hundred thousand million billion trillion lakh crore dozen gross k mil mn bn percent",
+        "half halve third fourth quarter double triple treble quadruple twice thrice couple pair score fold",
+        "hundred thousand lakh lac crore myriad dozen gross k mil mn bn tn mm mio mln mrd mld percent basis",
+        "permille promille inverse reciprocal opposite itself loss deficit debt below least most",
+        "maybe perhaps approximately approx circa guess",
         "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
         "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
         "am pm bc ad bce ce january february march april may june july august september october november december",
@@ -79,31 +85,51 @@ _NO_UNIT = NAMES | {
     )
     for word in words.split()
 }
-_NUMERALS = ("milli", "mille", "millo", "tausend", "hundert", "dutzend", "douzaine", "docena")  # of other languages
+# Powers of ten and their parts, ordinals, multiples, what is done to a number, and doubts.
+_NUMERAL = re.compile(
+    r".*illi(?:on|ard|ón|un)\w*|.*(?:fif|six|seven|eigh|nin|ten|twelf|teen|tie|hundred|thousand)ths?|.+fold|.+[ai]bly|"
+    r"(?:doubl|tripl|trebl|quadrupl|halv|multipli|divid|add|subtract|increas|decreas|reduc|invert|negat|round)ed|"
+    # In other languages.
+    r"mil(?:a|e|ion|iard|iar|io|jo|ju|jard|yon|yar|h(?:ar|[aãoõ]))\w*|mill(?:e|ier|ó|o)\w*|"
+    r"(?:b|tr?)il(?:h[aãoõ]|jo|jard|iun|yon)\w*|"
+    r"(?:tausend|hundert|dutzend|duizend|honderd|dozijn|tusen|tusind|hundra|hundre|dussin|tuhat|tuhan|douzaine|centaine|docena|"
+    r"cientos?$|ciento|centinai|migliai|dozzin|d[uú]zia|tysi[aąeę]|tis[ií]c|ribu$|juta$|ratus$|ezer$|sata$|satoj)\w*|"
+    r"(?:тысяч|тыс$|милли|млн|млрд|трилли|сотн|сот$|сто$|десят|дюжин|мільйон|мільярд|милион|хиляд)\w*"
+)
+_CONSONANTS = re.compile(r"[b-df-hj-np-tv-xz]+")
 _STEMS = ((re.compile(r"(?<=[sxz])es$|(?<=[cs]h)es$|(?<![su])s$"), ""), (re.compile(r"(?:ie|y)$"), "i"),
           (re.compile(r"e$"), ""), (re.compile(r"v$"), "f"))  # fmt: skip
 
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|[mh]box|operatorname|math(?:rm|it|bf|sf|normal))\s*"
 _TEXT += r"\{(?:[^{}]|\^\{-?[0-9]\})*\}"
+_SIGNS = "$€£¥₹¢₽元"
+_LETTERS = "A-Za-zÀ-ÖØ-öø-ɏЀ-ӿ"
 _PART = (
-    rf"{_TEXT}|\\?[$€£¥₹¢]|(?<=[0-9])['\"]|\^\s*\\circ|\^\s*\{{?\s*-?[0-9]\s*\}}?|\\(?:cdot|times)(?![a-z])|[A-Za-z]+|"
+    rf"{_TEXT}|\\?[{_SIGNS}]|(?<=[0-9])['\"]|\^\s*\\circ|\^\s*\{{?\s*-?[0-9]\s*\}}?|\\(?:cdot|times)(?![a-z])|[{_LETTERS}]+|"
     r"(?<=[A-Za-z])[23](?![0-9])|[./*()\s-]"
 )
 _TAIL = re.compile(
-    rf"(?:(?<=[0-9)}}\]$*`%])\s*(?=[A-Za-z/('\"]|-[A-Za-z]{{2}}|\\?[$€£¥₹¢])|(?:(?<=\\pi)|(?<=\\infty))\s+(?=[A-Za-z])|"
+    rf"(?:(?<=[0-9)}}\]$*`%])\s*(?=[{_LETTERS}/('\"]|-[A-Za-z]{{2}}|\\?[{_SIGNS}])|(?:(?<=\\pi)|(?<=\\infty))\s+(?=[A-Za-z])|"
     rf"(?<=\S)\s*(?={_TEXT}|\^\s*\\circ))(?P<unit>(?:{_PART})++)$"
 )
 _TOKEN = re.compile(
     rf"(?P<text>{_TEXT})|(?P<degree>\^\s*\\circ)|(?:\^\s*\{{?\s*)?(?P<power>-?[0-9])|\\[a-z]+|"
-    r"(?P<word>[A-Za-z]+|[$€£¥₹¢'\"])|(?P<per>/)"
+    rf"(?P<word>[{_LETTERS}]+|[{_SIGNS}'\"])|(?P<per>/)"
 )
-_HALF_DAY = re.compile(r"\s*[AaPp]\.\s*[Mm]\.?")
+_ABBREVIATED = re.compile(r"\s*(?:[ap]\.\s*m|b\.\s*c(?:\.\s*e)?|c\.\s*e|a\.\s*d)\.?", re.IGNORECASE)
 _CURRENCY = re.compile(
     r"([+-]?)\s*((?:US|AU|CA)?\\?[$£€¥₹]|(?:USD|EUR|GBP|INR|JPY|CNY|CAD|AUD|R[Ss])(?=[.\s0-9])\.?)\s*(?=[-+.0-9\\])"
 )
 _DELIMITED = re.compile(r"^\$([^$\s](?:[^$]*[^$\s\\])?)\$(?=[^$]*$)")
 PERCENT = re.compile(r"\s*\\?%$")
-_BETWEEN = re.compile(r"(?<=[A-Za-z.}$€£¢])\s*(?:,|\band\b)?\s+(?=\\?[$€£]?[0-9])|(?<=\\circ)\s*(?=[0-9])")
+_BETWEEN = re.compile(
+    r"(?<=[A-Za-z.}$€£¢])\s*(?:,|\band\b)?\s+(?=\\?[$€£]?[0-9])|(?:(?<=\\circ)|(?<=['\"]))\s*(?=[0-9])"
+)
+_NUMBER = r"[+-]?\s*[0-9][0-9.,]*"
+_RANGE = re.compile(
+    rf"(?:from |(?P<between>between ))?(?P<sign>\\?[{_SIGNS}]|)\s*(?P<first>{_NUMBER})\s*(?P<mark>[^0-9+-]*?)"
+    rf"\s*(?(between)and|(?:-|to))\s*(?P=sign)\s*(?P<last>{_NUMBER})\s*(?P<end>[^0-9+-]*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +146,12 @@ class Unit:
         """Whether two answers may have these units: one has none, or they are the same up to words left out."""
         if not self or not other:
             return True
-        return self.factors == other.factors and (self.words <= other.words or other.words <= self.words)
+        same = any(self._factors(reading) == other._factors(reading) for reading in (0, 1))
+        return same and (self.words <= other.words or other.words <= self.words)
+
+    def _factors(self, reading: int) -> set[tuple[str, int]]:
+        """The factors, where ' and " are feet and inches (0) or minutes and seconds (1)."""
+        return {(_PRIMES[name][reading] if name in _PRIMES else name, power) for name, power in self.factors}
 
 
 NO_UNIT = Unit()
@@ -166,6 +197,8 @@ def quantity(text: str) -> Quantity:
         return Quantity(text, number)
     match = ASSIGNED.match(text)
     name, body = ("", text) if match is None else (match[0], text[match.end() :])
+    if (ends := _RANGE.fullmatch(body)) is not None and (several := _of_range(name, ends)) is not None:
+        return several
     head, unit, phrase = _split(_DELIMITED.sub(r"\1", body))
     head = unwrapped(head)
     currency = _CURRENCY.match(head)
@@ -174,10 +207,20 @@ def quantity(text: str) -> Quantity:
         unit = Unit(money.factors | unit.factors, money.words | unit.words)
     percent = PERCENT.search(head)
     number = as_number(head if percent is None else head[: percent.start()])
-    is_symbol = len(phrase) == 1 and phrase.isalpha()
-    if is_symbol and (number is None or phrase == "K" or currency):  # 18K, $18m
+    is_symbol = len(phrase) == 1 and phrase.isascii() and phrase.isalpha()
+    is_scale = phrase in ("K", "B") or (currency and re.fullmatch(r"\s*[A-Za-z]", phrase))  # 18K, $18m
+    if is_scale or (is_symbol and number is None):
         return Quantity(text, None)
     return Quantity(name + head, number, percent is not None, unit, is_symbol)
+
+
+def _of_range(name: str, ends: re.Match[str]) -> Quantity | None:
+    """A range whose numbers have one mark (%, a unit, a currency) at both ends, or per cent behind the last."""
+    last = quantity(f"{ends['sign']}{ends['last']}{ends['end']}")
+    is_marked = ends["mark"] == ends["end"].strip() or (last.is_percentage and not ends["mark"])
+    if not is_marked or not (last.unit or last.is_percentage):
+        return None
+    return Quantity(f"{name}{ends['first']}-{ends['last']}", None, last.is_percentage, last.unit)
 
 
 def same_number(a: Quantity, b: Quantity) -> bool | None:
@@ -213,7 +256,7 @@ def _split(text: str) -> tuple[str, Unit, str]:
     if match is not None:
         head, phrase = text[: match.start()], match["unit"]
         is_value = re.search(r"[0-9]|\\pi|\\infty", head) or phrase.startswith(("\\text", "\\math", "\\mbox"))
-        if head.strip() and is_value and not _HALF_DAY.fullmatch(phrase) and (unit := _unit(phrase)) is not None:
+        if head.strip() and is_value and not _ABBREVIATED.fullmatch(phrase) and (unit := _unit(phrase)) is not None:
             return head.strip(), unit, phrase if match.start() == match.start("unit") else f" {phrase}"
     return text, NO_UNIT, ""
 
@@ -249,17 +292,21 @@ def _unit(phrase: str) -> Unit | None:
             sign = -1
         elif word in _POWERS:
             power = _POWERS[word]
+        elif word in _KINDS and place < len(tokens) and _known(tokens[place][0]):
+            factors[word] += sign
         elif word in _SCALES:
             factors["degree"] = 1
             words.add(word)
         elif name is not None and not (word == "in" and (factors or words)):
             factors[name] += sign * power
             last, power = name, 1
-        elif word in _NO_UNIT or word.removesuffix("s") in _NO_UNIT or word.startswith(_NUMERALS):
+        elif word in _NO_UNIT or word.removesuffix("s") in _NO_UNIT or _NUMERAL.fullmatch(word):
             return None
+        elif word in _NOT_LAST and place == len(tokens):
+            return None  # 3 right, which is not 3 left
         elif word in _SAYS_NOTHING:
             continue
-        elif not is_text and (len(word) < 3 or not set(word) & set("aeiouy") or is_alphabetic(word)):
+        elif not is_text and (len(word) < 3 or _CONSONANTS.fullmatch(word) or is_alphabetic(word)):
             return None  # letters that are a product of variables
         elif sign < 0:
             factors[_stem(word)] -= power

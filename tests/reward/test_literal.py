@@ -81,6 +81,46 @@ def ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield form, str(a - b), False
 
 
+def marked_ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+    """Ranges with a sign, a unit or a currency at each number, or below 0."""
+    for before, after in (("", "%"), ("", r"\%"), ("", " %"), (r"\$", ""), ("$", ""), ("€", ""), ("", "°"), ("", "m"),
+                          ("", " km"), ("", " apples"), ("", r"^\circ")):  # fmt: skip
+        for sign in ("", "-"):
+            a, b = rng.randint(1, 40), rng.randint(1, 40)
+            a, b = f"{sign}{max(a, b) + 1 if sign else a}", f"{sign}{b}"
+            first, last = f"{before}{a}{after}", f"{before}{b}{after}"
+            forms = [f"{first}-{last}", f"{first} - {last}", f"{first} to {last}", f"from {first} to {last}",
+                     f"between {first} and {last}", *([f"{a}-{last}"] if "%" in after else [])]  # fmt: skip
+            value = f"{before}{int(a) - int(b)}{after}"
+            for form, other in itertools.product(forms, forms):
+                yield form, other, True
+            for form in forms:
+                for wrong in (value, str(int(a) - int(b)), first, last, f"{first}-{before}{b}1{after}"):
+                    yield form, wrong, False
+                    yield wrong, form, False
+        yield f"{first}-{last}", f"{a}-{b}", True
+    for a, b in itertools.product((2, 5, 30), (3, 4)):
+        for text, other in itertools.permutations((f"-{a}--{b}", f"−{a}–−{b}", f"-{a} to -{b}"), 2):
+            yield text, other, True
+        yield f"-{a}--{b}", str(b - a), False
+        yield str(b - a), f"-{a}--{b}", False
+        yield f"-{a}-{b}", str(-a - b), False
+
+
+def linear(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+    """Expressions, which are no ISBN though they end in x."""
+    for _ in range(40):
+        a, b = rng.randint(1, 40), rng.randint(2, 40)
+        forms = (f"{a}-{b}x", f"{a} - {b}x", f"-{b}x+{a}", f"-({b}x-{a})", f"y = {a}-{b}x")
+        yield from ((form, other, True) for form, other in itertools.permutations(forms, 2))
+        yield f"-2, {a}-{b}x", f"-2, -{b}x+{a}", True
+        yield f"{a}-{b}x", f"{a}-{b + 1}x", False
+        yield f"{a}-{b}x", str(a - b), False
+    for code in ("0-306-40615-X", "0 306 40615 X", "2434-561X"):
+        yield code, code.lower(), True
+        yield code, code.replace("6", "7", 1), False
+
+
 def codes(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
     """Versions, addresses, telephone numbers, ISBNs, ratios of three."""
     for sign, sizes in itertools.product(".-:/ ", ((1, 2, 3), (3, 3, 1, 1), (3, 1, 2, 6, 1), (1, 1, 1))):
@@ -131,6 +171,11 @@ def test_dates_times_ranges_and_codes_are_text():
         cases = sampled(made, 1200)
         assert len(cases) == 1200
         assert wrong_of(cases) == []
+
+
+def test_marked_ranges_are_text_and_linear_expressions_are_not():
+    cases = [*marked_ranges(random.Random(7)), *sampled(linear(random.Random(7)), 200)]
+    assert wrong_of(cases) == []
 
 
 def test_a_reference_is_no_sum_still_to_be_done_but_an_answer_may_be_one():

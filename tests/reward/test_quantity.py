@@ -124,6 +124,18 @@ MULTIPLIERS = (
     "million",
     "k",
 )
+# Words that make another number of a value, or leave it open which one it is.
+CHANGES = (
+    *(f"{stem}{end}" for stem in ("hundred", "million", "billion", "trillion", "seven", "eigh", "seventeen", "twentie")
+      for end in ("th", "ths")),
+    *("quarters", "thirds", "twelfths", "pairs", "score", "couple", "fold", "tenfold", "basis points", "B.C.", "A.D.",
+      "B.C.E.", "doubled", "tripled", "halved", "inverse", "reciprocal", "multiplied into itself", "wrong", "right",
+      "probably", "possibly", "approximately", "loss", "grand", "Mio", "Mrd", "mila", "miliardi", "milione", "miljoen",
+      "duizend", "milyon", "ribu", "juta", "cientos", "bilhões", "тысяч", "миллионов"),
+)  # fmt: skip
+OTHERS = ("canteens", "months", "moths", "lengths", "families", "right angles", "people around a table", "mètres",
+          "años", "часов", "元", "₽")  # fmt: skip
+KINDS = (("fluid", "ounces"), ("troy", "ounces"), ("nautical", "miles"), ("light", "years"), ("light", "minutes"))
 
 
 @dataclass(frozen=True)
@@ -272,6 +284,46 @@ def compounds() -> Iterator[tuple[str, str, bool]]:
                 yield wrong, form.format(3, 20), False
             yield form.format(20, 3), form.format(3, 20), False
             yield form.format(3, 30), form.format(3, 20), False
+
+
+def further_words() -> Iterator[tuple[str, str, bool]]:
+    """Words behind a number that change it or do not, and those that make another unit of the one behind them."""
+    for value in ("18", "3", "1", "2.5"):
+        for word in CHANGES:
+            yield f"{value} {word}", value, False
+            yield value, f"{value} {word}", False
+        for letter in "KBTG":
+            yield f"{value}{letter}", value, False
+            yield f"${value} {letter}", value, False
+        for word in OTHERS:
+            yield f"{value} {word}", value, True
+            yield value, f"{value} {word}", True
+            yield f"{value} {word}", "19", False
+        yield value, f"{value}元", True
+        for kind, unit in KINDS:
+            yield f"{value} {kind} {unit}", f"{value} {unit}", False
+            yield f"{value} {unit}", f"{value} {kind} {unit}", False
+            yield f"{value} {kind} {unit}", value, True
+        for a, b in (("right", "left"), ("left", "right")):
+            yield f"{value} {a}", f"{value} {b}", False
+
+
+def primes() -> Iterator[tuple[str, str, bool]]:
+    """' is feet or minutes, and " is inches or seconds."""
+    larger, smaller = ("feet", "ft", "minutes", "min"), ("inches", "in", "seconds", "s")
+    for value, (mark, agree, differ) in itertools.product(("5", "7"), (("'", larger, smaller), ('"', smaller, larger))):
+        for equal, words in ((True, agree), (False, (*differ, "meters"))):
+            for word in words:
+                yield f"{value}{mark}", f"{value} {word}", equal
+                yield f"{value} {word}", f"{value}{mark}", equal
+    for (large, small), gap in itertools.product(zip(larger, smaller, strict=True), ("", " ")):
+        yield f"5'{gap}6\"", f"5 {large} 6 {small}", True
+        yield f"5 {large} 6 {small}", f"5'{gap}6\"", True
+        yield f"5'{gap}6\"", f"5 {large} 7 {small}", False
+
+
+def test_words_that_change_a_number_are_no_unit():
+    assert wrong_of([*further_words(), *primes()]) == []
 
 
 def test_a_number_is_the_same_in_every_notation_and_no_other_number():
