@@ -6,15 +6,17 @@ A name that the schema does not know is refused unless it says otherwise (additi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from rlft.environment.protocol import Malformed
-from rlft.types import Schema
+from rlft.types import Schema, require
 
 MAX_TOLD = 3
 """The most errors of a call that the policy reads at once."""
+MAX_BRANCHING = 8
+"""How deep schemas are combined in which numbers such as 1.0 become int."""
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"} | {
     *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas")
 }
@@ -22,7 +24,10 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 
 
 class Checker:
-    """Checks the arguments of calls of these tools, whose `schemas` are as chat templates show them."""
+    """Checks the arguments of calls of these tools, whose `schemas` are as chat templates show them.
+
+    Raises UserError: a schema is none by its own rules, or refers to what it does not have.
+    """
 
     def __init__(self, schemas: Sequence[Schema]) -> None:
         from jsonschema.validators import Draft202012Validator, validator_for
@@ -32,6 +37,7 @@ class Checker:
         for schema in (schema["function"] for schema in schemas):
             parameters = strict(schema["parameters"])
             kind = validator_for(parameters, default=Draft202012Validator)
+            _check(schema["name"], kind, parameters)
             self._validators[schema["name"]] = kind(parameters, registry=EMPTY_REGISTRY)  # which loads nothing
 
     def checked(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,11 +47,42 @@ class Checker:
         if name not in self._validators:
             raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(self._validators)}")
         validator = self._validators[name]
-        found = [best_match([error]) for error in islice(validator.iter_errors(dict(arguments)), MAX_TOLD)]
+        try:
+            found = [best_match([error]) for error in islice(validator.iter_errors(dict(arguments)), MAX_TOLD)]
+            made = whole(dict(arguments), validator.schema, validator.schema)
+        except (RecursionError, OverflowError) as error:
+            raise Malformed(f"{name}: the arguments are nested too deep or too large ({error!s:.80})") from None
         if found:
             told = (f"{error.json_path.removeprefix('$').lstrip('.')}: {error.message}".lstrip(": ") for error in found)
             raise Malformed(f"{name}: {'; '.join(text[:200] for text in told)}")
-        return whole(dict(arguments), validator.schema)
+        return made
+
+
+def _check(name: str, kind: Any, parameters: Mapping[str, Any]) -> None:
+    from jsonschema.exceptions import SchemaError
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
+
+    problem = ""
+    try:
+        kind.check_schema(parameters)
+        resolver = EMPTY_REGISTRY.with_resource("", DRAFT202012.create_resource(parameters)).resolver()
+        for reference in _references(parameters):
+            resolver.lookup(reference)
+    except SchemaError as error:
+        problem = f"{error.json_path}: {error.message:.200}"
+    except Unresolvable as error:
+        problem = f"$ref: {error.ref!r:.80} leads to nothing"
+    problem = problem and f"the parameters of the tool {name} are no JSON schema ({problem})"
+    require(not problem, "environment", problem, remedy="correct them in the tool")
+
+
+def _references(schema: Any) -> Iterator[str]:
+    for key, value in schema.items() if isinstance(schema, Mapping) else enumerate(schema):
+        if key == "$ref" and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping | list) and key not in ("enum", "const", "default", "examples"):
+            yield from _references(value)
 
 
 def strict(schema: Any) -> Any:
@@ -69,24 +106,43 @@ def strict(schema: Any) -> Any:
     return made
 
 
-def whole(value: Any, schema: Any) -> Any:
+def whole(value: Any, schema: Any, root: Any = None) -> Any:
     """The value, in which numbers such as 1.0 are int where the schema wants integers and no other numbers.
+
+    `root` is the schema that its `$ref`s look in.
 
     >>> whole({"a": [1.0, 2]}, {"properties": {"a": {"items": {"type": "integer"}}}})
     {'a': [1, 2]}
     """
-    if not isinstance(schema, Mapping):
-        return value
+    kinds = list(_branches(schema, root))
     if isinstance(value, dict):
-        known, others = schema.get("properties", {}), schema.get("additionalProperties")
-        return {key: whole(each, known.get(key, others)) for key, each in value.items()}
+        for known, others in ((kind.get("properties", {}), kind.get("additionalProperties")) for kind in kinds):
+            value = {key: whole(each, known.get(key, others), root) for key, each in value.items()}
+        return value
     if isinstance(value, list):
-        first = schema.get("prefixItems", [])
-        kinds = [*first, *[schema.get("items")] * (len(value) - len(first))]
-        return [whole(each, kind) for each, kind in zip(value, kinds, strict=False)]
-    kinds = schema.get("type", "")
-    is_whole = isinstance(value, float) and value.is_integer() and "integer" in kinds and "number" not in kinds
+        for first, others in ((kind.get("prefixItems", []), kind.get("items")) for kind in kinds):
+            each_kind = [*first, *[others] * (len(value) - len(first))]
+            value = [whole(each, kind, root) for each, kind in zip(value, each_kind, strict=False)]
+        return value
+    types = [kind.get("type", []) for kind in kinds]
+    names = {name for of in types for name in ([of] if isinstance(of, str) else of)}
+    is_whole = isinstance(value, float) and value.is_integer() and "integer" in names and "number" not in names
     return int(value) if is_whole else value
+
+
+def _branches(schema: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """The schema, those that it combines, and the one that it refers to within the root."""
+    if not isinstance(schema, Mapping) or depth > MAX_BRANCHING:
+        return
+    yield schema
+    for each in (each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, [])):
+        yield from _branches(each, root, depth + 1)
+    if str(reference := schema.get("$ref")).startswith("#/"):
+        referred = root
+        for part in reference[2:].split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            referred = referred.get(name) if isinstance(referred, Mapping) else None
+        yield from _branches(referred, root, depth + 1)
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:

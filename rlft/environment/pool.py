@@ -117,6 +117,7 @@ class EnvironmentPool:
 
     def __init__(self, environment: Environment) -> None:
         schemas = environment.schemas()
+        Checker(schemas)  # refuses schemas that are none
         self._environment = environment
         self._past_orders: dict[int, list[Order]] = {}  # {conversation: the orders that its state comes from}
         self._workers = Children(

@@ -31,7 +31,7 @@ from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
-from rlft.tokens.answers import ReferenceIn, opened
+from rlft.tokens.answers import ReferenceIn, answers_in, boxes, names_an_answer, opened
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.plain import PlainText
 from rlft.tokens.reasoning import end_of
@@ -309,9 +309,15 @@ NUM_PAIRS, FEW_PAIRS = 64, 4
 NUM_SHOWN = 3
 MAX_OPENED, MAX_HIDDEN = 20_000, 256
 """The most references of which the forms around their answers are looked at, and found."""
-SURE = {*ReferenceIn} - {ReferenceIn.markup, ReferenceIn.brackets}
+MOST_WORDS = 3
+"""The most words of an answer in a sentence, with which the sentence is nothing else for sure."""
 A_NUMBER = r"(-?[0-9](?:[0-9,.]*[0-9])?)"
-_WORDS_AND_NUMBER = re.compile(rf"[^\\^_={{}}]*?(?=.*[^\W\d_]{{2}}){A_NUMBER}[^\\^_={{}}]*", re.DOTALL)
+_WITH_NUMBER = re.compile(
+    r"(?=.*[^\W\d_]{2})[^\\^_={}]*|A\s*[-:.)][^\\^_={}]*|"
+    r"[^=\n]{0,200}[0-9)]\s*[-+*/×÷]\s*[0-9(][^=\n]{0,200}=[^=\n]*",
+    re.DOTALL,
+)
+"""Texts that may be words or a calculation with a number as the answer."""
 NEVERTHELESS = ", or start nevertheless with data.allow_unscorable=true"
 CHUNK = 256
 
@@ -324,12 +330,14 @@ class Hidden:
         short: the prompt with the answer alone as its reference.
         way: the key of the data, with its value, by which that is read.
         is_sure: whether nothing else can be meant.
+        is_likely: whether nothing else can be meant if most references are such.
     """
 
     prompt: Prompt
     short: Prompt
     way: str
-    is_sure: bool
+    is_sure: bool = False
+    is_likely: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -467,34 +475,73 @@ def _hidden(judge: _Judge, prompts: Sequence[Prompt]) -> Iterator[Hidden]:
 def _candidate(judge: _Judge, prompt: Prompt) -> Hidden | None:
     """The reference with the answer in it: in a form, as the reward reads it, or the last number in a sentence."""
     forms, answers = opened(prompt.answer)
-    way, is_sure = f"data.answer_in={forms[0] if len(forms) == 1 else ReferenceIn.auto}", True
+    way = f"data.answer_in={forms[0] if len(forms) == 1 else ReferenceIn.auto}"
+    is_sure = is_likely = False
     if forms:
-        is_sure = len(answers) == 1 and (not SURE.isdisjoint(forms) or plain_number(answers[0]) is not None)
+        is_sure = _is_sure(prompt.answer.strip(), forms)
+        is_likely = is_sure or _is_likely(forms, answers[0])
     elif own := judge.read(prompt.answer):
-        answers, way = [own[0]], f"data.answer_pattern='{own[1]}'"
-    elif isinstance(judge.reward, ExactMatch | Math) and _WORDS_AND_NUMBER.fullmatch(prompt.answer):
-        answers, way, is_sure = re.findall(A_NUMBER, prompt.answer)[-1:], f"data.answer_pattern='{A_NUMBER}'", False
-    else:
+        answers, way, is_sure = [own[0]], f"data.answer_pattern='{own[1]}'", True
+    elif _is_list(prompt.answer) and '"' in prompt.answer.replace("'", '"'):
+        answers, way = answers_in(prompt.answer, ReferenceIn.json), f"data.answer_in={ReferenceIn.json}"
+    elif isinstance(judge.reward, ExactMatch | Math) and (
+        _WITH_NUMBER.fullmatch(prompt.answer) or names_an_answer(prompt.answer)
+    ):
+        answers, way = re.findall(A_NUMBER, prompt.answer)[-1:], f"data.answer_pattern='{A_NUMBER}'"
+    if (not forms and answers == [prompt.answer.strip()]) or not answers:
         return None
     short = replace(prompt, answer=answers[0], other_answers=tuple(answers[1:]))
-    return Hidden(prompt=prompt, short=short, way=way, is_sure=is_sure)
+    return Hidden(prompt=prompt, short=short, way=way, is_sure=is_sure, is_likely=is_likely)
+
+
+def _is_sure(text: str, forms: Sequence[ReferenceIn]) -> bool:
+    """Whether one such reference is enough: a tag, one box, reasoning, or hashes on the last line."""
+    by_form = {
+        ReferenceIn.tag: True,
+        ReferenceIn.reasoning: True,
+        ReferenceIn.boxed: len({*boxes(text)}) == 1,
+        ReferenceIn.hashes: text.splitlines()[-1].lstrip().startswith("####"),
+    }
+    return by_form.get(forms[0], False)
+
+
+def _is_likely(forms: Sequence[ReferenceIn], answer: str) -> bool:
+    if plain_number(answer) is not None:
+        return forms[0] not in (ReferenceIn.boxed, ReferenceIn.hashes)
+    return forms[0] is ReferenceIn.json or (forms[0] is ReferenceIn.sentence and len(answer.split()) <= MOST_WORDS)
+
+
+def _is_list(text: str) -> bool:
+    """Whether a reference is a list of several, as JSON or as Python prints it."""
+    return text.lstrip().startswith("[") and len(answers_in(text, ReferenceIn.json)) > 1
 
 
 def _more_than_answers(
     name: str, judge: _Judge, prompts: Sequence[Prompt], data: Mapping[str, Any], allowed: bool
 ) -> Iterator[str]:
     """Notes about references that are more than their answers. UserError where that is certain and not allowed."""
-    found, number, rows = list[Hidden](), 0, iter(prompts)
+    found, number, rows, has_lists = list[Hidden](), 0, iter(prompts), False
     while number < MAX_OPENED and len(found) < MAX_HIDDEN and (chunk := list(islice(rows, CHUNK))):
         found += _hidden(judge, chunk)
         number += len(chunk)
+        has_lists = has_lists or any(_is_list(prompt.answer) for prompt in chunk)
+    likely = 2 * sum(each.is_likely for each in found) >= number
+    as_json = f"data.answer_in={ReferenceIn.json}"
+    if has_lists:  # then [3] is one as well
+        found = [each for each in found if each.way != as_json or plain_number(each.short.answer) is None]
     for is_sure in (True, False):
-        hidden = [each for each in found if each.is_sure is is_sure]
+        hidden = [
+            each
+            for each in found
+            if is_sure is ((each.is_sure or (each.is_likely and likely)) and not (has_lists and each.way == as_json))
+        ]
         if not hidden or (A_NUMBER in hidden[0].way and 2 * len(hidden) < number):
             continue
         ways = {each.way for each in hidden}
         is_one = len(ways) == 1 and (len(hidden) == number or "answer_pattern" in hidden[0].way)
         way = hidden[0].way if is_one and data["answer_in"] is None else f"data.answer_in={ReferenceIn.auto}"
+        if has_lists and as_json in ways and not is_one:
+            way = f"{as_json} after making each a list"
         way += " data.answer_pattern=null" * (data["answer_pattern"] is not None and "answer_pattern" not in way)
         problem = f"{len(hidden)} of {number} reference answers are more than the answer, which alone gets nothing "
         problem += (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
+from rlft.tokens.fences import unfenced
 from rlft.tokens.reasoning import without_reasoning
 
 WORDS = (
@@ -26,18 +27,23 @@ NAMES = (
 )
 """The names of an answer as a tag or in JSON."""
 _TAG = re.compile(rf"(?is)<({'|'.join(NAMES)})>(.*?)</\1>")
+_CALLED = "|".join(WORDS)
 _SENTENCE = re.compile(
-    rf"(?i)(?:^|.*[\W_])(?:{'|'.join(WORDS)})[*_]*\s*(?:(?:is|ist|es|est|è|é)(?![^\W_])|[是为:=：])[\s:：]*(?:[*_]+\s+)?"
-    r"(?:(-?[$€£]?-?[0-9](?:[0-9,.]*[0-9])?)[.!]?\s+[A-Z].*|(\S.*?)[.!。]?\s*)"
+    rf"(?i)(?:(?:^|.*[\W_])(?:{_CALLED})|.*(?:答案|答え|정답)|\W*ans)[*_]*\s*"
+    r"(?:(?:is|ist|es|est|è|é)(?![^\W_])|[是为:：]|[=-]>|=|→|(?<=\s)[-–—](?=\s))[\s:：]*(?:[*_]+\s+)?"
+    r"(?:(-?[$€£]?-?[0-9](?:[0-9,.]*[0-9])?)[.!]?\s+[A-Z].*|(\S.*?)(?:,\s+(?:because|since)\s.*)?[.!。]?\s*)"
 )
-_GOES_ON = re.compile(r"(?:[:：]|\bis)[*_]*$")
+_GOES_ON = re.compile(rf"(?i).*(?:[:：]|\bis)[*_]*|[#*_\s]*(?:(?:the|final)\s)*(?:{_CALLED})[*_\s]*")
+_PAIRS = ("()", "[]", "{}", "[)", "(]", '""', "``", "''")
+_PAIRED = re.compile(r"[(\[{)\]}\"`]|</?[a-zA-Z]+>|(?<!\w)'|'(?!\w)")
 _MARKUP = (
     *(("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"), ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")),
-    *((r"\text{", "}"), ("<b>", "</b>"), ('"', '"'), ("“", "”")),
+    *((r"\text{", "}"), ('"', '"'), ("“", "”")),
+    *((f"<{tag}>", f"</{tag}>") for tag in ("b", "strong", "p", "span", "div")),
 )
 _OPENERS = {opens[0] for opens, _ in _MARKUP}
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+)")
-_BRACKETS = re.compile(r"(.*\S)\s+\(([^()]*)\)")
+_BRACKETS = re.compile(r"(.*\S)\s+\((?!\s*\\?(?:[bp]?mod|base)\b)([^()]*)\)")
 MAX_FORMS = 6
 """How many forms an answer may have around each other, such as a box in a tag."""
 
@@ -109,6 +115,7 @@ def _of_reasoning(text: str) -> list[str]:
 def _of_json(text: str) -> list[str]:
     """The answers in a list, or under the name of an answer in an object, or a text in quotes, as JSON or Python."""
     value: Any = None
+    text = unfenced(text).strip()
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = read(text) if text[:1] in ("[", "{", '"', "'") else None
@@ -129,17 +136,40 @@ def _of_hashes(text: str) -> list[str]:
 
 
 def _of_box(text: str) -> list[str]:
-    return [*(match[1] for match in _BARE_BOX.finditer(text)), *boxed(text)][-1:] if "box" in text else []
+    return boxes(text)[-1:]
+
+
+def boxes(text: str) -> list[str]:
+    """What stands in the boxes of a reference, also in those without braces."""
+    return [*(match[1] for match in _BARE_BOX.finditer(text)), *boxed(text)] if "box" in text else []
 
 
 def _of_sentence(text: str) -> list[str]:
     """The answer in the last line, or in the last two if the first of these announces it."""
-    if not any(map(text.casefold().__contains__, WORDS)):
+    if not (names_an_answer(text) or "ans" in text.casefold()):
         return []
     *before, last = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [last, *(f"{line} {last}" for line in before[-1:] if _GOES_ON.search(line))]
+    lines = [last, *(f"{line.rstrip(':：*_ ')}: {last}" for line in before[-1:] if _GOES_ON.fullmatch(line))]
     match = next(filter(None, map(_SENTENCE.fullmatch, lines)), None)
-    return [(match[1] or match[2]).strip("*_")] if match else []
+    answer = (match[1] or match[2]).strip("*_") if match else ""
+    return [answer] if answer and _is_whole(answer) else []
+
+
+def names_an_answer(text: str) -> bool:
+    """Whether a word for the answer stands in a text."""
+    return any(map(text.casefold().__contains__, WORDS))
+
+
+def _is_whole(answer: str) -> bool:
+    """Whether each bracket, quotation mark and tag in it has its partner, as in no piece of code or markup."""
+    open_marks = list[str]()
+    for mark in _PAIRED.findall(answer):
+        pair = (open_marks[-1] if open_marks else "") + mark
+        if pair in _PAIRS or re.fullmatch(r"<(\w+)></\1>", pair):
+            open_marks.pop()
+        else:
+            open_marks.append(mark)
+    return not open_marks and answer[0] != ">" and answer[-1] != ";"
 
 
 def _of_markup(text: str) -> list[str]:
@@ -148,6 +178,8 @@ def _of_markup(text: str) -> list[str]:
         inner = text[len(opens) : len(text) - len(closes)]
         if text.startswith(opens) and text.endswith(closes) and opens not in inner and closes not in inner:
             return [inner]
+    if re.fullmatch(r"#+[ \t]+[^\n]+", text):
+        return [text.lstrip("#")]
     return [text[:-1]] if text.endswith(".") and text[:-1].replace(",", "").lstrip("-$").isdecimal() else []
 
 
@@ -185,6 +217,8 @@ _READERS: Mapping[ReferenceIn, Callable[[str], list[str]]] = {
 def answers_in(text: str, form: ReferenceIn) -> list[str]:
     """The answers in a reference of this form, one but for lists; none if it has another form.
 
+    A list of several is opened only where JSON is named as the form: it may itself be the answer.
+
     >>> answers_in("6 * 7 + 4 = 46\\n#### 46", ReferenceIn.hashes), answers_in("46", ReferenceIn.hashes)
     (['46'], [])
     """
@@ -204,7 +238,7 @@ def opened(text: str) -> tuple[list[ReferenceIn], list[str]]:
     while len(answers) == 1 and len(forms) < MAX_FORMS and not (answers[0].isascii() and answers[0].isalnum()):
         found = ((form, inner) for form in _READERS if (inner := answers_in(answers[0], form)))
         form, inner = next(found, (None, []))
-        if form is None:
+        if form is None or (form is ReferenceIn.json and len(inner) > 1):  # a list may be the answer
             break
         forms.append(form)
         answers = inner

@@ -9,6 +9,7 @@ END_OF_MESSAGE = "<|end|>"
 TAGS = (
     *("think", "thinking", "thought", "thoughts", "reasoning", "reason", "seed:think", "longcat_think", "mm:think"),
     *("reflection", "scratchpad", "analysis", "rationale", "inner_monologue", "antThinking", "redacted_thinking"),
+    "cot",
 )
 """The tags around reasoning, `<think>..</think>`: of DeepSeek, EXAONE, Seed, LongCat, and what prompts ask for."""
 FORMS = {
@@ -28,19 +29,36 @@ MARKERS = {
     "<|channel>thought": "<channel|>",  # Gemma 4
     "<unused94>thought": "<unused95>",  # MedGemma
 }
-MARKERS |= {opens.upper(): closes.upper() for opens, closes in MARKERS.items()}
 MARKERS |= {f"<|channel|>{name}<|message|>": END_OF_MESSAGE for name in ("analysis", "commentary")}  # gpt-oss
 """{what begins reasoning: what ends it}, as models write it or prompts ask for it: the only list of these."""
 
-_KNOWN = {*MARKERS, *MARKERS.values()}
-_TAG = r"<\|?/?[\w:▁]{1,32}\|?>|\[/?\w{1,32}\]|◁/?\w{1,32}▷"
-_LONGER = (re.escape(each) for each in sorted(_KNOWN, key=len, reverse=True) if not re.fullmatch(_TAG, each))
-_MARKER = re.compile("|".join((*_LONGER, _TAG)))
+
+def _plain(marker: str) -> str:
+    """A marker without what does not tell it apart: capital letters, full-width bars, space, a message's recipient."""
+    marker = re.sub(r"\sto=[^<]*", "", marker)
+    return "".join(marker.casefold().replace("｜", "|").split())
 
 
-def markers_in(text: str) -> Iterator[re.Match[str]]:
-    """The markers that begin or end reasoning, in order."""
-    return (match for match in _MARKER.finditer(text) if match[0] in _KNOWN)
+_ENDS = {_plain(opens): _plain(closes) for opens, closes in MARKERS.items()}
+_KNOWN = {*_ENDS, *_ENDS.values()}
+_BAR = r"\s?[|｜]?\s?"
+_TAG = rf"<{_BAR}/?[\w:▁]{{1,32}}{_BAR}>|\[/?\w{{1,32}}\s?\]|◁/?\w{{1,32}}\s?▷"
+_LOOSE = {"|": "[|｜]", ">": r"\s?>\s?"}
+_LONGER = [
+    "".join(_LOOSE.get(character, re.escape(character)) for character in marker)
+    for marker in sorted(_KNOWN, key=len, reverse=True)
+    if not re.fullmatch(_TAG, marker)
+]
+_RECIPIENT = r"(?:\sto=[^\s<]{1,64})?\s?<"
+"""Whom a message of gpt-oss calls, between the channel and the next marker."""
+_MARKER = re.compile(
+    "|".join((*(each[0] + each[1:].replace("<", _RECIPIENT) for each in _LONGER), _TAG)), re.IGNORECASE
+)
+
+
+def markers_in(text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """The markers that begin or end reasoning, in order, each with its plain form."""
+    return ((match, name) for match in _MARKER.finditer(text) if (name := _plain(match[0])) in _KNOWN)
 
 
 def without_reasoning(text: str) -> str:
@@ -54,12 +72,12 @@ def without_reasoning(text: str) -> str:
     """
     pieces: list[str] = []
     begin, closing = 0, None  # begin: of what is not yet in `pieces`; closing: what ends the reasoning there
-    for match in markers_in(text):
-        if closing is None and match[0] in MARKERS:
-            closing = MARKERS[match[0]]
+    for match, name in markers_in(text):
+        if closing is None and name in _ENDS:
+            closing = _ENDS[name]
             pieces.append(text[begin : match.start()])
             begin = match.start()
-        elif match[0] == closing or (closing is None and match[0] != END_OF_MESSAGE):
+        elif name == closing or (closing is None and name != END_OF_MESSAGE):
             pieces = pieces if closing else [" " * begin]
             pieces.append(" " * (match.end() - begin))
             begin, closing = match.end(), None
@@ -73,11 +91,11 @@ def end_of(text: str) -> str:
     ('</think>', '')
     """
     closing = ""
-    for match in markers_in(text):
-        if match[0] == closing:
+    for _, name in markers_in(text):
+        if name == closing:
             closing = ""
         elif not closing:
-            closing = MARKERS.get(match[0], "")
+            closing = _ENDS.get(name, "")
     return closing
 
 

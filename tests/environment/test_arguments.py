@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from in_one_test import each
 from rlft.environment.arguments import Checker
 from rlft.environment.protocol import Malformed
 from rlft.environment.tools import schema_of
+from rlft.types import UserError
 
 WRONG: dict[str, list[Any]] = {
     "integer": ["1", 1.5, True, None, [1], {}],
@@ -146,3 +148,45 @@ def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any],
 def test_whole_numbers_become_int_where_an_integer_is_due() -> None:
     made = Checker([schema_of(add, "environment.tools", "mine")]).checked("add", {"a": 1.0, "b": 2})
     assert repr(made) == "{'a': 1, 'b': 2}"
+
+
+def checker_of(schema: dict[str, Any], **more: Any) -> Checker:
+    parameters = {"type": "object", "properties": {"a": schema}, **more}
+    return Checker([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+
+BROKEN: list[dict[str, Any]] = [
+    *({"type": name} for name in ("float", "str", "int", "bool", "dict", "any", ["integer", "none"])),
+    *({"type": "string", "pattern": pattern} for pattern in ("(", "[a", "a**")),
+    *({"$ref": to} for to in ("#/$defs/gone", "#gone", "https://example.org/x.json")),
+    {"enum": 3},
+    {"type": "integer", "minimum": "1"},
+]
+INSIDE = ("{}", "items", "anyOf", "properties")
+
+
+def test_schemas_that_are_none_are_refused_at_the_start_by_the_tools_name() -> None:
+    for broken, place in itertools.product(BROKEN, INSIDE):
+        schema = {"{}": broken, "items": {"items": broken}, "anyOf": {"anyOf": [broken]}}.get(place)
+        with pytest.raises(UserError, match=r"^environment: the parameters of the tool f are no JSON schema"):
+            checker_of(schema or {"properties": {"b": broken}})
+
+
+def test_whole_numbers_become_int_in_branches_that_want_no_other_numbers() -> None:
+    integer, null, number = {"type": "integer"}, {"type": "null"}, {"type": "number"}
+    defs = {"i": integer, "n": {"anyOf": [{"$ref": "#/$defs/i"}, null]}}
+    wanted = [integer, *({"$ref": f"#/$defs/{name}"} for name in defs)]
+    wanted += [{key: [each]} for key, each in itertools.product(("anyOf", "oneOf", "allOf"), wanted)]
+    wanted += [{key: [integer, null]} for key in ("anyOf", "oneOf")]
+    for schema, is_list in itertools.product(wanted, (False, True)):
+        value: Any = [1.0] if is_list else 1.0
+        made = checker_of({"type": "array", "items": schema} if is_list else schema, **{"$defs": defs})
+        assert repr(made.checked("f", {"a": value})) == f"{{'a': {'[1]' if is_list else '1'}}}", schema
+    assert repr(checker_of({"anyOf": [integer, number]}).checked("f", {"a": 1.0})) == "{'a': 1.0}"
+
+
+def test_what_a_schema_cannot_be_checked_for_is_told_as_malformed() -> None:
+    with pytest.raises(Malformed, match="nested too deep or too large"):
+        checker_of({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}).checked("f", {"a": 1})
+    with pytest.raises(Malformed, match="nested too deep or too large"):
+        checker_of({"type": "integer", "multipleOf": 0.5}).checked("f", {"a": 10**400})

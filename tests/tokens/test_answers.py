@@ -130,3 +130,64 @@ def test_a_row_of_another_form_is_refused_and_lists_are_several_answers() -> Non
     assert data._answers('["46", "46.0"]') == ["46", "46.0"]
     with pytest.raises(RowError, match=r"the answer is not in the form of data\.answer_in=json: '#### 46'"):
         data._answers("#### 46")
+
+
+ANNOUNCED = [
+    "Therefore, {}", "# {}", "So.\n## Answer\n{}", "So.\n**Final Answer**\n{}", "So.\n__Result__\n{}", "A: {}",
+    "Ans: {}",
+    "ans = {}", "Answer - {}", "Answer. {}", "Answer => {}", "Result -> {}", "La respuesta final es: {}",
+    "所以答案是{}。", "故选{}", '```json\n{{"answer": {}}}\n```', "final_answer({})", "6*7+4 = {}", "(3 + 4) × 2 = {}",
+    r"\text{{The answer is }} {}", "print('the answer is {}')", "const result = {};", "<p>The answer is <b>{}</b>.</p>",
+    "The answer is {}, because 5 > 3.", r"\boxed{{{}}} and \boxed{{5}}", "So it must be {}.",
+]  # fmt: skip
+"""Whole solutions of which some may be refused, and none may pass without a word."""
+
+
+@each("way", ANNOUNCED)
+def test_a_whole_solution_never_passes_without_a_word(way: str) -> None:
+    texts = [way.format(answer) for answer in ANSWERS]
+    [told] = notes(rows(*texts), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
+    [typed] = re.findall(r"^data\.answer_in: .* set (data\.answer_\S*)$", told)
+    if "boxed" not in way:
+        data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
+        assert [data._answers(text) for text in texts] == [[answer] for answer in ANSWERS], typed
+
+
+ONE_OF_MANY = [
+    "It was a fine day, the solution: sleep.", "The study shows the result is promising: 0 patients died.",
+    "SELECT a FROM b WHERE answer = 0", "result = 0", "3 (mod 7)", r"3 (\bmod 7)", "101 (base 2)", '"word"', "'word'",
+    '{"name":"n","value":0}', "#### Title\nbody", "3.", "[3]", "**3**", "The answer is 3.", r"\boxed{1} or \boxed{2}",
+]  # fmt: skip
+
+
+def test_one_row_of_many_that_may_mean_what_it_is_never_refuses_them() -> None:
+    others = ["Rome", "12", "x = 3", "Paris", "Oslo", "New York", "7"]
+    for number, text in enumerate(ONE_OF_MANY):
+        place = number % 8
+        notes(rows(*others[:place], text, *others[place:]), *WORDS, "reward=exact_match")
+    for text in ("<answer>46</answer>", r"It is \boxed{46}.", "So.\n#### 46"):
+        with pytest.raises(UserError, match="1 of 8"):
+            notes(rows(*others, text), *WORDS, "reward=exact_match")
+
+
+def test_lists_are_answers_themselves_unless_json_is_named() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        lists = [[rng.randint(-9, 9) for _ in range(rng.randint(1, 4))] for _ in range(6)]
+        texts = [str(each) for each in [*lists, [1, 2]]]
+        assert notes(rows(*texts), *WORDS, "reward=exact_match") == []
+        several = [text for text in texts if "," in text]
+        assert all(answers_in(text, ReferenceIn.auto) == [text] for text in several)
+    [note] = notes(rows('["Rome", "Roma"]', "['Oslo', 'Christiania']"), *WORDS, "reward=exact_match")
+    assert note.endswith("if that is meant, set data.answer_in=json")
+
+
+PIECES = ["{} }}", "> {}", "{}')", '{}"', "({}", "{}]", "<b>{}", "{}</p>", "{};", "`{}"]
+
+
+def test_a_piece_of_code_or_markup_is_no_answer_of_a_sentence() -> None:
+    for way, piece, answer in product(("The answer is {}", "Answer: {}", "result = {}"), PIECES, ANSWERS):
+        text = way.format(piece.format(answer))
+        assert answers_in(text, ReferenceIn.sentence) == [], text
+    for whole in ("f(x)", "[0, 1)", "(3, 4)", "don't", "<b>3</b>", "'a'"):
+        assert answers_in(f"The answer is {whole}.", ReferenceIn.sentence) == [whole]

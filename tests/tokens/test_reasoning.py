@@ -21,6 +21,26 @@ def test_the_reasoning_of_every_family_is_left_out(opens, closes):
         assert len(without_reasoning(text)) == len(text), "offsets stay"
 
 
+IN_CAPITALS = MARKERS | {opens.upper(): closes.upper() for opens, closes in MARKERS.items()}
+VARIANTS = (str.upper, str.title, lambda m: m.replace("|", "｜"), lambda m: m.replace(">", " >"), str.swapcase)
+
+
+@each(("opens", "closes"), MARKERS.items())
+def test_markers_are_known_in_any_capitals_with_full_width_bars_and_with_space(opens, closes):
+    for vary, close in product(VARIANTS, (*VARIANTS, str)):
+        text = f"a{vary(opens)}b{close(closes)}c"
+        assert without_reasoning(text).replace(" ", "") == "ac", text
+        assert without_reasoning(close(closes)[:1] + text)[:1] != " ", "what is no marker stays"
+
+
+def test_the_channels_of_gpt_oss_are_left_out_with_recipients_and_space():
+    for bar, channel, space, to in product(
+        "|｜", ("analysis", "commentary"), ("", " ", "\n"), ("", " to=python", " to=f.a")
+    ):
+        text = f"<{bar}channel{bar}>{space}{channel}{to}<{bar}message{bar}>18<|end|>19"
+        assert without_reasoning(text).replace(" ", "") == "19", text
+
+
 @each(
     ("text", "spoken"),
     [
@@ -32,7 +52,7 @@ def test_the_reasoning_of_every_family_is_left_out(opens, closes):
         ("<think>a[/THINK]b</think>c", "c"),
         ("<think>a<thinking>b</think>c", "c"),
         ("a<|end|>", "a<|end|>"),
-        ("a <Think>b", "a<Think>b"),
+        ("a <Think>b", "a"),
         ("I think>b", "Ithink>b"),
     ],
 )
@@ -64,13 +84,13 @@ PLACES = {
 
 def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_it() -> None:
     config = compose([f"reward=[{','.join(KINDS)}]"])["reward"]
-    every = list(product(PLACES, KINDS, FORMS, MARKERS))
+    every = list(product(PLACES, KINDS, FORMS, IN_CAPITALS))
     assert len(every) > 13_000
     for place, name, answer_in, opens in random.Random(0).sample(every, 2500):
-        (form, more), closes = FORMS[answer_in], MARKERS[opens]
+        (form, more), closes = FORMS[answer_in], IN_CAPITALS[opens]
         reward = specs({name: {**config[name], "answer_in": answer_in, **more}})[name].build()
         right, wrong = form.format(KINDS[name]), form.format("A" if name == "choice" else "29")
-        if closes == END_OF_MESSAGE and place.startswith(("{right}{closes}", "{wrong}{closes}")):
+        if closes.lower() == END_OF_MESSAGE and place.startswith(("{right}{closes}", "{wrong}{closes}")):
             continue  # it ends other messages, too
         text = place.format(opens=opens, closes=closes, right=right, wrong=wrong)
         assert reward.right(make_group([text], answer=KINDS[name])) == [PLACES[place]], (name, answer_in, text)
