@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rlft.data.fields import (
-    HISTORY,
     TOOLS,
-    RowError,
+    MissingField,
     UselessRow,
     completion_of,
     has,
@@ -93,7 +92,7 @@ class DemonstrationKeys(PromptKeys, RowSource):
         if is_sampled(fields):
             return [self._sampled(fields)]
         is_chat = has(fields, self.messages_field)
-        self.note_unread(fields, TOOLS, *() if is_chat else (HISTORY,))
+        self.note_unread(fields, TOOLS, prompt=None if is_chat else self.prompt_field)
         if is_chat:
             return self._chat(fields, row_id)
         has_prompt = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
@@ -103,7 +102,7 @@ class DemonstrationKeys(PromptKeys, RowSource):
             turn = self._completion(fields)
             demonstration = self._demonstration(turns, turn, row_id, fields)
             return [RecordRow(identity=identity(question), made=demonstration)]
-        raise RowError(
+        raise MissingField(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
             f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
         )

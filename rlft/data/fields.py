@@ -40,6 +40,10 @@ class RowError(Exception):
         super().__init__(problem)
 
 
+class MissingField(RowError):
+    """An error of a row that lacks a field, which may be in rows that are nested in it."""
+
+
 class UselessRow(RowError):
     """A row of the right form from which nothing can be learned: such rows are left out and counted, not refused."""
 
@@ -72,7 +76,7 @@ def value_of(fields: Mapping[str, Any], name: str) -> Any:
         return fields[name]
     first, dot, rest = name.partition(".")
     if first not in fields:
-        raise RowError(f"there is no field {name!r}, {only(fields)}")
+        raise MissingField(f"there is no field {name!r}, {only(fields)}")
     inner = fields[first]
     if dot and isinstance(inner, list | tuple):
         inner = {str(i): item for i, item in enumerate(inner)}
@@ -80,11 +84,11 @@ def value_of(fields: Mapping[str, Any], name: str) -> Any:
             below = rest.partition(".")[2]
             return [value_of(inner, f"{i}.{below}" if below else i) for i in inner]
     if not dot or not isinstance(inner, Mapping):
-        raise RowError(f"there is no field {name!r}, {only(fields)}, and {first!r} is {kind(inner)}")
+        raise MissingField(f"there is no field {name!r}, {only(fields)}, and {first!r} is {kind(inner)}")
     try:
         return value_of(inner, rest)
     except RowError as error:
-        raise RowError(f"in {first!r} {error}") from None
+        raise MissingField(f"in {first!r} {error}") from None
 
 
 def values_of(fields: Mapping[str, Any], name: str | Sequence[str]) -> Any:

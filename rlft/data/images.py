@@ -19,14 +19,15 @@ from rlft.tokens.messages import MessageError, kind, known, text_of
 from rlft.types import IMAGE, Image, Message, counted
 
 MARK = "<image>"
-"""What data sets write in the place of an image in a text."""
+"""What data sets write in the place of an image in a text, also with its number, <image 1>."""
+_MARKS = re.compile(r"<image[ _]?(\d*)>")
 
 IMAGE_PARTS = ("image", "image_url")
 """The types of parts that are images."""
 IMAGE_FIELDS = ("image", "image_url", "url", "path", "base64", "bytes", "value")
 """The fields of such a part, of which one holds the image."""
 
-_NAME_OF_IMAGES = re.compile(r"(?:image|img|picture|photo)s?(?:_?(?:path|file|url|byte)s?)?", re.IGNORECASE)
+_NAME_OF_IMAGES = re.compile(r"(?:image|img|picture|photo)s?(?:_?(?:path|file|url|byte)s?)?(?:_?\d+)?", re.IGNORECASE)
 FORMS = "a path, base64, a data URL, bytes or {bytes, path}"
 
 
@@ -49,13 +50,19 @@ def with_images(
     if unplaced and placed:
         raise RowError(f"field {image_field!r} has {len(unplaced)} more than the chat has parts for")
     texts = _texts_of_user(question)
-    marks = sum(text.count(MARK) for text in texts.values())
+    numbers = [number for text in texts.values() for number in _MARKS.findall(text)]
+    marks = len(numbers)
     if image_field is not None and marks and marks != len(unplaced):
         found = counted(len(unplaced), "image")
         problem = (
             f"its question has {MARK} in {counted(marks, 'place')}, and field {image_field!r} holds {found} for them"
         )
         raise RowError(problem, key="image_field", remedy=f"write {MARK} once for each image, or nowhere")
+    if image_field is not None and any(numbers) and marks > 1:
+        if sorted(numbers, key=lambda number: int(number or 0)) != [str(i + 1) for i in range(marks)]:
+            problem = f"its question numbers {counted(marks, 'image')} {', '.join(numbers)}"
+            raise RowError(problem, key="image_field", remedy="number them from 1 on, or write <image> in their order")
+        unplaced = [unplaced[int(number) - 1] for number in numbers]
     if not unplaced and not placed:
         return fields, ()
     images = tuple(image_of(value, image_field or question_field) for value in placed or unplaced)
@@ -67,15 +74,21 @@ def with_images(
 
 def check_none_unread(fields: Mapping[str, Any], turns: Sequence[Message], remedy: str | None = None) -> None:
     """Refuses a row without images whose texts have places for some, which it holds in a field that no key names."""
-    if not any(MARK in turn["content"] for turn in turns):
+    mark = next(filter(None, (_MARKS.search(turn["content"]) for turn in turns)), None)
+    if mark is None:
         return
-    for name, value in fields.items():
-        first = next(iter(_listed(value)), None)
-        is_image = isinstance(first, bytes) or (isinstance(first, Mapping) and {"bytes", "path"} <= first.keys())
-        if is_image or (isinstance(first, str | Mapping) and _NAME_OF_IMAGES.fullmatch(name)):
-            problem = f"its text has {MARK}, and no key names its field {name!r}, which has images"
-            key, remedy = ("path", remedy) if remedy else ("image_field", f"set data.image_field={name}")
-            raise RowError(problem, key=key, remedy=remedy)
+    if names := [name for name, value in fields.items() if _has_images(name, value)]:
+        problem = f"its text has {mark[0]}, and no key names its field {names[0]!r}, which has images"
+        key, way = "image_field", f"set data.image_field={names[0]}"
+        if len(names) > 1 and all(name[-1:].isdigit() for name in names):
+            way = f"write {', '.join(names)} as one field, a list, and name it"
+        raise RowError(problem, key="path" if remedy else key, remedy=remedy or way)
+
+
+def _has_images(name: str, value: Any) -> bool:
+    first = next(iter(_listed(value)), None)
+    is_image = isinstance(first, bytes) or (isinstance(first, Mapping) and {"bytes", "path"} <= first.keys())
+    return is_image or (bool(first) and isinstance(first, str | Mapping) and bool(_NAME_OF_IMAGES.fullmatch(name)))
 
 
 def _listed(value: Any) -> list[Any]:
@@ -132,7 +145,7 @@ def _placed(question: Any, texts: Mapping[int, str], number: int) -> Any:
         problem = "the chat has no text of a user before which the images could stand"
         is_chat = isinstance(question, list)
         raise RowError(problem if is_chat else f"the question is {kind(question)}, so there is no place for the images")
-    new = {i: text.replace(MARK, IMAGE) if not number else text for i, text in texts.items()}
+    new = {i: _MARKS.sub(IMAGE, text) if not number else text for i, text in texts.items()}
     new[max(new)] = IMAGE * number + new[max(new)]
     if isinstance(question, str):
         return new[0]

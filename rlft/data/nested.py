@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlft.data.fields import RowError, kind, only
+from rlft.data.fields import MissingField, kind, only
 
 EACH = "*"
 KEY = "key"
@@ -41,7 +41,8 @@ def _walk(
         for i in numbers:
             yield from _walk(value[i], parts, around, f"{place}.{i}")
     elif not isinstance(value, Mapping):
-        raise RowError(f"there is {kind(value)} at {place.strip('.') or 'the top'}, not a row", key="rows", remedy="")
+        problem = f"there is {kind(value)} at {place.strip('.') or 'the top'}, not a row"
+        raise MissingField(problem, key="rows", remedy="")
     elif not parts:
         yield place, {**around, **value}
     elif parts[0] == EACH and EACH not in value:
@@ -52,7 +53,7 @@ def _walk(
     else:
         length = next((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in value), None)
         if length is None:
-            raise RowError(f"there is no {parts[0]!r}, {only(value)}", key="rows", remedy="")
+            raise MissingField(f"there is no {parts[0]!r}, {only(value)}", key="rows", remedy="")
         name = ".".join(parts[:length])
         if value[name] is not None:  # null: no rows
             others = {other: item for other, item in value.items() if other != name}

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rlft.data.fields import (
-    HISTORY,
     TOOLS,
+    MissingField,
     RowError,
+    TypedRow,
     UselessRow,
     completion_of,
     has,
@@ -151,15 +152,17 @@ class PreferenceKeys(PromptKeys, RowSource):
     def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Candidates]]:
         if is_sampled(fields):
             return [self._sampled(fields)]
-        self.note_unread(fields, TOOLS, *() if has(fields, self.messages_field) else (HISTORY,))
-        if has(fields, self.chosen_field, self.rejected_field):
+        is_pair = has(fields, self.chosen_field, self.rejected_field)
+        is_chat = has(fields, self.messages_field) or (is_pair and self._has_own_prompt(fields))
+        self.note_unread(fields, TOOLS, prompt=None if is_chat else self.prompt_field)
+        if is_pair:
             turns, chosen, rejected = self._pair(fields)
             margin = 1.0 if self.margin_field is None else _margin(fields, self.margin_field)
             scored = [(chosen, margin), (rejected, 0.0)]
-        elif has(fields, self.completions_field):
+        elif any(has(fields, name) for name in _names(self.completions_field)):
             turns, scored = self._prompt(fields), self._list(fields)
         else:
-            raise RowError(
+            raise MissingField(
                 f"is not a pair (fields {self.chosen_field!r}, {self.rejected_field!r}), not a list of completions "
                 f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}",
                 remedy=_way_of_scored(fields),
@@ -181,7 +184,7 @@ class PreferenceKeys(PromptKeys, RowSource):
             f"has no prompt, neither field {self.messages_field!r} nor {self.prompt_field!r}; it has {only(fields)}"
         )
         is_transcript = _TURN.match(str(fields.get(self.chosen_field))) is not None
-        raise RowError(problem, remedy="set preferences.format=hh to read transcripts" if is_transcript else None)
+        raise MissingField(problem, remedy="set preferences.format=hh to read transcripts" if is_transcript else None)
 
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
         names = self.chosen_field, self.rejected_field
@@ -189,23 +192,36 @@ class PreferenceKeys(PromptKeys, RowSource):
             return _pair_of_chats(*(transcript(text_of(fields, name), name) for name in names))
         if self.format == "implicit" and all(isinstance(value_of(fields, name), str) for name in names):
             return _pair_of_texts(*(text_of(fields, name) for name in names))
-        chats = [value_of(fields, name) for name in names]
-        if all(isinstance(turns, list | tuple) and len(turns) > 1 for turns in chats):
+        if self._has_own_prompt(fields):
             return _pair_of_chats(*(messages_of(fields, name) for name in names))
         chosen, rejected = (only_text(completion_of(fields, name), "a completion of the pair") for name in names)
         return self._prompt(fields), chosen, rejected
 
+    def _has_own_prompt(self, fields: Mapping[str, Any]) -> bool:
+        """Whether the completions of a pair have the prompt as their beginning."""
+        pair = [value_of(fields, name) for name in (self.chosen_field, self.rejected_field)]
+        if self.format == "hh" or (self.format == "implicit" and all(isinstance(each, str) for each in pair)):
+            return True
+        return all(isinstance(turns, list | tuple) and len(turns) > 1 for turns in pair)
+
     def _list(self, fields: Mapping[str, Any]) -> list[tuple[str, float]]:
-        texts = values_of(fields, self.completions_field)
-        scores = values_of(fields, self.scores_field) if has(fields, self.scores_field) else None
-        if isinstance(texts, str):
+        name = self.completions_field
+        texts = values_of(fields, name)
+        has_scores = any(has(fields, each) for each in _names(self.scores_field))
+        scores = values_of(fields, self.scores_field) if has_scores else None
+        if _is_one(texts):
             if scores is None:
                 raise RowError(f"there is no score (field {self.scores_field!r}) of its completion")
-            texts, scores = [texts], [scores]
-        if texts == []:
-            raise UselessRow(f"has no completions in field {self.completions_field!r}")
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts) or not texts:
-            raise RowError(f"field {self.completions_field!r} must be a list of strings, it is {kind(texts)}")
+            texts, scores = [texts], scores if isinstance(scores, list | tuple) else [scores]
+        forms = str | list | tuple | None
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, forms) for text in texts):
+            raise RowError(f"field {name!r} must be a list of strings, it is {kind(texts)}")
+        places = [i for i, text in enumerate(texts) if text is not None]
+        if not places:
+            raise UselessRow(f"has no completions in field {name!r}")
+        if isinstance(scores, list | tuple) and len(scores) == len(texts):
+            scores = [scores[i] for i in places]
+        texts = [_completion(fields, str(name), texts[i]) for i in places]
         if scores is None:
             if not self.ranked:
                 problem = f"there are no scores (field {self.scores_field!r})"
@@ -290,6 +306,22 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(first_of_equals.values())
 
 
+def _names(field: str | Sequence[str]) -> Sequence[str]:
+    return [field] if isinstance(field, str) else field
+
+
+def _is_one(completion: Any) -> bool:
+    """Whether this is one completion, a text or a chat, and not a list of completions."""
+    chat = completion if isinstance(completion, list | tuple) else ()
+    return isinstance(completion, str) or isinstance(next(iter(chat), None), Mapping)
+
+
+def _completion(fields: Mapping[str, Any], name: str, value: Any) -> str:
+    """The text of a completion in the field `name` of a row, a text or one assistant message. Raises RowError."""
+    row = TypedRow({name: value}) if isinstance(fields, TypedRow) else {name: value}
+    return only_text(completion_of(row, name), f"a completion in field {name!r}")
+
+
 def _margin(fields: Mapping[str, Any], name: str) -> float:
     margin: Any = value_of(fields, name) if has(fields, name) else None
     if not _is_number(margin) or margin < 0:
@@ -308,7 +340,7 @@ def _score(value: Any) -> float | None:
 
 def _way_of_scored(fields: Mapping[str, Any]) -> str | None:
     """How to read rows of one completion with its score, where a row looks like one."""
-    texts = [name for name in ("completion", "response", "output") if isinstance(fields.get(name), str)]
+    texts = [name for name in ("completion", "response", "output") if _is_one(fields.get(name))]
     scores = [name for name, value in fields.items() if isinstance(value, int | float)]
     if not texts or not scores:
         return None

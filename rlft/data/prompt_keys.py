@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -10,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from rlft.config.keys import Key
 from rlft.data.fields import HISTORY, TOOLS, RowError, is_empty, text_of, values_of
-from rlft.data.templates import fields_in, filled_turns
-from rlft.tokens.options import options_of
+from rlft.data.templates import fields_in, filled_turns, reads_history
+from rlft.tokens.options import placed_options
 from rlft.types import Message
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ TELLING: Mapping[str, str] = {
 }
 """{field of a row that has a meaning for its prompt: how it is read}: it is noted where no key reads it."""
 
+_NUMBERED_IMAGE = re.compile(r"image_?\d+")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptKeys:
@@ -56,20 +59,19 @@ class PromptKeys:
         without = self.options_field is None or OPTIONS in fields_in(self.prompt_template)
         return self.prompt_template if without else f"{self.prompt_template}\n{place}"
 
-    def options(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """{label: text} of the row's options; empty where no key names them. Raises RowError."""
+    def options(self, row: Mapping[str, Any]) -> list[tuple[str, str] | None]:
+        """What `placed_options` returns for the row's options; none where no key names them. Raises RowError."""
         if self.options_field is None:
-            return {}
+            return []
         value = values_of(row, self.options_field)
-        if not isinstance(self.options_field, str):  # the last columns of a table are blank where there are fewer
-            last = max((i for i, text in enumerate(value, 1) if str(text or "").strip() or text == 0), default=0)
-            value = value[:last]
+        if not isinstance(self.options_field, str):  # blank cells of a table are none, also where all are blank
+            value = [None if isinstance(text, str) and not text.strip() else text for text in value]
         items = value if isinstance(value, list | tuple) else []
         nested = [item for item in items if isinstance(item, Mapping | list | tuple)]
         try:
             if not all(isinstance(item, Mapping) and item.keys() in FORMS for item in nested):
                 raise ValueError(f"choices must be texts, or objects with a label and a text each, got {value!r:.80}")
-            return options_of(value)
+            return placed_options(value)
         except ValueError as error:
             raise RowError(f"in {self.options_field!r} {error}", key="options_field") from None
 
@@ -78,19 +80,25 @@ class PromptKeys:
     ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """What `filled_turns` returns for the row's template, whose system message is first. Raises RowError."""
         if options := self.options(row):
-            row = {**row, OPTIONS: "\n".join(f"{label}) {text}" for label, text in options.items())}
+            row = {**row, OPTIONS: "\n".join(f"{label}) {text}" for label, text in filter(None, options))}
         turns, question = filled_turns(turns, self.template, row)
         if self.system_field is None or turns[0]["role"] == "system" or is_empty(row, self.system_field):
             return turns, question
         system: Message = {"role": "system", "content": text_of(row, self.system_field)}
         return (system, *turns), (system, *question)
 
-    def note_unread(self, row: Mapping[str, Any], *read: str) -> None:
-        """Says, once a section, which fields of the row mean something and are in no key, nor among those `read`."""
-        for name in TELLING.keys() & row.keys():
+    def note_unread(self, row: Mapping[str, Any], *read: str, prompt: str | None) -> None:
+        """Says, once a section, which fields of the row mean something and are in no key, nor among those `read`.
+
+        `prompt` is the field of the row's prompt; None where another has its chat.
+        """
+        if prompt is not None and reads_history(row, prompt, self.template):
+            read = (*read, HISTORY)
+        for name in row:
+            if _kind(name) not in TELLING:
+                continue
             tells = row[name] not in (None, "", [], {}) and (name != "label" or isinstance(row[name], bool))
-            is_read = name in read and (name != HISTORY or isinstance(row[name], list | tuple))
-            if tells and not is_read and not self._names(name):
+            if tells and name not in read and not self._names(name):
                 _note(self.section, name)
 
     def _names(self, name: str) -> bool:
@@ -101,7 +109,12 @@ class PromptKeys:
         return any(part == name or part.startswith(f"{name}.") for part in names)
 
 
+def _kind(name: str) -> str:
+    """The name of a field without the number of its image."""
+    return "image" if _NUMBERED_IMAGE.fullmatch(name) else name
+
+
 @cache
 def _note(section: str, name: str) -> None:
-    how = TELLING[name].format(section=section, name=name)
+    how = TELLING[_kind(name)].format(section=section, name=name)
     logger.warning("%s.path: rows have %r, which is not read: %s", section, name, how)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.keys import Key
-from rlft.data.fields import HISTORY, TOOLS, RowError, UselessRow, as_text, messages_of, tools_of, value_of
+from rlft.data.fields import TOOLS, MissingField, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.images import check_none_unread, with_images
 from rlft.data.lazy import mapped
 from rlft.data.prompt_keys import OPTIONS, PromptKeys
@@ -201,10 +201,12 @@ class RecordKeys(PromptKeys, RowSource):
         places = sum(turn["content"].count(IMAGE) for turn in turns)
         if images and places != len(images):
             raise RowError(f"its question has places for {places} of {len(images)} images")
-        self.note_unread(fields, *() if self.messages_field else (HISTORY,))
+        self.note_unread(fields, prompt=None if self.messages_field else self.prompt_field)
         metadata = {name: self._metadata(fields, name) for name in self.metadata_fields}
         if options := self.options(fields):
-            metadata[OPTIONS] = {"label": list(options), "text": list(options.values())}
+            metadata[OPTIONS] = {
+                key: [option and option[i] for option in options] for i, key in enumerate(("label", "text"))
+            }
         made = Question(
             id=row_id,
             turns=turns,
@@ -221,7 +223,7 @@ class RecordKeys(PromptKeys, RowSource):
         try:
             return value_of(fields, name)
         except RowError as error:
-            raise RowError(f"{error} (data.metadata_fields)") from None
+            raise MissingField(f"{error} (data.metadata_fields)") from None
 
     def _worked_answers(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> list[str]:
         """The texts of the row's answers, any of which is right; none where no field has them."""

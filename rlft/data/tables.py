@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rlft.data.fields import RowError, TypedRow, kind, only
+from rlft.data.fields import MissingField, RowError, TypedRow, kind, only
 from rlft.data.nested import paths_to_rows, rows_at
 from rlft.data.opened import ARROW_FILE, is_plain, not_utf8, opened
 from rlft.types import UserError, lone_surrogate, require
@@ -119,14 +119,15 @@ def rows_of(
 ) -> list[Made]:
     """What `parse` makes of the fields and the id of each row of a record; `key` names the table in the config.
 
-    Raises UserError naming its place, of the path to the rows if others would be read there.
+    Raises UserError naming its place; where a field is missing, with the path to rows that have it.
     """
     try:
         return [made for row_id, fields in table.rows(record) for made in parse(fields, row_id)]
     except RowError as error:
         section = key.partition(".")[0]
         where, remedy = table.place(record.number), error.remedy
-        if found := nested_rows(table, record, parse, others=remedy is None):
+        is_missing = isinstance(error, MissingField)
+        if is_missing and (found := nested_rows(table, record, parse, others=remedy is None)):
             remedy = f"set {section}.rows to the path to the rows: {found}"
         other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field){table.hint()}"
         key = key if error.key == "path" else f"{section}.{error.key}"
@@ -400,12 +401,26 @@ class Arrow(Parquet):
 
 def _as_python(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch or table of pyarrow, with the objects of texts that are JSON by their type."""
+    batch = _with_short_numbers(batch)
     rows = batch.to_pylist()
     for column in batch.schema:
         if _JSON_TYPE in str(column.type):
             for row in rows:
                 row[column.name] = _parsed(row[column.name], column.type)
     return rows
+
+
+def _with_short_numbers(batch: Any) -> Any:
+    """The batch with, in columns of float32, the shortest number that is the same: 0.1, not 0.10000000149011612."""
+    import pyarrow as pa
+    import pyarrow.compute
+
+    for i, column in enumerate(batch.schema):
+        if column.type == pa.float32():
+            exact, short = batch.column(i).cast(pa.float64()), batch.column(i).cast(pa.string()).cast(pa.float64())
+            is_small = pyarrow.compute.less(pyarrow.compute.abs(exact), 2.0**24)  # larger ones are whole
+            batch = batch.set_column(i, column.name, pyarrow.compute.if_else(is_small, short, exact))
+    return batch
 
 
 def _parsed(value: Any, kind_of_value: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlft.data.fields import RowError, as_text, earlier_turns, turns_of, value_of
+from rlft.data.fields import HISTORY, MissingField, RowError, as_text, earlier_turns, has, turns_of, value_of
 from rlft.types import Message, UserError, require
 
 PLACEHOLDER = "{question}"
@@ -113,7 +113,7 @@ def _reads(fields: Mapping[str, Any] | None, name: str, key: str) -> bool:
     except RowError as error:
         if _IDENTIFIER.fullmatch(name):
             remedy = f"name a field, or write {{{{{name}}}}} for the word in braces"
-            raise RowError(str(error), remedy=remedy, key=key) from None
+            raise MissingField(str(error), remedy=remedy, key=key) from None
         return False
     return True
 
@@ -144,8 +144,16 @@ def question_of(fields: Mapping[str, Any], name: str, template: str) -> tuple[Me
     """
     if not takes_question(template):
         return (*earlier_turns(fields), {"role": "user", "content": ""})
-    earlier = () if isinstance(value_of(fields, name), list | tuple) else earlier_turns(fields)
-    return (*earlier, *turns_of(fields, name))
+    turns = turns_of(fields, name)
+    return (*earlier_turns(fields), *turns) if reads_history(fields, name, template) else turns
+
+
+def reads_history(fields: Mapping[str, Any], name: str, template: str) -> bool:
+    """Whether the turns of the row's history stand before the prompt in the field, which then is no chat."""
+    is_history = isinstance(fields.get(HISTORY), list | tuple)
+    if not is_history or not takes_question(template):
+        return is_history
+    return has(fields, name) and not isinstance(value_of(fields, name), list | tuple)
 
 
 def chat(turns: Sequence[Message], system_prompt: str | None, examples: Sequence[Message] = ()) -> tuple[Message, ...]:

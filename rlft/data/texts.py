@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlft.config.model import ANSWER
-from rlft.data.fields import RowError, value_of
+from rlft.data.fields import MissingField, RowError, value_of
 from rlft.data.files import parsed
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
 from rlft.system.seeds import derive
@@ -72,7 +72,7 @@ def _string(fields: Mapping[str, Any], key: str, field: str) -> str:
     try:
         value = value_of(fields, field)
     except RowError as error:
-        raise RowError(str(error), remedy=remedy, key=key) from None
+        raise MissingField(str(error), remedy=remedy, key=key) from None
     if not isinstance(value, str):
         problem = f"it must hold a string, it holds {type(value).__name__}, got {field}"
         raise RowError(problem, remedy=f"{remedy}, or fix that row", key=key)

@@ -21,7 +21,7 @@ from typing import ClassVar
 from rlft.reward.answer import AnswerKeys, composed, reference_answer
 from rlft.reward.exact_match import matches
 from rlft.reward.notation import unwrapped
-from rlft.tokens.options import LABEL, letters, options_of
+from rlft.tokens.options import LABEL, letters, options_of, placed_options
 from rlft.types import Group, Prompt, Unscorable, UserError
 
 MAX_CHARS = 2000
@@ -151,7 +151,8 @@ class Choice(AnswerKeys):
         for prompt in prompts:
             with contextlib.suppress(ValueError):  # rows that are unscorable are found elsewhere
                 choices, reference = self._choices(prompt), prompt.answer.strip()
-                index = None if reference in choices else _at_index(reference, choices)  # choices may be numbered
+                is_label = reference in choices  # choices may be numbered
+                index = None if is_label else _at_index(reference, self._placed(prompt))
                 if index is None:
                     continue
                 num_indices += 1
@@ -181,21 +182,21 @@ class Choice(AnswerKeys):
         """The letters that the prompt's reference answers name together. Unscorable if one of them names none."""
         right: set[str] = set()
         for reference in (reference_answer(prompt), *prompt.other_answers):
-            found = self._named_by(reference, choices)
+            found = self._named_by(reference, choices, self._placed(prompt))
             if not found:
                 among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
                 raise Unscorable(f"the reference answer {reference!r:.80} of prompt {prompt.id!r} is not {among}")
             right |= found
         return frozenset(right)
 
-    def _named_by(self, reference: str, choices: Mapping[str, str]) -> frozenset[str]:
+    def _named_by(self, reference: str, choices: Mapping[str, str], placed: Sequence[str | None]) -> frozenset[str]:
         """The letters that a reference names by letters or texts, or else by indices; none if it names none."""
         found: frozenset[str] = frozenset()
         if self.reference_is in (ReferenceIs.auto, ReferenceIs.choice):
             found = self._names(reference, choices)
         if not found and self.reference_is is not ReferenceIs.choice:
             first = int(self.reference_is is ReferenceIs.number)
-            at = [_at_index(place, choices, first=first) for place in re.split(r"[\s,;\[\]]+", reference.strip("[] "))]
+            at = [_at_index(place, placed, first=first) for place in re.split(r"[\s,;\[\]]+", reference.strip("[] "))]
             found = frozenset(filter(None, at)) if None not in at else found
         return found
 
@@ -212,6 +213,11 @@ class Choice(AnswerKeys):
             raise ValueError(f"prompt {prompt.id!r} has no {self.choices_field!r} in its metadata, only {known}")
         options = options_of(prompt.metadata[self.choices_field])
         return {label: composed(text) for label, text in options.items()}
+
+    def _placed(self, prompt: Prompt) -> list[str | None]:
+        """The letter at each index of the choices, None where one is null."""
+        placed = [] if self.choices_field is None else placed_options(prompt.metadata[self.choices_field])
+        return [option and option[0] for option in placed]
 
 
 def _without_lead(answer: str) -> str:
@@ -241,10 +247,10 @@ def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: 
     return matches(unwrapped(text), unwrapped(choices[label]), numeric=True, ignore_case=ignore_case)
 
 
-def _at_index(reference: str, choices: Mapping[str, str], first: int = 0) -> str | None:
+def _at_index(reference: str, placed: Sequence[str | None], first: int = 0) -> str | None:
     """The letter of the choice with this index, counted from `first`; None if the reference is no index of theirs."""
-    is_index = reference.isdecimal() and len(reference) < 3 and 0 <= int(reference) - first < len(choices)
-    return list(choices)[int(reference) - first] if is_index else None
+    is_index = reference.isdecimal() and len(reference) < 3 and 0 <= int(reference) - first < len(placed)
+    return placed[int(reference) - first] if is_index else None
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:

@@ -191,6 +191,21 @@ def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number
         assert (read, [image.data for image in found]) == ("|x|".join(expected), images[:number])
 
 
+def test_images_stand_where_their_numbers_are() -> None:
+    """Each order of up to three numbered marks, and numbers that are none of the images'."""
+    images = list(CONTENT.values())[:3]
+    for count in (1, 2, 3):
+        for order in product(range(1, 4), repeat=count):
+            fields = {"asked": "".join(f"<image {i}>" for i in order), "picture": images[:count]}
+            if count > 1 and sorted(order) != list(range(1, count + 1)):
+                with pytest.raises(RowError, match="its question numbers"):
+                    with_images(fields, "asked", "picture")
+                continue
+            row, found = with_images(fields, "asked", "picture")
+            expected = [images[0]] if count == 1 else [images[i - 1] for i in order]
+            assert (row["asked"], [image.data for image in found]) == (IMAGE * count, expected)
+
+
 def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(tmp_path: Path) -> None:
     """Each form of an image x names of fields x prompts, demonstrations and preferences; the named key then works."""
     file = tmp_path / "a.png"
@@ -211,6 +226,17 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
                 with pytest.raises(RowError, match="no key names its field") as refusal:
                     parsed(group, each)
                 assert "texts alone" in str(refusal.value.remedy)
+    for mark, name in product(("<image 1>", "<image_1>", "<image1>", "<image>"), ("image_1", "image1", "image")):
+        row = {"prompt": f"What is {mark}?", name: str(file), "image_7": None, **answers}
+        with pytest.raises(RowError, match=f"{mark}, and no key names its field") as refusal:
+            parsed("data", row)
+        assert refusal.value.remedy == f"set data.image_field={name}"
+        [made] = parsed("data", row, image_field=name)
+        assert made.made.turns[-1]["content"] == f"What is {IMAGE}?"
+        if name == "image_1":
+            with pytest.raises(RowError) as refusal:
+                parsed("data", row | {"image_2": str(file)})
+            assert refusal.value.remedy == "write image_1, image_2 as one field, a list, and name it"
     for other in ({"caption": "a"}, {"image_id": 5}, {"image": None}, {"images": []}):  # nothing is lost
         parsed("data", {"prompt": "What is the tag <image>?", **answers, **other})
 

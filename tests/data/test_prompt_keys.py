@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_groups import TAGGED
 
 from rlft.data import prompt_keys
-from rlft.data.fields import messages_of
+from rlft.data.fields import RowError, TypedRow, messages_of
+from rlft.data.records import LeftOut
+from rlft.reward.choice import Choice
 from rlft.tokens.options import letters, options_of
 from rlft.types import Prompt, Split, UserError
 
@@ -59,6 +63,34 @@ def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(mak
         assert options_of(made.made.metadata["options"]) == expected, row
         number += 1
     assert number == 6 * 3 * 5 * 2
+
+
+def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data, write, tmp_path: Path) -> None:
+    """Each set of those that are none x nothing that says so x form x table; an index counts all items of a list."""
+    texts, number = ("x", "y", "z", "w"), 0
+    for given, none, form in product(
+        product((True, False), repeat=4), (None, "", " ", math.nan), ("list", "columns", "JSON")
+    ):
+        if sum(given) < 2 or (form == "JSON" and none != none):
+            continue
+        items = [text if has else none for text, has in zip(texts, given, strict=True)]
+        expected = {label: text for label, text, has in zip("ABCD", texts, given, strict=True) if has}
+        last = max(i for i, has in enumerate(given) if has)
+        row = {"prompt": "Q", "answer": str(last), **dict(zip("ABCD", items, strict=True))}
+        row["o"] = json.dumps(items) if form == "JSON" else items
+        data = make_data("jsonl", path="x", options_field=list("ABCD") if form == "columns" else "o")
+        for fields in (row, TypedRow(row)):
+            [made] = data.parse(fields, "x")
+            shown = "\n".join(f"{label}) {text}" for label, text in expected.items())
+            assert made.made.turns[0]["content"] == f"Q\n{shown}", (items, form)
+            reward = Choice(**TAGGED, ignore_case=True, choices_field="options")
+            prompt = Prompt(id="x", messages=(), answer=row["answer"], metadata=made.made.metadata)
+            assert reward._right(prompt, reward._choices(prompt)) == {"ABCD"[last]}
+            number += 1
+    assert number == 11 * (4 * 2 + 3) * 2
+    for first, second, third in (("(A) ", "(C) ", "(D) "), ("(A) ", "(B) ", "(C) "), ("1. ", "2. ", "3. ")):
+        found = options_of([f"{first}x", None, f"{second}y", f"{third}z"])
+        assert found == {first.strip("(). "): "x", second.strip("(). "): "y", third.strip("(). "): "z"}
 
 
 def test_options_are_written_for_demonstrations_and_preferences_too(make_demonstrations, make_preferences) -> None:
@@ -113,6 +145,38 @@ def test_history_is_read_as_the_turns_before(make_data, make_demonstrations, mak
         assert [turn["role"] for turn in turns] == ["system", *["user", "assistant"] * number, "user"]
 
 
+def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
+    make_data, make_demonstrations, make_preferences, caplog
+) -> None:
+    """Prompt as text or chat, or no prompt, x section: the turns of history are in the prompt, or there is a note."""
+    chat, whole = [{"role": "user", "content": "q"}], [{"role": "user", "content": "q"}]
+    number = 0
+    for prompt, (make, section), template in product(
+        ("q", chat, "whole"),
+        ((make_data, "data"), (make_demonstrations, "demonstrations"), (make_preferences, "preferences")),
+        ("{question}", "{other}"),
+    ):
+        row = {"prompt": prompt, "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "other": "o"}
+        row["history"] = [["h", "i"]]
+        keys: dict[str, Any] = {"path": "x", "prompt_template": template}
+        if prompt == "whole":
+            if section != "preferences":
+                continue
+            chosen, rejected = ([*whole, {"role": "assistant", "content": text}] for text in "ab")
+            row |= {"prompt": "q", "chosen": chosen, "rejected": rejected}
+        prompt_keys._note.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            [made] = make("jsonl", **keys).parse(row, "x")
+        turns = made.made.turns if section == "data" else made.made.prompt.messages
+        is_read = [turn["content"] for turn in turns[:-1]] == ["h", "i"]
+        assert is_read is (prompt == "q" or (prompt != "whole" and template == "{other}")), (section, prompt)
+        noted = [record.getMessage().split(", which")[0] for record in caplog.records]
+        assert noted == [f"{section}.path: rows have 'history'"] * (not is_read), (section, prompt, template)
+        number += 1
+    assert number == 14
+
+
 def test_other_names_of_roles_are_these_roles() -> None:
     """Names x upper and lower case x both forms of messages."""
     call = json.dumps({"name": "add", "arguments": {"a": 1}})
@@ -158,6 +222,50 @@ def test_completions_with_a_score_each_are_ranked_by_prompt(
         (f"{i} better", f"{i} worse") for i in range(20)
     )
     assert sum(found.num_tied for found in sets) == 1
+
+
+def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_preferences) -> None:
+    """Each completion as text, chat of a table and null x one with its score, lists and columns."""
+    forms: Sequence[Callable[[str], Any]] = (
+        lambda text: text,
+        lambda text: [{"role": "assistant", "content": text}],
+        lambda text: [{"role": "assistant", "content": text, "tool_calls": None}],
+        lambda text: None,
+    )
+    number = 0
+    for form, score in product(forms[:3], (True, 0.5, "3")):
+        for prompt in ("1?", [{"role": "user", "content": "1?"}]):
+            row = TypedRow({"prompt": prompt, "completion": form("x"), "label": score})
+            with pytest.raises(RowError) as refusal:
+                make_preferences("jsonl", path="x").parse(row, "x")
+            if not isinstance(score, str):
+                assert "completions_field=completion preferences.scores_field=label" in str(refusal.value.remedy)
+            source = make_preferences("jsonl", path="x", completions_field="completion", scores_field="label")
+            [made] = [row.made for row in source.parse(row, "x")]
+            assert [(each.completion, each.score) for each in made.candidates] == [("x", float(score))]
+            assert made.prompt.messages == ({"role": "user", "content": "1?"},)
+            number += 1
+    for chosen, scores in product(product(forms, repeat=3), (["3", 2, 1.0], [True, None, 0.5])):
+        texts = [form(text) for form, text in zip(chosen, "xyz", strict=True)]
+        expected = [(t, s) for t, text, s in zip("xyz", texts, scores, strict=True) if text is not None]
+        row = TypedRow({"prompt": "1?", "texts": texts, "scores": scores, **dict(zip("abc", texts, strict=True))})
+        row |= dict(zip("def", scores, strict=True))
+        for keys in (("texts", "scores"), (list("abc"), list("def"))):
+            source = make_preferences("jsonl", path="x", completions_field=keys[0], scores_field=keys[1])
+            number += 1
+            if any(score is None for _, score in expected):
+                with pytest.raises(RowError, match=f"must be a list of {len(expected)} number"):
+                    source.parse(row, "x")
+            elif not expected and keys[0] != "texts":
+                with pytest.raises(RowError, match="is not a pair"):
+                    source.parse(row, "x")
+            elif not expected:
+                assert isinstance(source.parse(row, "x")[0].made, LeftOut)
+            else:
+                [made] = [row.made for row in source.parse(row, "x")]
+                found = [(each.completion, each.score) for each in made.candidates]
+                assert found == [(text, float(score)) for text, score in expected]
+    assert number == 18 + 64 * 2 * 2
 
 
 def test_completions_and_scores_in_several_fields_are_ranked(make_preferences) -> None:

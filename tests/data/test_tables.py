@@ -222,6 +222,42 @@ def test_every_nesting_is_refused_with_the_path_that_reads_it(make_data, tmp_pat
     assert number == 8 * 6
 
 
+def test_only_what_lacks_a_field_is_refused_with_a_path_to_rows(make_data, tmp_path: Path) -> None:
+    """Rows that have their fields, of a form that is not read x what they hold besides x lines and a document."""
+    bad: Sequence[Any] = (
+        [{"role": "user", "content": [{"type": "text", "text": None}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"speaker": "human", "text": "q"}],
+        [{"role": "bot", "content": "q"}],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+    )
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in bad]
+    rows += [{"prompt": "q", "answer": [{"a": 1}]}, {"prompt": "q", "answer": "1", "history": [{"a": "b"}]}]
+    number = 0
+    for row, extra, indent in product(rows, ({}, {"meta": [{"prompt": "1?", "answer": "2"}]}), (None, 1)):
+        (tmp_path / "a.json").write_text(json.dumps([row | extra] if indent else row | extra, indent=indent))
+        with pytest.raises(UserError) as refusal:
+            make_data("jsonl", path=str(tmp_path / "a.json")).load(Split.train)
+        assert "data.rows" not in str(refusal.value), (row, extra)
+        number += 1
+    assert number == 7 * 2 * 2
+
+
+def test_numbers_of_32_bits_are_the_shortest_that_are_the_same(make_data, tmp_path: Path) -> None:
+    """Random decimals, whole numbers of each size, and null."""
+    rng = random.Random(0)
+    texts = [str(rng.randrange(10**6) / 1000) for _ in range(300)] + [str(rng.randrange(2**24)) for _ in range(100)]
+    texts += [str(2 ** rng.randrange(24, 40) * rng.choice((1, 3, 5))) for _ in range(100)]
+    file = tmp_path / "a.parquet"
+    answers = pyarrow.array([float(text) for text in texts], pyarrow.float32())
+    prompts = [f"{i}?" for i in range(len(texts))]
+    none = pyarrow.nulls(len(texts), pyarrow.float32())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "answer": answers, "none": none}), file)
+    data = make_data("jsonl", path=str(file), held_out_fraction=0.5, metadata_fields=["none"])
+    found = {p.messages[0]["content"]: (p.answer, p.metadata["none"]) for split in Split for p in data.load(split)}
+    assert found == {f"{i}?": (text.removesuffix(".0"), None) for i, text in enumerate(texts)}
+
+
 def test_a_path_that_leads_nowhere_is_refused_with_those_that_lead_to_rows(make_data, tmp_path: Path) -> None:
     for path, nest in ((path, nest) for path, nest in NESTED.items() if path != "sets.1"):
         document = nest([{"prompt": "1?", "answer": "1"}] * 9)
