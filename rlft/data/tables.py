@@ -415,11 +415,13 @@ def _with_short_numbers(batch: Any) -> Any:
     import pyarrow as pa
     import pyarrow.compute
 
+    compute: Any = pyarrow.compute  # which makes its functions when it is imported
+
     for i, column in enumerate(batch.schema):
         if column.type == pa.float32():
             exact, short = batch.column(i).cast(pa.float64()), batch.column(i).cast(pa.string()).cast(pa.float64())
-            is_small = pyarrow.compute.less(pyarrow.compute.abs(exact), 2.0**24)  # larger ones are whole
-            batch = batch.set_column(i, column.name, pyarrow.compute.if_else(is_small, short, exact))
+            is_small = compute.less(compute.abs(exact), 2.0**24)  # larger ones are whole
+            batch = batch.set_column(i, column.name, compute.if_else(is_small, short, exact))
     return batch
 
 
