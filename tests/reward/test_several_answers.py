@@ -27,18 +27,14 @@ def several(group: Group, *others: str) -> Group:
 
 @each(
     ("name", "expected"),
-    [("exact_match", [1, 1, 0, 1, 0]), ("math", [1, 1, 0, 1, 1]), ("choice", [1, 1, 0, 0, 0])],
+    [("exact_match", [1, 1, 0, 1, 0]), ("math", [1, 1, 0, 1, 1])],
 )
 def test_each_of_several_answers_is_right(name: str, expected: list[float]) -> None:
-    group = several(make_group(TAGGED, "Rome"), "Roma", *["0.5"] * (name != "choice"))
-    keys = {}
-    if name == "choice":
-        choices = {"choices": ["Rome", "Paris", "Roma"]}
-        group = replace(group, prompt=replace(group.prompt, metadata=choices))
-        keys = {"choices_field": "choices"}
-    assert scores(name, group, **keys) == expected
+    """Of `choice` all of them are, together (test_choice.py)."""
+    group = several(make_group(TAGGED, "Rome"), "Roma", "0.5")
+    assert scores(name, group) == expected
     alone = replace(group, prompt=replace(group.prompt, other_answers=()))
-    assert scores(name, alone, **keys) == [1, 0, 0, 0, 0]
+    assert scores(name, alone) == [1, 0, 0, 0, 0]
 
 
 def test_a_list_of_tests_in_the_answer_is_all_of_them() -> None:
