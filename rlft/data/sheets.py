@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
@@ -25,6 +26,8 @@ MAX_CELL = 2**31 - 1
 DELIMITERS = ",;\t|"
 _SEPARATOR = re.compile(r"[\"']?sep=(.)[\"']?,*\r?\n?", re.IGNORECASE)
 """A first line with which Excel names the delimiter."""
+_MARKDOWN = re.compile(rb"[^\r\n]*\|[^\r\n]*\r?\n[ \t]*\|?(?:[ \t]*:?--+:?[ \t]*\|)+(?:[ \t]*:?--+:?[ \t]*)?\r?\n")
+"""The first two lines of a table of Markdown."""
 
 
 class Sheet(FileTable):
@@ -74,6 +77,8 @@ class Csv(Sheet):
     def __init__(self, file: Path, key: str, nested: str | None = None) -> None:
         super().__init__(file, key, nested)
         begin = head(file, key)
+        remedy = f"write it as CSV: sed -e 2d -e 's/^ *| *//; s/ *| *$//; s/ *| */|/g' {shlex.quote(str(file))}"
+        require(not _MARKDOWN.match(begin), key, "is a table of Markdown", got=file, remedy=remedy)
         self.streams = self.streams and b"\n" in begin  # a file without is one line to the reader of lines
         self._form = _form(begin.decode(errors="replace"), "\t" if suffix(file) in (".tsv", ".tab") else ",")
 

@@ -243,6 +243,20 @@ def test_only_what_lacks_a_field_is_refused_with_a_path_to_rows(make_data, tmp_p
     assert number == 7 * 2 * 2
 
 
+def test_tables_of_markdown_are_refused_with_what_writes_them_as_csv(tmp_path: Path) -> None:
+    """Rules x bars at the ends x names of files; the command is run, and its output read."""
+    file, rows = tmp_path / "a.csv", [{"prompt": "1 - 1?", "answer": "0"}, {"prompt": "2?", "answer": "-"}]
+    for rule, bar in product(("---|---", " :--- | ---: ", "--|--"), ("|", "")):
+        lines = ["prompt | answer", rule, *(f"{row['prompt']} | {row['answer']}" for row in rows)]
+        file.write_text("".join(f"{bar}{line}{bar}\n" for line in lines))
+        with pytest.raises(UserError, match="is a table of Markdown") as refusal:
+            read(file)
+        command = str(refusal.value).partition("write it as CSV: ")[2]
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+        (tmp_path / "b.csv").write_text(done.stdout)
+        assert read(tmp_path / "b.csv") == rows, (rule, bar)
+
+
 def test_numbers_of_32_bits_are_the_shortest_that_are_the_same(make_data, tmp_path: Path) -> None:
     """Random decimals, whole numbers of each size, and null."""
     rng = random.Random(0)
