@@ -278,6 +278,6 @@ def test_more_steps_of_a_schedule_that_ends_are_refused_with_the_command_that_go
     config.write_text(config.read_text().replace("schedule: constant", "schedule: cosine"))
     done = rough.run("resume", "run", "steps=9", cwd=stopped.parent)
     command = "or start a new run from its newest checkpoint: rlft resume run/checkpoints/step_000004 steps=9"
-    refused(done, "resume: the config differs from the run's (steps: 5 -> 9); ", command)
+    refused(done, "resume: the config differs from the run's (steps: 5 -> 9), got run; ", command)
     done = rough.run("resume", "run", "steps=9", "trainer.lr=0.5", cwd=stopped.parent)
     refused(done, "resume: the config differs from the run's (steps: 5 -> 9; trainer.lr: ", "or start a new run\n")
