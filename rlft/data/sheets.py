@@ -20,6 +20,7 @@ from typing import Any
 
 from rlft.data.opened import head, not_utf8, suffix
 from rlft.data.tables import FileTable, Record
+from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
 MAX_CELL = 2**31 - 1
@@ -155,7 +156,7 @@ class Workbook(Sheet):
         try:
             import openpyxl
         except ImportError:
-            remedy = "pip install 'rlft[xlsx]', or save it as CSV"
+            remedy = f"{pip_install('rlft[xlsx]')}, or save it as CSV"
             raise UserError(
                 self.key, "openpyxl, which reads workbooks, is not installed", got=self.file, remedy=remedy
             ) from None

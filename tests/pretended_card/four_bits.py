@@ -69,7 +69,9 @@ def stand_in() -> Iterator[None]:
     bitsandbytes.nn = SimpleNamespace(Linear4bit=Linear4Bit)
     bitsandbytes.functional = SimpleNamespace(dequantize_4bit=dequantize_4bit)
 
-    def load(config: Any, source: Any, *, quantization_config: Any = None, device_map: Any = None, **options: Any) -> Any:
+    def load(
+        config: Any, source: Any, *, quantization_config: Any = None, device_map: Any = None, **options: Any
+    ) -> Any:
         model = of_rlft(config, source, **options)
         if quantization_config is None:
             return model

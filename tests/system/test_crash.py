@@ -127,7 +127,8 @@ def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.Capt
         assert f"job {number} failed: {line}" in told
         assert run_status.read(Path("swept") / str(number)) == (Status.stopped, line)
         assert "ZeroDivisionError: by zero" in Path(f"swept/{number}/error.txt").read_text()
-    assert told[-1].startswith("rlft: stopped: ZeroDivisionError: by zero; its traceback is in swept/0/error.txt; ")
+    first = "job 0: ZeroDivisionError: by zero; its traceback is in swept/0/error.txt; "
+    assert told[-1].startswith(f"rlft: stopped: 2 jobs failed, the first of them {first}")
     assert "Traceback" not in "".join(told)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rlft.commands.sweep import checks, command, measure, page
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
+from rlft.system.disk import DiskError
 from rlft.types import UserError
 
 SMALL = (
@@ -131,11 +133,11 @@ def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
         raise ValueError("no font")
 
     def before(run: TrialRun, step: int) -> None:
-        raise OSError("the disk is full")
+        raise OSError(errno.ENOSPC, "the disk is full")  # of a trial's own errors a sweep does not end
 
     monkeypatch.setattr(page, "figure", broken)
     begin.runs.before = before
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(DiskError, match="the disk is full"):
         begin(*RATES)
     assert "note: the results so far could not be shown: no font" in capsys.readouterr().err
 
