@@ -24,7 +24,8 @@ SEVERAL = {
     "split": "a word", "name": "a word", "where": "a word",
     "reward": "a word", "max(numbers)": "more than the number before it",
     "type(self).__name__": "a word", "answers": "a word", "eos": "a word", "temperature": "a value",
-    "self.num_identical": "a share of the number before it",
+    "self.num_identical": "a share of the number before it", "keys": "what is typed", "with_images": "a prompt",
+    "of_split": "the name of a split", "counted(number, 'vector')": "counted before what it is of",
 }  # fmt: skip
 """{expression that is not a number that may be 1: why}."""
 
