@@ -137,8 +137,8 @@ def _branches(schema: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, A
     yield schema
     for each in (each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, [])):
         yield from _branches(each, root, depth + 1)
-    if str(reference := schema.get("$ref")).startswith("#/"):
-        referred = root
+    reference, referred = schema.get("$ref"), root
+    if isinstance(reference, str) and reference.startswith("#/"):
         for part in reference[2:].split("/"):
             name = part.replace("~1", "/").replace("~0", "~")
             referred = referred.get(name) if isinstance(referred, Mapping) else None

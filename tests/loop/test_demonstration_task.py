@@ -35,7 +35,7 @@ ROWS = [([5, 6, 7], [20, 21, 2]), ([9, 10], [30, 2]), ([5, 6, 7], [22, 23, 24, 2
 
 def examples(rows: Sequence[tuple[list[int], list[int]]]) -> Examples:
     texts = (TextTokens(ids=np.array([*p, *c], dtype="<i4"), num_given=len(p)) for p, c in rows)
-    return Examples(texts=tuple(texts), fingerprint="", note=None)
+    return Examples(texts=tuple(texts), fingerprint="", notes=())
 
 
 def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> DemonstrationTask:
