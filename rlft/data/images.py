@@ -40,8 +40,10 @@ def with_images(
     without one stands for the next of `image_field`. The others stand where the texts of the user have a MARK for each
     of them, and without a MARK before the last text of the user. Raises RowError.
     """
-    unplaced = [] if image_field is None else _listed(value_of(fields, image_field))
     question = value_of(fields, question_field) if has(fields, question_field) else None
+    if image_field is None and not isinstance(question, list | tuple):
+        return fields, ()
+    unplaced = [] if image_field is None else _listed(value_of(fields, image_field))
     placed: list[Any] = []
     if isinstance(question, list | tuple):
         waiting = iter(unplaced)

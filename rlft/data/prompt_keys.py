@@ -92,7 +92,7 @@ class PromptKeys:
 
         `prompt` is the field of the row's prompt; None where another has its chat.
         """
-        if prompt is not None and reads_history(row, prompt, self.template):
+        if prompt is not None and HISTORY in row and reads_history(row, prompt, self.template):
             read = (*read, HISTORY)
         for name in row:
             if _kind(name) not in TELLING:
@@ -109,6 +109,7 @@ class PromptKeys:
         return any(part == name or part.startswith(f"{name}.") for part in names)
 
 
+@cache
 def _kind(name: str) -> str:
     """The name of a field without the number of its image."""
     return "image" if _NUMBERED_IMAGE.fullmatch(name) else name

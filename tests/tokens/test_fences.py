@@ -69,6 +69,15 @@ def test_a_program_is_read_from_every_fence_of_commonmark_and_from_deeper_ones()
         assert fenced(text) == program, (text, number)
 
 
+def test_a_program_is_read_behind_text_on_the_line_of_its_fence_and_from_a_longer_fence_than_its_end() -> None:
+    before = ("Here: ", "So the answer is", "<answer>", "**Code**: ", "Use `add` so: ", "1. First ", "> x ", "\tSee ")
+    for program, text, info, more in itertools.product(PROGRAMS[:2], before, INFOS[:4], ("", "`", "```")):
+        fence = f"````{more}"[: 3 + len(more)]
+        assert fenced(f"First.\n{text}{fence}{info}\n{program}{fence}\nThat was it.") == program, (text, info)
+        assert fenced(f"First.\n{fence}{info}\n{program}```\nThat was it.") == program, (fence, info)
+    assert [b.text for b in blocks("````\na\n```\nb\n````\n````python\nc\n```")] == ["a\n```\nb\n", "c\n"]
+
+
 def test_blocks_are_those_of_another_reader_of_commonmark() -> None:
     reader = MarkdownIt("commonmark")
     strict = [case for case in cases(PLACES) if case[4] in ("", "+", None)]
@@ -92,8 +101,11 @@ def test_blocks_are_those_of_another_reader_of_commonmark() -> None:
         ("```python\na\n ```\nSo:\n```python\nb\n```", "b\n"),
         ("````markdown\n# Add\n```python\na\n```\n````", "a\n"),
         ("> ```python\n> a\n> ```\n\n```\nb\n```", "a\n"),
+        ("1. ```python\nif a:\n    b\n```", "if a:\n    b\n"),
         ("1. x\n   ```python\na\n   ```", "a\n"),  # a line with less indentation than its list
         ("```text\na\n```", None),
+        ("Inline ```a``` and ```b", None),
+        ("1. Use ```python\n   a\n   ```", "a\n"),
     ],
 )
 def test_what_else_models_write(text: str, program: str | None) -> None:
