@@ -28,8 +28,7 @@ from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_aut
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
 from rlft.plan.reward_try import brief_summary
-from rlft.plan.run_plan import DataLengths, Plan
-from rlft.plan.schedule import Schedule, schedule_of
+from rlft.plan.run_plan import DataLengths, Plan, Schedule
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
 from rlft.plan.time_table import time_rows
@@ -197,7 +196,7 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
             *_notes_of_demand(plan, demand, on_gpus),
         ],
         disk=plan.disk_bytes(model),
-        schedule=(schedule := schedule_of(plan)),
+        schedule=(schedule := plan.schedule),
         duration=duration_of(plan, model, demand, schedule, absent=on_another, card=card),
         advice=advice,
     )

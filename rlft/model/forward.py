@@ -28,18 +28,12 @@ from transformers import PreTrainedModel
 
 from rlft.batch import select, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
-from rlft.model.kernels import decoder_layer, recurrent, state_functions
-from rlft.model.kernels.attention import (
-    NAME,
-    LayerAttention,
-    NotPackableError,
-    attention_of_layers,
-    hidden_states,
-    on_this_device,
-    prepare,
-)
+from rlft.model.kernels import decoder_layer, flash_attention, recurrent, state_functions
+from rlft.model.kernels.attention import NAME, on_this_device, prepare
 from rlft.model.kernels.decoder_layer import FAMILIES
+from rlft.model.kernels.layer_attention import LayerAttention, NotPackableError, attention_of_layers, hidden_states
 from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, top_k_logprobs, widened
+from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import (
     Layout,
@@ -55,7 +49,7 @@ from rlft.model.packing import (
 )
 from rlft.model.positions import SHORT, independent_limit, limit_of, probed_beginnings, windows_of
 from rlft.model.sequence import current_share
-from rlft.types import Batch, Outputs, UserError
+from rlft.types import Batch, ImageRows, Outputs, UserError
 
 SCALE = 2.0**10
 
@@ -589,3 +583,17 @@ def _probe(model: PreTrainedModel) -> tuple[Batch, Tensor]:
         group_ids=torch.arange(len(lengths), device=device) // 2,
     )
     return batch, torch.tensor(first, device=device).repeat_interleave(2)
+
+
+def open_prefix_cache(
+    forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
+) -> PrefixCache | None:
+    """A cache for decoding these prompts; None if the model computes no packed rows, or if flash attention does not
+    compute its layers on a CUDA GPU."""
+    if not forward.packed or recurrent.keeps_states(forward.model):
+        return None
+    model = forward.model
+    sizes = {(layer.head_size, layer.cap) for layer in attention_of_layers(model)}
+    if all(flash_attention.takes(model.dtype, size, model.device, caps=cap) for size, cap in sizes):
+        return FlashPrefixCache(model, prompts, max_tokens, images)
+    return PrefixCache(model, prompts, max_tokens, images) if model.device.type == "cpu" else None

@@ -24,8 +24,8 @@ from rlft.config.model import CriticConfig, CriticKind, Old, RoutingSource, Snap
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, TEACHER, load_head, read_record
 from rlft.model.backbone import Backbone, set_training_mode
 from rlft.model.critic import CRITIC, Critic, ScalarHead
-from rlft.model.forward import Forward, choose, scale_down
-from rlft.model.kernels.prefix_cache import PrefixCache, open_prefix_cache
+from rlft.model.forward import Forward, choose, open_prefix_cache, scale_down
+from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.packing import Layout
 from rlft.model.rounding import rounded_once_more
 from rlft.model.routing import Routing

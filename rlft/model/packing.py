@@ -23,8 +23,8 @@ from torch import Tensor
 from rlft.batch import to_device
 from rlft.model.image_masks import both_ways
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
-from rlft.model.kernels.recurrent import StateRows, state_rows
 from rlft.model.kernels.split_attention import Block, BranchSpans, Span, make_blocks
+from rlft.model.kernels.state_rows import StateRows, state_rows
 from rlft.model.sequence import TokenShare
 from rlft.system.repeatable import repeatable
 from rlft.types import Batch, ImageRows

@@ -12,15 +12,14 @@ from rlft.logger.forecast import Forecast
 from rlft.model.activations import layer_sizes
 from rlft.plan.cards import CARDS, card_named
 from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
-from rlft.plan.roofline import Kernel, Machine, Network, Work, publishing, sampling, seconds_of, update
-from rlft.plan.schedule import Schedule
+from rlft.plan.roofline import Kernel, Machine, Network, StepWork, Work, publishing, sampling, seconds_of, update
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.machine import machine
 from rlft.system.rates import host_rates
 from rlft.types import UserError
 
 if TYPE_CHECKING:
-    from rlft.plan.run_plan import Plan
+    from rlft.plan.run_plan import Plan, Schedule
 
 FACTOR, UNMEASURED = 2.0, 3.0
 """What was measured lies within FACTOR of the model, or within UNMEASURED where nothing has been compared with it:
@@ -46,44 +45,6 @@ BETWEEN_STEPS = (EVALUATE, CHECKPOINT)
 
 CHECKED = {2: 512}
 """{bytes of a weight: tokens that a freshness check computes}; others have the 128 of two short sequences."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """What the steps and evaluations of a run compute.
-
-    Attributes:
-        trained: the rows of a step.
-        epochs: times that the updates go over them; 0 if nothing is trained.
-        critics: networks with adapters of their own that learn from them as well.
-        forwards: passes without gradient over them, between sampling and updates.
-        scorers: rewards that are networks in the trainer, which read them.
-        is_sampled: whether the engine has sampled them, so that they may be shorter than generation.max_tokens.
-        sampled: the rows of an evaluation that are sampled.
-        read: the rows of an evaluation whose loss is computed.
-    """
-
-    trained: Work
-    epochs: int = 1
-    critics: int = 0
-    forwards: int = 0
-    scorers: int = 0
-    is_sampled: bool = False
-    sampled: Work | None = None
-    read: Work | None = None
-
-    @property
-    def samples(self) -> bool:
-        return self.is_sampled or self.sampled is not None
-
-    def shorter(self, share: float) -> StepWork:
-        """The same with completions of this share of their tokens, where they are sampled."""
-        trained = _shorter(self.trained, share) if self.is_sampled else self.trained
-        return replace(self, trained=trained, sampled=self.sampled and _shorter(self.sampled, share))
-
-
-def _shorter(work: Work, share: float) -> Work:
-    return replace(work, completion=max(1.0, share * work.completion))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,44 @@ class Work:
         return self.prompts * (p * p / 2 + self.group * (c * p + c * c / 2))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What the steps and evaluations of a run compute.
+
+    Attributes:
+        trained: the rows of a step.
+        epochs: times that the updates go over them; 0 if nothing is trained.
+        critics: networks with adapters of their own that learn from them as well.
+        forwards: passes without gradient over them, between sampling and updates.
+        scorers: rewards that are networks in the trainer, which read them.
+        is_sampled: whether the engine has sampled them, so that they may be shorter than generation.max_tokens.
+        sampled: the rows of an evaluation that are sampled.
+        read: the rows of an evaluation whose loss is computed.
+    """
+
+    trained: Work
+    epochs: int = 1
+    critics: int = 0
+    forwards: int = 0
+    scorers: int = 0
+    is_sampled: bool = False
+    sampled: Work | None = None
+    read: Work | None = None
+
+    @property
+    def samples(self) -> bool:
+        return self.is_sampled or self.sampled is not None
+
+    def shorter(self, share: float) -> StepWork:
+        """The same with completions of this share of their tokens, where they are sampled."""
+        trained = _shorter(self.trained, share) if self.is_sampled else self.trained
+        return replace(self, trained=trained, sampled=self.sampled and _shorter(self.sampled, share))
+
+
+def _shorter(work: Work, share: float) -> Work:
+    return replace(work, completion=max(1.0, share * work.completion))
+
+
 def product(name: str, number: float, rows: float, inputs: float, outputs: float, item: int) -> Kernel:
     moved = (rows * inputs + rows * outputs + inputs * outputs) * item
     return Kernel(name=name, number=number, bytes=moved, operations=2 * rows * inputs * outputs)

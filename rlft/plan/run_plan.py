@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from rlft.config.model import LoraSettings, Recompute
+from rlft.logger.forecast import number_due
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares
 from rlft.plan.advice import advice_for
@@ -15,8 +16,8 @@ from rlft.plan.advice import advice_for
 if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in the module that `rlft --help` imports
     from rlft.data.prompts import PromptSet
     from rlft.generation.memory import ModelSizes
-    from rlft.plan.duration import StepWork
     from rlft.plan.memory_parts import Demand
+    from rlft.plan.roofline import StepWork
     from rlft.plan.startup_table import Facts, TableRow
     from rlft.tokens.ends import TurnEnds
 
@@ -31,6 +32,19 @@ class DataLengths:
 
     name: str
     tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Attributes:
+    first_evaluation: the number of steps before the first evaluation that follows a step; None without evaluations.
+    evaluations: how many there are, the one before the first step included.
+    """
+
+    steps: int
+    first_evaluation: int | None
+    evaluations: int
+    checkpoints: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +73,17 @@ class Plan(ABC):
     @abstractmethod
     def num_steps(self) -> int:
         """Number of steps of the whole run."""
+
+    @property
+    def schedule(self) -> Schedule:
+        evaluates, saves = (getattr(self.config, name, None) for name in ("eval", "checkpoint"))
+        every = 0 if evaluates is None else evaluates.every
+        return Schedule(
+            steps=self.num_steps,
+            first_evaluation=min(every, self.num_steps) if every else None,
+            evaluations=1 + number_due(every, self.num_steps) if every else 0,
+            checkpoints=0 if saves is None else number_due(saves.every, self.num_steps),
+        )
 
     @property
     def writes_metrics(self) -> bool:

@@ -19,10 +19,10 @@ from rlft.model.identity import fingerprints
 from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import check_adapters, fingerprints_of
 from rlft.plan.config_checks import lora_of, uses_of_sample
-from rlft.plan.duration import StepWork
 from rlft.plan.images import check_images
 from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
+from rlft.plan.roofline import StepWork
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
 from rlft.plan.sizes import TOKEN_ID, classifier_bytes, completion_bytes, of_a_later_round, rows_of, sampling_of

@@ -18,11 +18,10 @@ from rlft.model.identity import fingerprints
 from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import fingerprints_of, uses_of_rewards
 from rlft.plan.config_checks import uses_of_sft
-from rlft.plan.duration import StepWork
 from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, of_all_weights
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
-from rlft.plan.roofline import Work
+from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers

@@ -6,7 +6,7 @@ from rlft.logger.forecast import FIRST, Forecast
 from rlft.logger.price import Price
 from rlft.logger.text import duration
 from rlft.plan.duration import BETWEEN_STEPS, Duration
-from rlft.plan.schedule import Schedule
+from rlft.plan.run_plan import Schedule
 from rlft.plan.startup_table import TableRow
 
 MEASURED_LATER = f"after {FIRST} steps rlft watch says it from what they took"

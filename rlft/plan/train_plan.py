@@ -29,7 +29,6 @@ from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
 from rlft.plan.adapter_notes import notes_of_adapters
 from rlft.plan.adapters import empty_model, fingerprints_of, uses
-from rlft.plan.duration import StepWork
 from rlft.plan.images import check_images
 from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, TeacherDemand, of_all_weights
@@ -44,6 +43,7 @@ from rlft.plan.model_rules import (
     resolve_mismatch,
 )
 from rlft.plan.roles import check_teacher, check_teacher_engine, check_teachers_machine, check_top_k, missing_engine
+from rlft.plan.roofline import StepWork
 from rlft.plan.rules import (
     check_cluster_has_devices,
     check_fresh_prompts,

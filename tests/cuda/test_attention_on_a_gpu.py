@@ -10,8 +10,8 @@ from dense_attention import masked
 
 from rlft.batch import to_device
 from rlft.model.kernels import flash_attention
-from rlft.model.kernels.attention import _Attention
 from rlft.model.kernels.block_attention import Scoring
+from rlft.model.kernels.row_attention import RowAttention
 from rlft.model.packing import pack
 from rlft.types import Batch
 
@@ -42,7 +42,7 @@ def test_outputs_and_gradients_are_off_by_roundings_alone(
     exact = [x.detach().double().requires_grad_() for x in tensors]
     assert packed.lengths() is not None
     assert flash_attention.takes(torch.bfloat16, head_size, gpu)
-    ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring(SCALE))
+    ours = RowAttention.apply(*tensors, None, packed.lengths(), Scoring(SCALE))
     theirs = masked(exact[0], exact[1], exact[2], packed, SCALE)
     weight = torch.randn(ours.shape, generator=dice, dtype=torch.float64).to(gpu)
     mine = torch.autograd.grad((ours * weight.bfloat16()).sum(), tensors)

@@ -14,9 +14,8 @@ from torch import Tensor
 from rlft.batch import to_device
 from rlft.config.model import KernelChoice
 from rlft.model.backbone import Backbone
-from rlft.model.forward import choose, padded_forward
+from rlft.model.forward import choose, open_prefix_cache, padded_forward
 from rlft.model.kernels import selection, state_functions
-from rlft.model.kernels.prefix_cache import open_prefix_cache
 from rlft.types import Batch
 
 ALL_EXPERTS = {"num_experts_per_tok": 4}

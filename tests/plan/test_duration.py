@@ -38,8 +38,7 @@ from rlft.plan.duration import (
 )
 from rlft.plan.memory_parts import Demand
 from rlft.plan.roofline import Machine, Network, Work, seconds_of, update
-from rlft.plan.run_plan import Plan
-from rlft.plan.schedule import Schedule, schedule_of
+from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import sizes_of
 from rlft.plan.time_table import time_rows
 from rlft.system import rates
@@ -216,7 +215,7 @@ def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name: str) -> 
     work, network = plan.step_work(), network_of(model, whole=False)
     assert work is not None
     assert network is not None
-    step = estimate(work, network, ONE_THREAD, demand, schedule_of(plan), "").step
+    step = estimate(work, network, ONE_THREAD, demand, plan.schedule, "").step
     recorded = list(seconds_of_recorded_steps(name))
     assert len(recorded) == 5
     assert all(step.low <= seconds <= step.high for seconds in recorded), (step, recorded)
@@ -266,7 +265,7 @@ def test_supervised_runs_learn_rows_of_known_lengths(
     assert (work.read is not None, work.sampled is not None, work.is_sampled) == (reads, samples, False)
     assert work.shorter(SHORT).trained == work.trained
     assert 10 < work.trained.prompt + work.trained.completion < 100
-    estimated = duration_of(plan, model, demand, schedule_of(plan), absent=False)
+    estimated = duration_of(plan, model, demand, plan.schedule, absent=False)
     assert isinstance(estimated, Duration)
     assert set(estimated.stages) == {"update", "evaluate", "checkpoint"}
     assert (estimated.completion_tokens is not None) == samples

@@ -7,14 +7,13 @@ from typing import Any, cast
 
 from in_one_test import each
 
-from rlft.plan.run_plan import Plan
-from rlft.plan.schedule import Schedule, schedule_of
+from rlft.plan.run_plan import Plan, Schedule
 
 
 def scheduled(steps: int, **every: int) -> Schedule:
     """The schedule of a run of so many steps, whose config has these sections with this `every`."""
     config = SimpleNamespace(**{name: SimpleNamespace(every=number) for name, number in every.items()})
-    return schedule_of(cast(Plan, SimpleNamespace(num_steps=steps, config=config)))
+    return Plan.schedule.__get__(cast(Plan, SimpleNamespace(num_steps=steps, config=config)))
 
 
 @each(

@@ -19,7 +19,7 @@ from rlft.config.instantiate import component_name
 from rlft.config.model import ALL_LINEAR, EMBEDDED, SWITCHES, looks_local
 from rlft.data.files import is_data_file
 from rlft.data.templates import PLACEHOLDER, for_typed, prompt_of
-from rlft.generation.vllm.engine import VLLM
+from rlft.generation.vllm.options import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG, switches_of
 from rlft.runs import checkpoint, run_folder
@@ -296,7 +296,7 @@ def usage(card: Card, adapter: Config) -> str:
     ]
     # vLLM rounds float32 weights to 16 bits by default.
     dtype_option = ', dtype="float32"' if card.dtype == "float32" else ""
-    lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={VLLM.engine_rank(adapter['r'])}"
+    lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
     vllm_lines = [
         *([] if is_model else ["from peft import PeftConfig"]),
         "from vllm import LLM, SamplingParams",

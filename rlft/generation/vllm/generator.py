@@ -33,6 +33,7 @@ from rlft.generation.vllm.guest import (
 )
 from rlft.generation.vllm.images import check_tokens, image_options, read_as_the_trainer, request
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
+from rlft.generation.vllm.options import VLLMKeys, engine_rank
 from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots, write_slots
 from rlft.generation.vllm.whole_model import Arriving, load_some, load_whole, read_whole
 from rlft.tokens.images import ImageProcessor, processor_of
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from rlft.generation.merged_weights import MergedWeights
     from rlft.generation.sending import Part
     from rlft.generation.shared_base import Shape
-    from rlft.generation.vllm.engine import VLLM
 
 MIN_TEMPERATURE = 0.01
 """vLLM quietly samples at 0.01 for temperatures between 0 and this, and its log-probs would not be the trainer's."""
@@ -71,7 +71,7 @@ class VLLMGenerator(Generator):
 
     loads_parts = True
 
-    def __init__(self, keys: VLLM, args: EngineArgs) -> None:
+    def __init__(self, keys: VLLMKeys, args: EngineArgs) -> None:
         self.max_sequence_tokens, self._ends = args.max_sequence_tokens, tuple(args.ends.ids)
         self.version: int | None = None
         options: dict[str, Any] = {
@@ -94,7 +94,7 @@ class VLLMGenerator(Generator):
         if args.lora_rank is not None and not self._merges:
             # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
             # which would give wrong base rows on a CPU when all slots are taken.
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": keys.engine_rank(args.lora_rank)}
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(args.lora_rank)}
             if args.lora_modules is not None:
                 # Else it also wraps an output head, whose wrapper computes no log-probs of prompts.
                 options["lora_target_modules"] = sorted(args.lora_modules)

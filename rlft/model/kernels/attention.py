@@ -7,53 +7,24 @@ arguments of a layer's own call, and its sliding window comes with its mask, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from rlft.model.kernels import elementwise, flash_attention, split_attention
+from rlft.model.kernels import elementwise, flash_attention
 from rlft.model.kernels.block_attention import Scoring, wide
-from rlft.model.kernels.flash_attention import RowLengths
-from rlft.model.kernels.split_attention import Block
-from rlft.model.sequence import TokenShare
+from rlft.model.kernels.layer_attention import AttentionProbe, attention_of_layers, mask_of_layers, window_of
+from rlft.model.kernels.row_attention import RowAttention, spans_of
 
 if TYPE_CHECKING:
     from rlft.model.kernels.prefix_cache import PrefixCache
     from rlft.model.packing import PackedRows
-    from rlft.types import ImageRows
 
 NAME = "rlft_packed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedSpans:
-    """The spans of a row whose tokens several ranks share.
-
-    Attributes:
-        whole: those of the whole row.
-        share: which of its tokens this rank has.
-        num_tokens: of the whole row.
-    """
-
-    whole: Sequence[Block] | RowLengths
-    share: TokenShare
-    num_tokens: int
-
-    def to_heads(self, *parts: Tensor) -> list[Tensor]:
-        """As `TokenShare.to_heads`."""
-        return self.share.to_heads(self.num_tokens, *parts)
-
-
-Spans = Sequence[Block] | RowLengths | SharedSpans
-"""Which tokens of a packed row see which: blocks, or lengths for flash attention on a CUDA GPU."""
 
 
 def packed_attention(
@@ -95,7 +66,7 @@ def packed_attention(
     else:
         assert packed is not None
         spans = spans_of(packed, query, width, window, softcap)
-        out = cast(Tensor, _Attention.apply(query_NHD, key_NKD, value_NKD, s_aux, spans, scoring))
+        out = cast(Tensor, RowAttention.apply(query_NHD, key_NKD, value_NKD, s_aux, spans, scoring))
     return out[None, ..., :size], None
 
 
@@ -133,209 +104,7 @@ def _row_attention(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-# -- how a layer attends ---------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Sees:
-    """What a mask that a packed row goes with would let a token see. The mask itself, which has it as an attribute,
-    is never read: a model gets one of tokens `[1, N]`, and where transformers would make of it the mask of a kind of
-    layers, these get another one.
-
-    Attributes:
-        window: the sliding window in tokens; None: everything before the token.
-        rule: transformers' function that says which places see which; None in the mask of tokens.
-    """
-
-    window: int | None = None
-    rule: Callable[..., Any] | None = None
-
-
-def packed_mask(num_tokens: int, device: torch.device) -> Tensor:
-    """The mask with which a packed row of this many tokens goes through a model."""
-    return _with(torch.ones(1, num_tokens, dtype=torch.bool, device=device), Sees())
-
-
-def _with(mask: Tensor, sees: Sees) -> Tensor:
-    cast(Any, mask).sees = sees
-    return mask
-
-
-def _mask_of_layers(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    if attention_mask is None or not hasattr(attention_mask, "sees"):
-        return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-    return _with(attention_mask[None, None, :1, :1], Sees(kwargs.get("local_size"), kwargs.get("mask_function")))
-
-
-def window_of(mask: Tensor | None) -> int | None:
-    """The sliding window of a layer with this mask in a pass over a packed row."""
-    return getattr(mask, "sees", Sees()).window
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerAttention:
-    """How a layer attends.
-
-    Attributes:
-        module: the class of its attention.
-        head_size: numbers in a head, of queries or of values.
-        heads: number of heads of queries.
-        key_heads: number of heads of keys and values.
-        window: its sliding window in tokens; None: it has none.
-        cap: whether its scores are capped.
-        problem: what a packed row cannot do, in words that follow the name of the class; None if it can do it all.
-    """
-
-    module: str
-    head_size: int
-    heads: int
-    key_heads: int
-    window: int | None
-    cap: bool
-    problem: str | None
-
-
-KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions", "seq_idx"})
-"""Arguments of an attention function that change nothing beside the mask, or nothing at all."""
-
-
-class AttentionProbe:
-    """Stands for a packed row in a pass that notes how each layer attends, and in which no token sees another.
-
-    What else serves packed rows must give 0 as well, if its `packed` is an AttentionProbe.
-    """
-
-    def __init__(self) -> None:
-        self.layers: list[LayerAttention] = []
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        cap: float | None,
-        others: Mapping[str, Any],
-    ) -> Tensor:
-        """Attention that gives nothing, `[1, N, H, D]`."""
-        unset = (None, False)
-        unknown = [name for name, given in others.items() if name not in KNOWN and not any(given is x for x in unset)]
-        problem = f"gives its attention {', '.join(unknown)}" if unknown else _problem(module, mask, others)
-        size = max(query.shape[-1], value.shape[-1])
-        self.layers.append(
-            LayerAttention(
-                module=type(module).__name__,
-                head_size=size,
-                heads=query.shape[1],
-                key_heads=value.shape[1],
-                window=window_of(mask),
-                cap=cap is not None,
-                problem=problem,
-            )
-        )
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-
-
-def _problem(module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) -> str | None:
-    """What keeps this mask from being causal with or without a window, in words; None if it is."""
-    if mask is None:
-        causal = others.get("is_causal")
-        return None if (getattr(module, "is_causal", True) if causal is None else causal) else "sees the tokens behind"
-    sees = getattr(mask, "sees", Sees())
-    if sees.rule is None:
-        return "has a mask of its own"
-    reach = sees.window or 4
-    keys = {0: sees.window is None, reach: sees.window is None, reach + 1: True, 2 * reach: True, 2 * reach + 1: False}
-    try:
-        places = [torch.tensor(place) for place in (0, 0, 2 * reach)]
-        seen = [bool(sees.rule(*places, torch.tensor(key))) for key in keys]
-    except (RuntimeError, TypeError, IndexError):  # it depends on what is in the row
-        seen = []
-    return None if seen == list(keys.values()) else "sees neither all tokens before one nor those in a sliding window"
-
-
-_attention_of_layers: WeakKeyDictionary[nn.Module, tuple[LayerAttention, ...]] = WeakKeyDictionary()
-
-
-def attention_of_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
-    """How the layers of a model with this attention attend, found out by passes over three tokens.
-
-    A model without weights tells how its layers attend, but not whether anything else passes numbers on.
-
-    Raises:
-        NotPackableError: a layer attends in a way that packed rows do not have, or something else passes numbers from
-            token to token.
-    """
-    if model not in _attention_of_layers:
-        _attention_of_layers[model] = _probe_layers(model)
-    return _attention_of_layers[model]
-
-
-class NotPackableError(Exception):
-    """A model that does not compute packed rows; the text says why."""
-
-
-MIXED = 0.05
-"""By which share of its norm a token's hidden state may differ beside other tokens: experts that compute it beside
-other tokens round it otherwise."""
-
-
-MIXES = "has layers in which a token sees those before it, and which are not those of packed rows"
-APART = "keep packed sequences apart"
-"""What transformers says from 5.20 on, in place of such numbers."""
-
-
-@torch.no_grad()
-def _probe_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
-    probes, last_states, name = [], [], type(model).__name__
-    try:
-        for others in (1,) if model.device.type == "meta" else (1, 2):
-            ids = torch.tensor([[others, others, 1]], device=model.device)
-            probes.append(AttentionProbe())
-            hidden = hidden_states(model, ids, torch.arange(3, device=ids.device)[None], packed=probes[-1])
-            last_states.append(hidden[0, 2].float())
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a model's code does with arguments that it does not know
-        if APART in str(error):
-            raise NotPackableError(f"{name} {MIXES}") from error
-        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise NotPackableError(f"{name} takes no packed row ({type(error).__name__}: {first_line})") from error
-    attention, one, other = probes[0].layers, last_states[0], last_states[-1]
-    problem = next((f"{each.module} {each.problem}" for each in attention if each.problem is not None), None)
-    if problem is None and not one.is_meta and not (other - one).norm() <= MIXED * one.norm():
-        problem = f"{name} {MIXES}"
-    if problem is not None:
-        raise NotPackableError(problem)
-    return tuple(attention)
-
-
-def hidden_states(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, images: ImageRows | None = None, **kwargs: Any
-) -> Tensor:
-    """`[1, N, hidden]`, after the final norm, of tokens `[1, N]` at these positions, in a pass over a packed row."""
-    inputs = {"input_ids": ids} if images is None else images.inputs(model, ids)
-    return model.base_model(
-        **{"position_ids": positions, **inputs},
-        attention_mask=packed_mask(ids.shape[1], ids.device),
-        use_cache=False,
-        seq_idx=kwargs.get("packed"),  # see recurrent
-        **kwargs,
-    ).last_hidden_state.to(model.dtype)  # Mamba-2 adds up its layers in float32
-
-
-# -- with kernels ------------------------------------------------------------------------------------------------------
-def spans_of(
-    packed: PackedRows, x: Tensor, head_size: int, window: int | None = None, cap: float | None = None
-) -> Spans:
-    """Which tokens of this row see which, for heads of this size and of the dtype of x."""
-    whole = None
-    if flash_attention.takes(x.dtype, head_size, x.device, caps=cap is not None):
-        whole = packed.lengths(window)
-    whole = packed.blocks(window) if whole is None else whole
-    if packed.share is None:
-        return whole
-    return SharedSpans(whole=whole, share=packed.share, num_tokens=packed.num_tokens)
-
-
+# -- which models have it ----------------------------------------------------------------------------------------------
 def prepare(packed: PackedRows, model: PreTrainedModel) -> None:
     """Makes what attention on the model's device reads of a packed row, so that it goes there together with the row."""
     if model.device.type == "cpu":
@@ -345,84 +114,6 @@ def prepare(packed: PackedRows, model: PreTrainedModel) -> None:
         spans_of(packed, x, layer.head_size, layer.window, 1.0 if layer.cap else None)
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scoring: Scoring, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(attention `[N, H, D]`, three further tensors that `attention_gradients` needs); no gradient."""
-    if isinstance(spans, SharedSpans):
-        sinks = None if sinks is None else spans.share.own_heads(sinks)
-        q, k, v = spans.to_heads(query, key, value)
-        of_heads, lse, random, unused = attend(q, k, v, spans.whole, scoring, sinks)
-        [out] = spans.share.to_tokens(of_heads, heads=[query.shape[1]])
-        return out, lse, random, unused
-    random = unused = None
-    if isinstance(spans, RowLengths):
-        out, lse, random, unused = flash_attention.attend(query, key, value, spans, scoring.scale)
-    else:
-        out, lse = split_attention.attend(query, key, value, spans, scoring)
-    if sinks is not None:
-        with_sinks(out, _by_token(lse, spans), sinks)
-    return out, lse, random, unused
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Overwrites attention `[N, H, D]` and log-sum-exp `[N, H, 1]` by those that sinks `[H]` take a share of."""
-    scores = sinks.detach().to(lse.dtype)[:, None]
-    out.mul_((lse - scores).sigmoid().to(out.dtype))
-    lse.copy_(torch.logaddexp(lse, scores))
-
-
-def _by_token(lse: Tensor, spans: Spans) -> Tensor:
-    """`[N, H, 1]`; the same memory, except where ranks share the row."""
-    if isinstance(spans, SharedSpans):
-        of_heads = _by_token(lse, spans.whole)
-        return spans.share.to_tokens(of_heads, heads=[of_heads.shape[1] * spans.share.ranks])[0]
-    return lse.t()[..., None] if isinstance(spans, RowLengths) else lse
-
-
-def attention_gradients(
-    grad: Tensor, kept: Sequence[Tensor], spans: Spans, scoring: Scoring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value (new tensors) from that of the attention.
-
-    `kept` are query, key, value and the results of `attend`.
-    """
-    query, key, value, out, lse, random, unused = kept
-    if isinstance(spans, SharedSpans):
-        *of_heads, grad = spans.to_heads(query, key, value, out, grad)
-        gradients = attention_gradients(grad, [*of_heads, lse, random, unused], spans.whole, scoring)
-        heads = [x.shape[1] for x in (query, key, value)]
-        query_grad, key_grad, value_grad = spans.share.to_tokens(*gradients, heads=heads)
-        return query_grad, key_grad, value_grad
-    if isinstance(spans, RowLengths):
-        of_kernel = (out, lse, random, unused, spans, scoring.scale)
-        return flash_attention.attention_gradients(grad, query, key, value, *of_kernel)
-    return split_attention.attention_gradients(grad, query, key, value, out, lse, spans, scoring)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, spans: Spans, scoring: Scoring
-    ) -> Tensor:
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        out, *kept = attend(query, key, value, spans, scoring, sinks)
-        ctx.save_for_backward(sinks, query, key, value, out, *kept)
-        ctx.spans, ctx.scoring = spans, scoring
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (sinks, *kept), sinks_grad = grad_outputs[0].contiguous(), ctx.saved_tensors, None
-        if ctx.needs_input_grad[3]:  # their share of each token's attention, times what they lack: the mean
-            out, lse = kept[3], _by_token(kept[4], ctx.spans)
-            mean = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-            shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
-            sinks_grad = -(shares * mean).sum((0, 2)).to(sinks.dtype)
-        return *attention_gradients(grad, kept, ctx.spans, ctx.scoring), sinks_grad, None, None
-
-
-# -- which models have it ----------------------------------------------------------------------------------------------
 def on_this_device(model: PreTrainedModel) -> str:
     """How a packed row is computed on the model's device, in words; empty on a CPU, where there is only one way."""
     if model.device.type == "cpu":
@@ -458,4 +149,4 @@ def install_plain(model: PreTrainedModel) -> None:
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _mask_of_layers)
+AttentionMaskInterface.register(NAME, mask_of_layers)

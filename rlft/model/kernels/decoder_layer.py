@@ -26,9 +26,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from rlft.model.checkpointing import tile_of
 from rlft.model.kernels import elementwise, layer_branches
-from rlft.model.kernels.attention import spans_of, window_of
+from rlft.model.kernels.layer_attention import window_of
 from rlft.model.kernels.lora_linear import layers_of
 from rlft.model.kernels.prefix_cache import FlashPrefixCache
+from rlft.model.kernels.row_attention import spans_of
 from rlft.model.packing import PackedRows
 
 TESTED = ("5.17", "5.24")

@@ -234,6 +234,31 @@ class Norm(NamedTuple):
     adds_one: bool = False
 
 
+class Heads(NamedTuple):
+    """How queries and keys are made of a layer's input.
+
+    Attributes:
+        norm: the layer's input norm.
+        query_norm: norm over each head of the queries before it is rotated; None if there is none.
+        key_norm: the same for the keys.
+        size: size of a head.
+        cos: `[1, N, D]`, cosines of the rotary positions.
+        sin: `[1, N, D]`, their sines.
+    """
+
+    norm: Norm
+    query_norm: Norm | None
+    key_norm: Norm | None
+    size: int
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines as `[N, 1, D]`, for all heads of a token."""
+        return self.cos.transpose(0, 1), self.sin.transpose(0, 1)
+
+
 def norm_of(module: Any) -> Norm | None:
     """A norm that was replaced; None if the module is not such a norm, or learns."""
     adds_one = is_replaced(module, _shifted_norm)

@@ -12,16 +12,16 @@ and v share the low-rank products of their input. The arithmetic is that of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlft.model.checkpointing import is_recomputing
-from rlft.model.kernels.attention import Spans, attend, attention_gradients
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.elementwise import (
+    Heads,
     Norm,
     as_written,
     fused,
@@ -32,34 +32,10 @@ from rlft.model.kernels.elementwise import (
     turned_back,
 )
 from rlft.model.kernels.lora_linear import Layers, Operands, add_product, dense, gradients, products, products_of_few
+from rlft.model.kernels.row_attention import Spans, attend, attention_gradients
 
 if TYPE_CHECKING:
     from rlft.model.kernels.prefix_cache import FlashPrefixCache
-
-
-class Heads(NamedTuple):
-    """How queries and keys are made of a layer's input.
-
-    Attributes:
-        norm: the layer's input norm.
-        query_norm: norm over each head of the queries before it is rotated; None if there is none.
-        key_norm: the same for the keys.
-        size: size of a head.
-        cos: `[1, N, D]`, cosines of the rotary positions.
-        sin: `[1, N, D]`, their sines.
-    """
-
-    norm: Norm
-    query_norm: Norm | None
-    key_norm: Norm | None
-    size: int
-    cos: Tensor
-    sin: Tensor
-
-    @property
-    def angles(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines as `[N, 1, D]`, for all heads of a token."""
-        return self.cos.transpose(0, 1), self.sin.transpose(0, 1)
 
 
 def attention(x: Tensor, heads: Heads, spans: Spans, scale: float, layers: Layers) -> Tensor:

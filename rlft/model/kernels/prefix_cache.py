@@ -18,17 +18,15 @@ from torch import Tensor
 
 from rlft.model.image_masks import both_ways
 from rlft.model.kernels import flash_attention, split_attention
-from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.block_attention import Scoring, flash
-from rlft.model.kernels.elementwise import as_written, fused, normed, turned
+from rlft.model.kernels.elementwise import Heads, as_written, fused, normed, turned
 from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_lengths, runs_of
-from rlft.model.kernels.layer_branches import Heads
+from rlft.model.kernels.layer_attention import hidden_states
 from rlft.model.kernels.lm_head import head_of
-from rlft.model.kernels.recurrent import keeps_states
+from rlft.model.kernels.row_attention import with_sinks
 from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_places
 
 if TYPE_CHECKING:
-    from rlft.model.forward import Forward
     from rlft.types import ImageRows
 
 
@@ -351,17 +349,3 @@ def _merged(
     if sinks is not None:
         with_sinks(out, lse[..., None], sinks)
     return out
-
-
-def open_prefix_cache(
-    forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
-) -> PrefixCache | None:
-    """A cache for decoding these prompts; None if the model computes no packed rows, or if flash attention does not
-    compute its layers on a CUDA GPU."""
-    if not forward.packed or keeps_states(forward.model):
-        return None
-    model = forward.model
-    sizes = {(layer.head_size, layer.cap) for layer in attention_of_layers(model)}
-    if all(flash_attention.takes(model.dtype, size, model.device, caps=cap) for size, cap in sizes):
-        return FlashPrefixCache(model, prompts, max_tokens, images)
-    return PrefixCache(model, prompts, max_tokens, images) if model.device.type == "cpu" else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlft.model.sequence import TokenShare
 
 if TYPE_CHECKING:
-    from rlft.model.kernels.recurrent import Runs, States
+    from rlft.model.kernels.state_rows import Runs, States
     from rlft.model.packing import PackedRows
 
 CONVOLUTION, DELTA_RULES = "causal_conv1d_fn", ("chunk_gated_delta_rule", "chunk_kimi_delta_attention")

@@ -46,9 +46,9 @@ from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError, answers, of_tokens
+from rlft.generation.vllm.options import engine_rank
 from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
 from rlft.system.crash import explains_itself
 from rlft.system.terminal import pip_install
@@ -64,12 +64,12 @@ TOLERANCE = 1e-4
 # -- without an engine -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (300, 320), (512, 512)])
 def test_a_rank_is_rounded_up_to_one_the_engine_takes(rank: int, allowed: int) -> None:
-    assert VLLM.engine_rank(rank) == allowed
+    assert engine_rank(rank) == allowed
 
 
 def test_a_rank_above_512_is_refused() -> None:
     with pytest.raises(UserError, match=r"^lora\.rank: .*, got 513; "):
-        VLLM.engine_rank(513)
+        engine_rank(513)
 
 
 def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_vllm_beside_versions_that_it_is_not_built_for_is_refused_with_those_tha
 
 
 def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:
-    code = "import sys; from rlft.generation.vllm.engine import VLLM; VLLM.engine_rank(8); "
+    code = "import sys; from rlft.generation.vllm.engine import VLLM; VLLM.title; "
     code += "VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={}).missing(); "
     code += "print({'vllm', 'torch'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

@@ -9,7 +9,8 @@ import pytest
 from real_engines import vllm_engine
 
 from rlft import cli
-from rlft.generation.vllm import engine as vllm_module
+from rlft.generation.vllm import options
+from rlft.generation.vllm.engine import ROUNDING, unserved
 
 WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cpu", "hydra.run.dir=run"]
 FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
@@ -54,30 +55,30 @@ def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
 
 
 def test_the_list_is_that_of_the_installed_vllm() -> None:
-    assert set(FREE) < set(vllm_module.arguments())
-    assert {*vllm_module.KEYS, *vllm_module.REFUSED, *vllm_module.ROUNDING} <= set(vllm_module.arguments())
-    assert not set(FREE) & {*vllm_module.KEYS, *vllm_module.REFUSED}
+    assert set(FREE) < set(options.arguments())
+    assert {*options.KEYS, *options.REFUSED, *ROUNDING} <= set(options.arguments())
+    assert not set(FREE) & {*options.KEYS, *options.REFUSED}
 
 
 def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_module.arguments.cache_clear()
-    monkeypatch.setattr(vllm_module.importlib.util, "find_spec", lambda name: None)
+    options.arguments.cache_clear()
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
     try:
-        vllm_module.check_options({"who_knows": 1})
-        with pytest.raises(vllm_module.UserError, match=r"^options\.seed: is set by rlft, got 1; set seed$"):
-            vllm_module.check_options({"seed": 1})
+        options.check_options({"who_knows": 1})
+        with pytest.raises(options.UserError, match=r"^options\.seed: is set by rlft, got 1; set seed$"):
+            options.check_options({"seed": 1})
     finally:
-        vllm_module.arguments.cache_clear()
+        options.arguments.cache_clear()
 
 
 def test_nothing_of_vllm_is_imported_for_it() -> None:
-    vllm_module.arguments.cache_clear()
+    options.arguments.cache_clear()
     before = "vllm" in sys.modules
-    vllm_module.arguments()
+    options.arguments()
     assert ("vllm" in sys.modules) == before
 
 
 def test_modules_whose_adapters_vllm_cannot_merge_are_named() -> None:
     attention = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.gate"]
-    assert vllm_module.unserved(attention) is None
-    assert "stacked experts are not merged (a.mlp.experts)" in str(vllm_module.unserved([*attention, "a.mlp.experts"]))
+    assert unserved(attention) is None
+    assert "stacked experts are not merged (a.mlp.experts)" in str(unserved([*attention, "a.mlp.experts"]))

@@ -22,15 +22,8 @@ from transformers.masking_utils import (
 )
 
 from rlft.model.kernels import block_attention, flash_attention, split_attention
-from rlft.model.kernels.attention import (
-    NAME,
-    NotPackableError,
-    _row_attention,
-    attention_of_layers,
-    install,
-    packed_attention,
-    packed_mask,
-)
+from rlft.model.kernels.attention import NAME, _row_attention, install, packed_attention
+from rlft.model.kernels.layer_attention import NotPackableError, attention_of_layers, packed_mask
 from rlft.model.packing import pack
 
 CPU = torch.device("cpu")

@@ -8,9 +8,8 @@ from attention_families import OTHERS, QUICK, random_model
 from slow_cases import slow
 
 from rlft.config.model import KernelChoice
-from rlft.model.forward import choose
+from rlft.model.forward import choose, open_prefix_cache
 from rlft.model.kernels import selection
-from rlft.model.kernels.prefix_cache import open_prefix_cache
 
 PROMPTS = [[3, 17, 5, 99, 42, 8, 23], [11, 4, 9]]
 COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72, 73, 74, 75]], [[61, 80, 81, 82, 83, 84], [12, 13, 14, 15, 16, 17]]]

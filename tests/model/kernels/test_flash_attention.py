@@ -11,9 +11,11 @@ import torch
 from dense_attention import masked
 
 from rlft.model.kernels import attention, flash_attention
-from rlft.model.kernels.attention import _Attention, attention_of_layers, on_this_device
+from rlft.model.kernels.attention import on_this_device
 from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.flash_attention import backward_scratch, obstacle, row_lengths
+from rlft.model.kernels.layer_attention import attention_of_layers
+from rlft.model.kernels.row_attention import RowAttention
 from rlft.model.kernels.split_attention import make_blocks
 from rlft.model.packing import PackedRows, pack
 
@@ -44,7 +46,7 @@ def tensors_of(packed: PackedRows, key_heads: int, dtype: torch.dtype) -> list[t
 def test_outputs_and_gradients_are_those_of_the_mask(key_heads, packed, stand_in):
     tensors = tensors_of(packed, key_heads, torch.float64)
     weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
+    ours = RowAttention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
     theirs = masked(*tensors, packed, 0.3)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     mine = torch.autograd.grad((ours * weight).sum(), tensors)
@@ -58,7 +60,7 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
     # bits); the gradient of a prompt's key is rounded by two calls and once added up. Of numbers up to `largest`.
     tensors = tensors_of(packed, 2, torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    ours, theirs = _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3)), masked(*exact, packed, 0.3)
+    ours, theirs = RowAttention.apply(*tensors, None, packed.lengths(), Scoring(0.3)), masked(*exact, packed, 0.3)
     mine = torch.autograd.grad(ours.sum(), tensors)
     its = torch.autograd.grad(theirs.sum(), exact)
     for one, other in zip((ours, *mine), (theirs, *its), strict=True):
@@ -68,7 +70,7 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
 def test_a_row_of_prompts_alone_is_one_call(make_batch, stand_in):
     packed = pack(make_batch([(0, [5, 6, 7], []), (1, [8], [])]), prompts_first=True)
     tensors = tensors_of(packed, 2, torch.float64)
-    ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring())
+    ours = RowAttention.apply(*tensors, None, packed.lengths(), Scoring())
     torch.testing.assert_close(ours, masked(*tensors, packed, 8**-0.5), rtol=1e-12, atol=1e-12)
     ours.sum().backward()
     assert flash_stand_in.CALLS == ["forward", "backward"]
@@ -81,7 +83,7 @@ def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_
         packed = pack(make_batch(batch), prompts_first=True)
         for key_heads in (1, 2, 4):
             tensors = tensors_of(packed, key_heads, torch.float64)
-            ours = _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
+            ours = RowAttention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
             theirs = masked(*tensors, packed, 0.3)
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
             gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (ours, theirs)]
@@ -96,7 +98,7 @@ def test_images_that_are_read_both_ways_are_as_in_blocks(window, packed, stand_i
     lengths = row_lengths(*spans, CPU, window, images)
     assert lengths is not None
     found = [
-        _Attention.apply(*tensors, None, spans, Scoring(0.3))
+        RowAttention.apply(*tensors, None, spans, Scoring(0.3))
         for spans in (lengths, make_blocks(*spans, CPU, window=window, images=images))
     ]
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
@@ -211,6 +213,6 @@ def test_the_backward_adds_up_in_a_fixed_order_and_leaves_torchs_setting(packed,
 
     monkeypatch.setattr(flash_attention, "_BACKWARD", recorded)
     tensors = [torch.randn(packed.num_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    _Attention.apply(*tensors, None, packed.lengths(), Scoring(0.3)).sum().backward()
+    RowAttention.apply(*tensors, None, packed.lengths(), Scoring(0.3)).sum().backward()
     assert order == [(True, False)] * 2
     assert not torch.are_deterministic_algorithms_enabled()

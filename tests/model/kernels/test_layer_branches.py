@@ -62,7 +62,7 @@ def seen() -> Tensor:
     return mask
 
 
-def attention_by_formula(x: Tensor, heads: layer_branches.Heads, layers: list[Operands]) -> Tensor:
+def attention_by_formula(x: Tensor, heads: elementwise.Heads, layers: list[Operands]) -> Tensor:
     inner = norm_by_formula(x, heads.norm)[0]
     q, k, v = (linear_by_formula(inner, layer).view(TOKENS, -1, SIZE) for layer in layers[:3])
     if heads.query_norm is not None and heads.key_norm is not None:
@@ -129,7 +129,7 @@ def test_an_mlp_is_its_formula(adapted: str, lent: bool) -> None:
 def test_attention_is_its_formula(adapted: str, head_norms: bool, lent: bool) -> None:
     torch.manual_seed(0)
     angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)
-    heads = layer_branches.Heads(
+    heads = elementwise.Heads(
         norm=Norm(made(HIDDEN), 1e-5),
         query_norm=Norm(made(SIZE), 1e-5) if head_norms else None,
         key_norm=Norm(made(SIZE), 1e-6, adds_one=True) if head_norms else None,
@@ -192,7 +192,7 @@ def test_branches_are_compiled_for_all_numbers_of_tokens_and_are_their_formulas(
     norm = Norm(nn.Parameter(made(HIDDEN), requires_grad=False), 1e-5)
     head_norm = Norm(nn.Parameter(made(SIZE), requires_grad=False), 1e-5) if head_norms else None
     angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)
-    heads = layer_branches.Heads(norm, head_norm, head_norm, SIZE, angles.cos(), angles.sin())
+    heads = elementwise.Heads(norm, head_norm, head_norm, SIZE, angles.cos(), angles.sin())
     x, layers = made(1, TOKENS, HIDDEN).requires_grad_(), layers_of("attention", "1111", lent=False)
     compared(
         layer_branches.attention(x, heads, SPANS, SCALE, layers),

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlft.config.model import KernelChoice
-from rlft.model.forward import Forward
+from rlft.model.forward import Forward, open_prefix_cache
 from rlft.model.kernels import lora_linear, selection
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.model.kernels.prefix_cache import open_prefix_cache
 from rlft.types import Batch
 
 LEVELS = 16

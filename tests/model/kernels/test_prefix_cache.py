@@ -11,9 +11,9 @@ from slow_cases import slow_but
 
 from rlft.config.model import KernelChoice
 from rlft.generation.repeated_cache import RepeatedCache
-from rlft.model.forward import choose
+from rlft.model.forward import choose, open_prefix_cache
 from rlft.model.kernels import flash_attention, selection
-from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache, open_prefix_cache
+from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
 
