@@ -1,16 +1,21 @@
 """What looks wrong in a run's numbers: `Hints` read single steps, `Alarms` series of them; each names a remedy.
 
-Alarms are about trouble that develops slowly. Their thresholds are keys (`alarms.*`); null turns an alarm off.
-Checkpoints save the state of both, so a resumed run says the same at the same steps.
+What they say is in assets/alarms.yaml. Alarms are about trouble that develops slowly. Their limits are keys
+(`alarms.*`); null turns an alarm off. Checkpoints save the state of both, so a resumed run says the same at the same
+steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import yaml
 
 from rlft.config.schema import AlarmsConfig
 from rlft.logger.interface import StepRecord
@@ -44,6 +49,16 @@ ENTROPY_WINDOW = 5
 ROUNDING = 1e-6  # a float32 loss below this is 0 up to rounding
 
 
+Found = tuple[str, Mapping[str, Any]] | None
+"""(name, values for its text) of a hint or an alarm that applies to a step."""
+
+
+@cache
+def texts() -> Mapping[str, Mapping[str, str]]:
+    """{hints or alarms: {name: text}}."""
+    return yaml.safe_load((Path(__file__).parents[1] / "assets" / "alarms.yaml").read_text(encoding="utf-8"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
     """A note for the person watching.
@@ -73,11 +88,17 @@ class Hints:
         if fatal_hint := not_finite(record):
             return [fatal_hint]
         rules = (self._no_signal, self._zero_loss, self._truncated, self._empty, self._untrained, self._entropy)
-        hints = [hint for rule in rules for hint in rule(record)]
-        new = [(key, text) for key, text in hints if self._due(key, record.step)]
-        self._last_given.update((key, record.step) for key, _ in new)
+        found = [each for rule in rules if (each := rule(record)) and self._due(each[0], record.step)]
+        self._last_given.update((key, record.step) for key, _ in found)
         alarms = ALARMS - NORMAL_WHEN_SOLVED if self._is_solved(record) else ALARMS
-        return [Hint(text=f"step {record.step}: {text}", alarm=key if key in alarms else None) for key, text in new]
+        common = {"patience": PATIENCE, "reward": record.metrics.get("reward/mean", math.nan)}
+        return [
+            Hint(
+                text=f"step {record.step}: {texts()['hints'][key].format(**common, **values)}",
+                alarm=key if key in alarms else None,
+            )
+            for key, values in found
+        ]
 
     def _is_solved(self, record: StepRecord) -> bool:
         """Whether nearly every completion gets the highest reward so far, and some had less before.
@@ -113,91 +134,47 @@ class Hints:
         self._streaks[key] = self._streaks.get(key, 0) + 1 if holds else 0
         return self._streaks[key] >= PATIENCE
 
-    def _no_signal(self, record: StepRecord) -> Iterator[tuple[str, str]]:
-        if self._lasts("no_signal", no_signal(record)):
-            reward = record.metrics.get("reward/mean", math.nan)
-            yield (
-                "no_signal",
-                f"in each of the last {PATIENCE} steps all completions of a prompt got the same reward (reward/mean"
-                f" {reward:.3g}), so the rewards taught nothing. If they are all wrong, use easier prompts or a reward"
-                " that gives part marks; if all right, harder prompts; a larger group_size or generation.temperature"
-                " tells completions apart",
-            )
+    def _no_signal(self, record: StepRecord) -> Found:
+        return ("no_signal", {}) if self._lasts("no_signal", no_signal(record)) else None
 
-    def _zero_loss(self, record: StepRecord) -> Iterator[tuple[str, str]]:
+    def _zero_loss(self, record: StepRecord) -> Found:
         loss = record.metrics.get("loss/total")
         if loss is None or abs(loss) > ROUNDING:
-            return
+            return None
         gradient = record.metrics.get("policy/grad_norm", 0.0)
-        if no_signal(record):
-            yield (
-                "zero_equal",
-                "the loss is 0 because all completions of each prompt got the same reward: no learning signal in this"
-                " step. Now and then that is normal; use more prompts_per_step or a larger group_size if it goes on",
-            )
-        elif gradient > 0:
-            yield (
-                "zero_expected",
-                "the loss is 0 and that is expected: before the first update of a batch the ratio is 1 and a group's"
-                f" advantages add up to 0. The gradient is not 0 (policy/grad_norm {gradient:.3g}): watch reward/mean",
-            )
-        else:
-            yield (
-                "zero_dead",
-                "loss and gradient are both 0 although rewards differ, so the policy does not change: no token reached"
-                " the loss, or all were clipped or masked. See tokens/trained, ratio/* and waste/* in metrics.jsonl",
-            )
+        name = "zero_equal" if no_signal(record) else "zero_expected" if gradient > 0 else "zero_dead"
+        return name, {"value": gradient}
 
-    def _truncated(self, record: StepRecord) -> Iterator[tuple[str, str]]:
+    def _truncated(self, record: StepRecord) -> Found:
         share = record.metrics.get("length/truncated_fraction", 0.0)
-        if self._lasts("truncated", share >= TRUNCATED):
-            yield (
-                "truncated",
-                f"{share:.0%} of the completions hit the length limit before they ended, so few reach an answer."
-                " Raise generation.max_tokens, or check that the model knows its end token (chat template)",
-            )
+        return ("truncated", {"value": share}) if self._lasts("truncated", share >= TRUNCATED) else None
 
-    def _empty(self, record: StepRecord) -> Iterator[tuple[str, str]]:
+    def _empty(self, record: StepRecord) -> Found:
         length = record.metrics.get("length/mean", math.inf)
-        if self._lasts("empty", length < EMPTY_LENGTH):
-            yield (
-                "empty",
-                f"completions are nearly empty (length/mean {length:.3g} tokens): the model ends at once. Check the"
-                " chat template and the prompt, and that no reward pays for short answers",
-            )
+        return ("empty", {"value": length}) if self._lasts("empty", length < EMPTY_LENGTH) else None
 
-    def _untrained(self, record: StepRecord) -> Iterator[tuple[str, str]]:
+    def _untrained(self, record: StepRecord) -> Found:
         trained, sampled = record.metrics.get("tokens/trained"), record.metrics.get("tokens/completion")
         if trained is None or not sampled:
-            return
+            return None
         # Groups without a signal are left out on purpose: only tokens of the other groups count as missing.
         expected = sampled * (1.0 - record.metrics.get("waste/zero_advantage_fraction", 0.0))
-        if self._lasts("untrained", trained < FEW_TRAINED * expected):
-            dropped = record.metrics.get("waste/importance_dropped_fraction", 0.0)
-            yield (
-                "untrained",
-                f"only {trained:.0f} of {sampled:.0f} sampled tokens entered the loss although rewards differ. The"
-                f" mismatch correction dropped {dropped:.0%}: if that is much, see how far sampler/logprob_gap_mean is"
-                " from 0; else look at the completions in rollouts/",
-            )
+        if not self._lasts("untrained", trained < FEW_TRAINED * expected):
+            return None
+        dropped = record.metrics.get("waste/importance_dropped_fraction", 0.0)
+        return "untrained", {"value": trained, "sampled": sampled, "dropped": dropped}
 
-    def _entropy(self, record: StepRecord) -> Iterator[tuple[str, str]]:
+    def _entropy(self, record: StepRecord) -> Found:
         entropy = record.metrics.get("policy/entropy")
         if entropy is None:
-            return
+            return None
         if len(self._first_entropies) < ENTROPY_WINDOW:
             self._first_entropies.append(entropy)
-            return
+            return None
         self._last_entropies = [*self._last_entropies, entropy][-ENTROPY_WINDOW:]
         first, last = mean(self._first_entropies), mean(self._last_entropies)
-        if len(self._last_entropies) == ENTROPY_WINDOW and last < ENTROPY_SHARE * first:
-            reward = record.metrics.get("reward/mean", math.nan)
-            yield (
-                "entropy",
-                f"policy/entropy fell from {first:.3g} to {last:.3g}: the completions of a prompt hardly differ, so"
-                f" little is left to learn from. Fine if the task is solved (reward/mean is {reward:.3g}); if not,"
-                " start again with a lower trainer.lr, an entropy bonus or a KL term",
-            )
+        is_low = len(self._last_entropies) == ENTROPY_WINDOW and last < ENTROPY_SHARE * first
+        return ("entropy", {"usual": first, "value": last}) if is_low else None
 
 
 def not_finite(record: StepRecord) -> Hint | None:
@@ -209,12 +186,8 @@ def not_finite(record: StepRecord) -> Hint | None:
     }
     if not broken_metrics:
         return None
-    items = ", ".join(f"{name} is {value}" for name, value in broken_metrics.items())
-    text = (
-        f"step {record.step}: {items}, so the run stops here; checkpoints of earlier steps are good. Start again with a"
-        " lower trainer.lr, or with model.dtype=float32 if it was a 16-bit type"
-    )
-    return Hint(text=text, fatal=True)
+    broken = ", ".join(f"{name} is {value}" for name, value in broken_metrics.items())
+    return Hint(text=f"step {record.step}: {texts()['hints']['not_finite'].format(broken=broken)}", fatal=True)
 
 
 def no_signal(record: StepRecord) -> bool:
@@ -225,6 +198,65 @@ def no_signal(record: StepRecord) -> bool:
 
 def mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _first_mean(first: Sequence[float], last: Sequence[float]) -> float | None:
+    return max(1.0, sum(first) / len(first)) if len(first) == FIRST else None
+
+
+def _median(first: Sequence[float], last: Sequence[float]) -> float | None:
+    return median(last) if len(last) >= WINDOW // 2 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """An alarm about one number of a step, which is beyond its limit `alarms.<name>`.
+
+    Attributes:
+        name: of the alarm and its key.
+        metrics: their sum is the number; a step without the first counts neither for the alarm nor against it.
+        usual: from the first values of the metric and the last ones before the step, what the limit is a multiple of;
+            None while they are too few.
+        is_beyond: whether the number is beyond the limit times what is usual, in a step with these metrics.
+        at_once: whether one step is enough, if its number is also larger than those of the first steps; others must be
+            beyond their limits in `alarms.patience` steps in a row.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    usual: Callable[[Sequence[float], Sequence[float]], float | None] = lambda first, last: 1.0
+    is_beyond: Callable[[float, float, Mapping[str, float]], bool] = lambda value, bound, metrics: value > bound
+    at_once: bool = False
+
+
+RULES = (
+    Rule(name="kl", metrics=("kl/reference",)),
+    Rule(
+        name="logprob_gap",
+        metrics=("sampler/logprob_gap_mean",),
+        is_beyond=lambda value, bound, metrics: abs(value) > bound,
+    ),
+    Rule(name="sampler_kl", metrics=("sampler/kl",)),
+    Rule(
+        name="effective_samples",
+        metrics=("sampler/effective_sample_size",),
+        is_beyond=lambda value, bound, metrics: value < bound,
+    ),
+    Rule(name="clipped", metrics=("ratio/clip_low_fraction", "ratio/clip_high_fraction")),
+    Rule(
+        name="equal_groups",
+        metrics=("waste/zero_advantage_fraction",),
+        is_beyond=lambda value, bound, metrics: bound < value < 1 and metrics.get("reward/std", 0.0) > SPREAD,
+    ),
+    Rule(name="length_growth", metrics=("length/mean",), usual=_first_mean),
+    Rule(name="value_loss", metrics=("loss/value",), usual=_median),
+    Rule(
+        name="grad_norm",
+        metrics=("policy/grad_norm",),
+        usual=lambda first, last: _median(first, [value for value in last if value > 0]),
+        at_once=True,
+    ),
+)
 
 
 class Alarms:
@@ -263,11 +295,8 @@ class Alarms:
 
         `varied` are the rewards that were not the same for all completions of the step.
         """
-        rules = (
-            self._kl, self._gap, self._sampler_kl, self._effective_samples, self._clipped, self._groups, self._length,
-            self._value, self._gradient,
-        )  # fmt: skip
-        raised = {name: text for rule in rules for name, text in rule(metrics)} | dict(self._constant(metrics, varied))
+        raised = {rule.name: text for rule in RULES if (text := self._text(rule, metrics))}
+        raised |= dict(self._constant(metrics, varied))
         self._reward_mean = metrics.get("reward/mean", math.nan)
         for name in WATCHED:
             if name in metrics:
@@ -288,11 +317,8 @@ class Alarms:
             noise = math.hypot(best_error, error or 0.0)
             if accuracy < best - drop * noise and noise > 0 and (reward is None or self._reward_mean > reward):
                 change = "is" if reward is None else f"rose from {reward:.3f} to"
-                raised["accuracy_falls"] = (
-                    f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean {change}"
-                    f" {self._reward_mean:.3f}: the reward is being gamed, or the training prompts are learned by"
-                    " heart. Read completions that score high; tie the policy to its start (algorithm.kl_coef), fix the"
-                    " reward, or take the checkpoint of the best accuracy"
+                raised["accuracy_falls"] = texts()["alarms"]["accuracy_falls"].format(
+                    usual=best, value=accuracy, change=change, reward=self._reward_mean
                 )
         if self._best is None or accuracy > self._best[0]:
             reward_mean = None if math.isnan(self._reward_mean) else self._reward_mean
@@ -312,114 +338,18 @@ class Alarms:
         self._streaks[name] = self._streaks.get(name, 0) + 1 if holds else 0
         return self._streaks[name] >= self.settings.patience
 
-    def _exceeds(self, name: str, value: float | None, limit: float | None) -> bool:
-        """Whether the value has exceeded the limit for `patience` steps; False where there is no value or no limit."""
-        return limit is not None and value is not None and self._lasts(name, value > limit)
-
-    # -- rules ---------------------------------------------------------------------------------------------------------
-    def _kl(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, kl = self.settings.kl, metrics.get("kl/reference")
-        if self._exceeds("kl", kl, limit):
-            yield (
-                "kl",
-                f"kl/reference is {kl:.3g} nats per token (alarms.kl={limit:g}): the policy has left its reference."
-                " Raise algorithm.kl_coef, lower trainer.lr, or refresh the reference (snapshot.refresh_every)",
-            )
-
-    def _gap(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, gap = self.settings.logprob_gap, metrics.get("sampler/logprob_gap_mean")
-        if self._exceeds("logprob_gap", None if gap is None else abs(gap), limit):
-            yield (
-                "logprob_gap",
-                f"engine and trainer disagree by {gap:.3g} nats per token (alarms.logprob_gap={limit:g}): what is"
-                " trained is not what was sampled. Use model.dtype=float32, generation.transformers.weights=merged, or"
-                " a mismatch correction (algorithm.mismatch)",
-            )
-
-    def _sampler_kl(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, kl = self.settings.sampler_kl, metrics.get("sampler/kl")
-        if self._exceeds("sampler_kl", kl, limit):
-            yield (
-                "sampler_kl",
-                f"the policy is {kl:.3g} nats per token from the version that sampled (alarms.sampler_kl={limit:g}):"
-                " the update is far off policy. Lower trainer.lr, epochs or minibatches, set"
-                " algorithm.off_policy_limit=0.1, or use overlap.lag=0",
-            )
-
-    def _effective_samples(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, share = self.settings.effective_samples, metrics.get("sampler/effective_sample_size")
-        if limit is None or share is None:
-            return
-        if self._lasts("effective_samples", share < limit):
-            yield (
-                "effective_samples",
-                f"the step's tokens are worth {share:.0%} of as many on-policy ones"
-                f" (alarms.effective_samples={limit:g}): a few with large importance weights decide. Lower trainer.lr,"
-                " use algorithm.mismatch=token_mask, or overlap.lag=0",
-            )
-
-    def _clipped(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit = self.settings.clipped
-        share = metrics.get("ratio/clip_low_fraction", 0.0) + metrics.get("ratio/clip_high_fraction", 0.0)
-        if self._exceeds("clipped", share, limit):
-            yield (
-                "clipped",
-                f"{share:.0%} of the trained tokens were clipped (alarms.clipped={limit:g}), so most of an update does"
-                " nothing. Lower trainer.lr, epochs or minibatches, or widen algorithm.clip_low and clip_high",
-            )
-
-    def _groups(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, share = self.settings.equal_groups, metrics.get("waste/zero_advantage_fraction")
-        spread = metrics.get("reward/std", 0.0)
-        if limit is None or share is None:
-            return
-        if self._lasts("equal_groups", limit < share < 1 and spread > SPREAD):
-            yield (
-                "equal_groups",
-                f"{share:.0%} of the completions have siblings of equal reward (alarms.equal_groups={limit:g}), some"
-                " all right and some all wrong: few prompts teach anything. Leave out what is too easy or too hard, use"
-                " dynamic_sampling.max_rounds=2, or a larger group_size",
-            )
-
-    def _length(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, first = self.settings.length_growth, self._first.get("length/mean", [])
-        length = metrics.get("length/mean")
-        if limit is None or length is None or len(first) < FIRST:
-            return
-        initial = max(1.0, sum(first) / len(first))
-        if self._lasts("length_growth", length > limit * initial):
-            yield (
-                "length_growth",
-                f"completions grew from {initial:.0f} to {length:.0f} tokens (alarms.length_growth={limit:g}). Where"
-                " length itself pays, add reward=[...,overlong] or length, or use algorithm=dr_grpo, which does not"
-                " favour long wrong answers",
-            )
-
-    def _value(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, loss = self.settings.value_loss, metrics.get("loss/value")
-        earlier = self._series.get("loss/value", [])
-        if limit is None or loss is None or len(earlier) < WINDOW // 2:
-            return
-        if self._lasts("value_loss", loss > limit * median(earlier)):
-            yield (
-                "value_loss",
-                f"loss/value is {loss:.3g}, {limit:g} times that of the steps before: the critic diverges, and with it"
-                " the advantages. Lower critic.lr, set critic.normalize_values=true, or give critic.warmup_steps",
-            )
-
-    def _gradient(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit, norm = self.settings.grad_norm, metrics.get("policy/grad_norm")
-        earlier = [value for value in self._series.get("policy/grad_norm", []) if value > 0]
-        if limit is None or norm is None or len(earlier) < WINDOW // 2:
-            return
-        if norm > max(limit * median(earlier), *self._first["policy/grad_norm"]):
-            yield (
-                "grad_norm",
-                f"policy/grad_norm is {norm:.3g}, and {median(earlier):.3g} in the steps before"
-                f" (alarms.grad_norm={limit:g}): one batch pulls far harder than the others."
-                " trainer.max_grad_norm bounds it; look at this step's completions, and lower trainer.lr if it comes"
-                " again",
-            )
+    def _text(self, rule: Rule, metrics: Mapping[str, float]) -> str | None:
+        """What is said of a step with these metrics, if the rule's number is beyond its limit."""
+        limit, metric = getattr(self.settings, rule.name), rule.metrics[0]
+        usual = rule.usual(self._first.get(metric, []), self._series.get(metric, []))
+        if limit is None or usual is None or metric not in metrics:
+            return None
+        value = sum(metrics.get(name, 0.0) for name in rule.metrics)
+        is_beyond = rule.is_beyond(value, limit * usual, metrics)
+        is_beyond = (
+            value > max(self._first[metric]) and is_beyond if rule.at_once else self._lasts(rule.name, is_beyond)
+        )
+        return texts()["alarms"][rule.name].format(value=value, limit=limit, usual=usual) if is_beyond else None
 
     def _constant(self, metrics: Mapping[str, float], varied: Collection[str]) -> Iterator[tuple[str, str]]:
         limit = self.settings.constant_reward
@@ -434,9 +364,5 @@ class Alarms:
             self._reward_history[reward] = [first, steps + 1, moved]
             if steps + 1 >= limit and not moved:
                 seen = counted(int(steps) + 1, "step")
-                yield (
-                    f"constant_reward_{reward}",
-                    f"reward.{reward} has given {value:g} to every completion of {seen}, so it teaches"
-                    " nothing. Look at completions in rollouts/ and at what it reads (rlft plan tries it), or leave it"
-                    " out",
-                )
+                text = texts()["alarms"]["constant_reward"]
+                yield f"constant_reward_{reward}", text.format(reward=reward, value=value, steps=seen)
