@@ -26,8 +26,6 @@ OF_CFG = ("--resolve", "--package", "-p")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 """Text in Hydra's quotes, where brackets and commas have no meaning."""
-NEXT_OVERRIDE = re.compile(r"\s+(?P<word>[+~]*(?P<key>[A-Za-z_][\w./-]*)=)")
-"""The beginning of a second override in the same word."""
 INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")
 """The beginning of Hydra's value for an interval of numbers."""
 FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
@@ -154,9 +152,13 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
         if match is None or not (match["equals"] or match["sign"] == "~"):
             raise _not_an_override(override, overrides[i + 1 : i + 2], command)
         key, value = match["key"], match["value"]
-        _check_one_word(override, key, value, command)
         is_closed, remedy = not _is_left_open(QUOTED.sub("", value)), "leave no spaces, or quote it: 'key=[a, b]'"
         require(is_closed, key, "its bracket is not closed", got=value, remedy=remedy)
+        ends_well, remedy = (
+            not QUOTED.sub("", value).endswith(","),
+            f"write {override[:-1]}, with no comma between words",
+        )
+        require(ends_well, "+recipe" if key == "recipe" else key, "ends with a comma", got=value, remedy=remedy)
         if key == "recipe" and value:
             _check_recipe_name(value, override, config_dir)
         if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(FILES_OF_DATA):
@@ -224,20 +226,6 @@ def _check_no_sweep(overrides: Sequence[str], command: str, printing: str | None
 def _is_left_open(value: str) -> bool:
     """Whether a bracket is not closed in a value, whose quoted text has been removed."""
     return any(value.count(opened) > value.count(closed) for opened, closed in ("[]", "{}", "()"))
-
-
-def _check_one_word(override: str, key: str, value: str, command: str) -> None:
-    """Refuses two overrides in one pair of the shell's quotes, and a comma after an override."""
-    unquoted_text = QUOTED.sub("", value)
-    next_override = NEXT_OVERRIDE.search(unquoted_text)
-    if next_override is not None and next_override["key"] in (*suggest.known_keys(command), "recipe"):
-        before, _, rest = override.partition(next_override["word"])
-        remedy = f"write {before.rstrip()} {next_override['word']}{rest}, each in quotes of its own if it needs any"
-        raise UserError("command line", "several words are in one pair of quotes", got=override, remedy=remedy)
-    if unquoted_text.rstrip().endswith(",") and not _is_left_open(unquoted_text):
-        shown_key = "+recipe" if key == "recipe" else key
-        remedy = f"write {override.rstrip().rstrip(',')}, with no comma between words"
-        raise UserError(shown_key, "ends with a comma", got=value, remedy=remedy)
 
 
 def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> None:

@@ -9,7 +9,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.config import command as commands
-from rlft.config.suggest import REFUSED, SECTIONS, known_keys, peer_names, refused_setting, suggestions
+from rlft.config.suggest import SECTIONS, known_keys, peer_names, refused_setting, refused_settings, suggestions
 
 
 def targets(name: str) -> Iterator[tuple[str | None, str]]:
@@ -120,7 +120,7 @@ def test_a_name_of_another_library_leads_to_ours(
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_refused_name_is_refused_in_every_section_of_sampling(section: str) -> None:
-    for name in REFUSED:
+    for name in refused_settings("sampling"):
         problem, remedy = refused_setting(f"{section}.{name}" if section else name) or ("", "")
         assert problem
         assert remedy

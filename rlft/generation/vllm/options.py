@@ -16,51 +16,11 @@ from typing import Any, Literal
 
 from rlft.config.bounds import PositiveFraction, PositiveInt
 from rlft.config.choices import closest
+from rlft.config.suggest import refused_settings
 from rlft.types import UserError, require
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values vLLM takes for max_lora_rank."""
-
-KEYS: Mapping[str, str] = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "revision": "model.revision",
-    "tokenizer_revision": "model.revision",
-    "code_revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_model_len": "prompts.max_tokens and generation.max_tokens",
-    "max_lora_rank": "lora.rank",
-    "seed": "seed",
-    "max_num_seqs": "generation.vllm.max_num_seqs",
-    "gpu_memory_utilization": "generation.vllm.gpu_memory_utilization",
-    "enable_sleep_mode": "generation.vllm.sleep",
-    "enforce_eager": "generation.vllm.enforce_eager",
-}
-"""{argument: rlft's key that sets it}."""
-
-ONE_PROCESS = "would start processes that can outlive the run"
-OTHER_MODEL = "would make the engine another model than the one that is trained"
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_cpu_loras", "default_mm_loras"), "is set for the policy's adapter"
-    ),
-    **dict.fromkeys(("lora_dtype", "lora_target_modules"), "would change or leave out a part of the policy's adapter"),
-    **dict.fromkeys(("hf_overrides", "model_class_overrides", "model_weights", "hf_config_path"), OTHER_MODEL),
-    **dict.fromkeys(("load_format", "model_impl", "convert", "runner"), OTHER_MODEL),
-    **dict.fromkeys(("generation_config", "override_generation_config"), "would change how completions are sampled"),
-    **dict.fromkeys(
-        ("logits_processors", "logprobs_mode"), "would make log-probs others than those that are trained on"
-    ),
-    **dict.fromkeys(("tokenizer_mode", "skip_tokenizer_init"), "would change what token ids mean"),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), ONE_PROCESS),
-    **dict.fromkeys(("distributed_executor_backend", "worker_cls", "worker_extension_cls", "nnodes"), ONE_PROCESS),
-    **dict.fromkeys(("language_model_only", "limit_mm_per_prompt"), "is set by the images of the data"),
-    "mm_processor_kwargs": "would make images others than those that are trained on",
-    "enable_prefix_caching": "is set: a prompt is computed once for its group",
-    "async_scheduling": "is left to vLLM, which drops it where requests must be repeatable",
-}
-"""{argument: what it is or would do}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +55,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         key = f"options.{name}"
-        if name in KEYS:
-            raise UserError(key, "is set by rlft", got=value, remedy=f"set {KEYS[name]}")
-        if name in REFUSED:
-            raise UserError(key, f"{REFUSED[name]}, and is not free to choose", got=value, remedy="leave it out")
+        if refused := refused_settings("vllm").get(name):
+            raise UserError(key, refused[0], got=value, remedy=refused[1])
         known = arguments()
         if known and name not in known:
             close = closest(name, known)

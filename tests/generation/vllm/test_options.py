@@ -9,6 +9,7 @@ import pytest
 from real_engines import vllm_engine
 
 from rlft import cli
+from rlft.config.suggest import refused_settings
 from rlft.generation.vllm import options
 from rlft.generation.vllm.engine import ROUNDING, unserved
 
@@ -56,8 +57,8 @@ def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
 
 def test_the_list_is_that_of_the_installed_vllm() -> None:
     assert set(FREE) < set(options.arguments())
-    assert {*options.KEYS, *options.REFUSED, *ROUNDING} <= set(options.arguments())
-    assert not set(FREE) & {*options.KEYS, *options.REFUSED}
+    assert {*refused_settings("vllm"), *ROUNDING} <= set(options.arguments())
+    assert not set(FREE) & {*refused_settings("vllm")}
 
 
 def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
