@@ -2,22 +2,13 @@
 
 With a curriculum its prompts are functions of (seed, step) and of what was counted before (rlft/data/curriculum.py).
 With dynamic sampling, groups of fresh prompts replace groups that are all right or all wrong (arXiv 2503.14476).
-
-With a lag of 1 the loop samples ahead: step k trains on what policy version max(0, k - lag) sampled. The groups of step
-k + 1 are sampled by version k, the policy that step k starts from: beside its update where the engines have devices of
-their own, else before it. Either way the groups are the same, so that a run stays a function of its config and seed: it
-never trains on whatever is ready, and never loads an adapter during sampling.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +18,9 @@ from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import permutation, prompts_for_step
 from rlft.generation.engine import Generator
-from rlft.logger.jsonl import turn_of
-from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.metrics import Clock
 from rlft.system.seeds import derive, sampling_seeds
-from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Sampling, Scores
+from rlft.types import Group, Prompt, Rollouts, Sampling, Scores
 
 
 class StepSampler:
@@ -177,167 +166,3 @@ def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequen
         steps=steps,
         weights={**scores.weights, **new.weights},
     )
-
-
-# -- sampling ahead ----------------------------------------------------------------------------------------------------
-class AheadSampler:
-    """Gives the groups of each step, which it has sampled a step ahead where `lag` is 1.
-
-    Args:
-        beside: whether sampling ahead runs in a thread of its own, during the update.
-    """
-
-    def __init__(self, sampler: StepSampler, lag: int, *, beside: bool) -> None:
-        self.sampler, self.lag = sampler, lag
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead") if lag and beside else None
-        self._ahead: dict[int, list[Group]] = {}
-        self._running: tuple[int, Future[list[Group]]] | None = None
-
-    def sample(self, step: int) -> list[Group]:
-        """The groups of the step that follows `step` finished steps: those sampled ahead, else sampled now.
-
-        Raises:
-            StaleAdapterError: a version other than this step's sampled them.
-        """
-        groups = self._ahead.pop(step) if step in self._ahead else self.sampler.sample(step)
-        if self.lag:
-            check_versions(groups, {max(0, step - self.lag), step})
-        return groups
-
-    def start(self, step: int) -> None:
-        """Samples the groups of that step, or starts to in a thread, with the adapter that the engine has now.
-
-        Does nothing without lag. Until `wait` returns, the engine must not be used.
-        """
-        if not self.lag or step in self._ahead:
-            return
-        if self._thread is None:
-            self._ahead[step] = self.sampler.sample(step)
-        else:
-            self._running = (step, self._thread.submit(self.sampler.sample, step))
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a thread samples, or has sampled groups that `wait` has not yet collected."""
-        return self._running is not None
-
-    def wait(self) -> None:
-        """Waits until nothing is being sampled ahead; raises what sampling raised."""
-        if self._running is not None:
-            (step, groups), self._running = self._running, None
-            self._ahead[step] = groups.result()
-
-    def of(self, step: int) -> list[Group] | None:
-        """The groups of that step, if they have been sampled ahead."""
-        return self._ahead.get(step)
-
-    def restore(self, step: int, groups: list[Group]) -> None:
-        self._ahead = {step: groups}
-
-    def close(self) -> None:
-        """Starts no more sampling; sampling that is under way ends with its engine."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def check_versions(groups: Sequence[Group], versions: set[int]) -> None:
-    """Checks which policy versions sampled these groups; rollouts without a version pass.
-
-    Raises:
-        StaleAdapterError: a rollout is of another version.
-    """
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        if rollout.policy_version is not None and rollout.policy_version not in versions:
-            expected = " or ".join(map(str, sorted(versions)))
-            raise StaleAdapterError(
-                f"overlap.lag: prompt {rollout.prompt.id} was sampled by policy version {rollout.policy_version}, and"
-                f" not by {expected}; stopped rather than train on stale rollouts"
-            )
-
-
-# -- in a checkpoint ---------------------------------------------------------------------------------------------------
-def packed(groups: Sequence[Group], step_prompts: Sequence[Prompt]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, plain values) of groups that a checkpoint keeps; `step_prompts` are the prompts of their step.
-
-    Tensors: token_ids int64 `[N]` and logprobs float64 `[N]` of all completions, one after the other, and their
-    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any; experts `[.., layers, k]`, of prompts
-    and completions, if the engine has noted them. Prompts are included only if an environment has extended some.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    completions = [rollout.completion for rollout in rollouts]
-    tensors = {
-        "token_ids": torch.tensor([token for c in completions for token in c.token_ids], dtype=torch.int64),
-        "logprobs": torch.tensor([value for c in completions for value in c.logprobs], dtype=torch.float64),
-        "lengths": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64),
-    }
-    values: dict[str, Any] = {
-        "texts": [c.text for c in completions],
-        "finish_reasons": [str(c.finish_reason) for c in completions],
-        "versions": [rollout.policy_version for rollout in rollouts],
-        "sizes": [len(group.rollouts) for group in groups],
-    }
-    if any(c.mask is not None for c in completions):
-        masks = [sampled for c in completions for sampled in c.mask or [True] * len(c.token_ids)]
-        tensors["mask"] = torch.tensor(masks, dtype=torch.bool)
-        values["masked"] = [c.mask is not None for c in completions]
-    if all(c.experts is not None for c in completions):
-        tensors["experts"] = torch.cat([torch.tensor(c.experts) for c in completions])
-    if any(c.turns for c in completions):
-        values["turns"] = [[asdict(turn) for turn in c.turns] for c in completions]
-    if any(c.branches for c in completions):
-        values["branches"] = [[asdict(branch) for branch in c.branches] for c in completions]
-    group_prompts = [group.prompt for group in groups]
-    pairs = zip(group_prompts, step_prompts, strict=True)
-    if any(prompt.token_ids != original.token_ids for prompt, original in pairs):
-        # messages as pairs: checkpoints sort the keys of objects, and rollout files keep their order
-        values["prompts"] = [
-            {"token_ids": list(prompt.token_ids), "messages": [list(message.items()) for message in prompt.messages]}
-            for prompt in group_prompts
-        ]
-    return tensors, values
-
-
-def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: StepSampler, step: int) -> list[Group]:
-    """The groups that `packed` converted, with the prompts of that step."""
-    lengths = tensors["lengths"].tolist()
-    token_ids, logprobs = (tensors[name].split(lengths) for name in ("token_ids", "logprobs"))
-    masks: Sequence[Tensor | None] = [None] * len(lengths)
-    if "mask" in tensors:
-        masks_of_all = tensors["mask"].split(lengths)
-        masks = [mask if has_mask else None for mask, has_mask in zip(masks_of_all, values["masked"], strict=True)]
-    turns, branches = (values.get(name, [[]] * len(lengths)) for name in ("turns", "branches"))
-    columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns, branches)
-    completions = iter(zip(*columns, strict=True))
-    experts, start = tensors.get("experts"), 0
-    versions, groups = iter(values["versions"]), []
-    prompts = sampler.prompts_at(step)
-    for p, saved_prompt in enumerate(values.get("prompts", ())):
-        ids, messages = tuple(saved_prompt["token_ids"]), tuple(map(dict, saved_prompt["messages"]))
-        prompts[p] = replace(prompts[p], token_ids=ids, messages=messages)
-    for prompt, size in zip(prompts, values["sizes"], strict=True):
-        rollouts = []
-        for _ in range(size):
-            text, ids, token_logprobs, reason, mask, turn_values, branch_values = next(completions)
-            end = start + len(prompt.token_ids) + len(ids)
-            completion = Completion(
-                text=text,
-                token_ids=tuple(ids.tolist()),
-                logprobs=tuple(token_logprobs.tolist()),
-                finish_reason=FinishReason(reason),
-                mask=None if mask is None else tuple(mask.tolist()),
-                turns=tuple(map(turn_of, turn_values)),
-                branches=tuple(Branch(**branch) for branch in branch_values),
-                experts=None if experts is None else experts[start:end].numpy(),
-            )
-            start = end
-            rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=next(versions)))
-        groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
-    return groups
-
-
-def derived_from(sampler: StepSampler, step: int) -> str:
-    """The sha256 of everything besides the policy that the groups of that step derive from, which a fork may change."""
-    run = sampler.config
-    prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
-    values = [run.seed, run.group_size, asdict(sampler.sampling), run.overlap.lag, prompts]
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -26,8 +26,9 @@ from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.freshness import check_decoding, open_freshness
 from rlft.loop.members import make_trainer, open_members
 from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss, unknown_token_metrics
+from rlft.loop.next_samples import NextSamples
 from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
-from rlft.loop.sampling import AheadSampler, StepSampler, derived_from, packed, replace_uninformative_groups, unpacked
+from rlft.loop.sampling import StepSampler, replace_uninformative_groups
 from rlft.loop.token_inspection import Inspection
 from rlft.model.backbone import ids_without_token
 from rlft.model.critic import CRITIC
@@ -38,9 +39,9 @@ from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
-from rlft.runs.checkpoint import SAMPLED, SAMPLER, Checkpoint
+from rlft.runs.checkpoint import SAMPLED, Checkpoint
 from rlft.trainer.local import Trainer, TrainerState
-from rlft.types import Adapter, Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
+from rlft.types import Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
 CURRICULUM = "curriculum"
 """Name of the curriculum's tensors and values in a checkpoint."""
@@ -79,14 +80,12 @@ class Session(RunDriver):
         prompts, seed = self.plan.train_prompts.prompts, self.config.seed
         curriculum = Curriculum.of(self.config.curriculum, self.plan.pass_rates, len(prompts), seed)
         self.sampler = StepSampler(generator, prompts, self.config, curriculum)
-        beside = self.config.cluster.engines > 0
-        self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
-        self._published: Adapter | None = None
-        self._previous: Adapter | None = None  # with overlap.lag, the adapter published before `_published`
         engine = self.config.generation.named(self.plan.engine)
         self.freshness = open_freshness(
             self.config.freshness, self.plan.train_prompts, roles.backbone, engine, self.logger.note
         )
+        lag, concurrently = self.config.overlap.lag, self.config.cluster.engines > 0
+        self.next = NextSamples(self.sampler, self.freshness, lag, self.config.steps, concurrently=concurrently)
 
     # -- before the first step -----------------------------------------------------------------------------------------
     def begin(self) -> State:
@@ -111,7 +110,7 @@ class Session(RunDriver):
         if self.alarms is not None and "alarms" in state:
             self.alarms.restore(state["alarms"])
         self._restore_curriculum(saved)
-        self._restore_samples(saved)
+        self.next.restore(saved, self.roles.adapter_config())
 
     def _restore_curriculum(self, saved: Checkpoint) -> None:
         """Continues with what had been counted of the same prompts; a fork may have others, or no curriculum."""
@@ -120,19 +119,6 @@ class Session(RunDriver):
             return
         arrays = {name: tensor.numpy() for name, tensor in saved.tensors[CURRICULUM].items()}
         curriculum.restore(arrays, saved.state[CURRICULUM], self.config.prompts_per_step)
-
-    def _restore_samples(self, saved: Checkpoint) -> None:
-        """Restores the groups that were sampled ahead, or the adapter that samples them, unless a fork needs others."""
-        values = saved.state.get(SAMPLED)
-        if values is None or not self.ahead.lag or values["derived_from"] != derived_from(self.sampler, saved.step):
-            return
-        if SAMPLED in saved.tensors:
-            self.ahead.restore(saved.step, unpacked(saved.tensors[SAMPLED], values, self.sampler, saved.step))
-            return
-        config = self.roles.adapter_config()
-        self._previous = Adapter(version=saved.step - 1, weights=saved.tensors[SAMPLER], config=config)
-        if len(values["scores"] or ()) == self.freshness.num_tokens:  # another device may have compared fewer
-            self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:
         """Publishes the policy to the engine, rehearses the longest rows, and compares decoding with the forward."""
@@ -158,40 +144,21 @@ class Session(RunDriver):
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def sample(self, step: int) -> list[Group]:
-        previous = self._previous
-        if previous is not None and self.ahead.of(step) is None and previous.version == step - 1:
-            # A run that is continued past its former last step has not sampled them ahead: the adapter published
-            # before the newest one does.
-            self.generator.load(previous)
-            self.freshness.check_again(previous.version, self.generator, previous)
-            self.ahead.restore(step, self.sampler.sample(step))
-            self.publish(step)
-        groups = self.ahead.sample(step)
+        groups = self.next.sample(step, self.publish)
         if not self.config.dynamic_sampling.max_rounds:
-            self._sample_ahead(step + 1)
+            self.next.sample_ahead(step + 1)
         return groups
 
-    def _sample_ahead(self, step: int) -> None:
-        """Samples the groups of `step` with the adapter that is published now, if there is a lag and such a step."""
-        if self.ahead.lag:
-            # Chosen before this step's groups are counted, and also if only a continued run has that step.
-            self.sampler.prompts_at(step)
-        if step < self.config.steps:
-            self.ahead.start(step)
-
     def wait_for_samples(self, clock: Clock) -> None:
-        """Waits until the next step's groups are sampled, where that is done beside the update."""
-        if self.ahead.is_running:
+        """Waits until the next step's groups are sampled, where that is done during the update."""
+        if self.next.is_running:
             with clock("sample"):
-                self.ahead.wait()
+                self.next.wait()
 
     def publish(self, version: int) -> None:
         """Publishes the policy to the engine, and checks that the engine samples from it."""
         adapter = self.trainer.publish(version)
-        if self.ahead.lag:
-            if self._published is not None:
-                self._previous = self._published
-            self._published = adapter
+        self.next.note_published(adapter)
         self.generator.load(adapter)
         self.freshness.check(version, self.generator, self.trainer, adapter)
         self.trainer.after_freshness_check()
@@ -206,7 +173,7 @@ class Session(RunDriver):
         rollouts = replace_uninformative_groups(self.sampler, self.score, step, clock, groups, scores)
         if self.config.dynamic_sampling.max_rounds:
             with clock("sample"):
-                self._sample_ahead(step + 1)  # only now: the engine was busy with this step's groups
+                self.next.sample_ahead(step + 1)  # only now: the engine was busy with this step's groups
         return rollouts
 
     def batch(self, rollouts: Rollouts) -> Batch:
@@ -302,7 +269,7 @@ class Session(RunDriver):
             values["alarms"] = self.alarms.state()
         if trainer.critic is not None:
             values["critic"] = trainer.critic
-        tensors, sampled = self._samples(state.step)
+        tensors, sampled = self.next.state(state.step)
         if sampled:
             values[SAMPLED] = sampled
         if self.sampler.curriculum is not None:
@@ -319,18 +286,6 @@ class Session(RunDriver):
             tensors=tensors,
             records={} if trainer.critic is None else {CRITIC: {"returns": trainer.critic}},
         )
-
-    def _samples(self, step: int) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
-        """(tensors, values) of the groups sampled ahead for the next step, or of the adapter that would sample them."""
-        if not self.ahead.lag:
-            return {}, {}
-        origin = {"derived_from": derived_from(self.sampler, step)}
-        if (groups := self.ahead.of(step)) is not None:
-            tensors, values = packed(groups, self.sampler.prompts_at(step))
-            return {SAMPLED: tensors}, values | origin
-        assert self._previous is not None, "a step was published before this one"
-        scores = self.freshness.history.get(step - 1)
-        return {SAMPLER: self._previous.weights}, origin | {"scores": scores}
 
     # -- details -------------------------------------------------------------------------------------------------------
     def facts(self) -> Facts:
@@ -405,6 +360,6 @@ def open_session(
         local = open_trainer(plan, roles, base)
         trainer = make_trainer(local, config.cluster, members.ranks, run.logger.note, again)
         session = Session(run, roles, generator, scorer, trainer)
-        stack.callback(session.ahead.close)
+        stack.callback(session.next.close)
         stack.enter_context(session.running())
         yield session

@@ -92,7 +92,9 @@ def test_a_short_right_answer_scores_or_the_key_is_named_whose_remedy_is_then_ty
         if (remedy := refused(texts, words)) is None:
             assert are_right(texts, words, name), texts
             continue
-        [typed] = re.findall(r"set (data\.answer_.*?)(?:, or start nevertheless with data\.allow_unscorable=true)?$", remedy)
+        [typed] = re.findall(
+            r"set (data\.answer_.*?)(?:, or start nevertheless with data\.allow_unscorable=true)?$", remedy
+        )
         [note, *_] = notes(rows(*texts), *words, "data.allow_unscorable=true")
         assert note.startswith("data.answer_in: ")
         data = instantiate({**compose([*words, typed])["data"]}, "data")

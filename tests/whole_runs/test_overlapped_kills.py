@@ -11,7 +11,7 @@ from run_processes import Nursery, happens, marked
 pytestmark = pytest.mark.slow
 
 KEYS = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "steps=4", "eval.every=0")
-WAIT = "rlft.loop.sampling:AheadSampler.wait"
+WAIT = "rlft.loop.next_samples:NextSamples.wait"
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 ENGINE = "cluster.engines=1"
 
