@@ -125,7 +125,7 @@ def _check_text(value: Any, key: str) -> None:
         for inner in value:
             _check_text(inner, key)
     elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
-        problem = f"holds half a character, the lone surrogate {surrogate}, which is not text"
+        problem = f"holds the lone surrogate {surrogate}, which is not text"
         raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
 
 

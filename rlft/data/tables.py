@@ -197,9 +197,9 @@ class FileTable(Table):
         return row
 
     def check_characters(self, row: Any, number: int) -> None:
-        """Refuses half a character, which JSON can write."""
+        """Refuses a lone surrogate, half of a character in UTF-16, which JSON can write."""
         if surrogate := lone_surrogate(json.dumps(row, ensure_ascii=False)):
-            raise self.bad(number, f"holds half a character, the lone surrogate {surrogate}, which is not text")
+            raise self.bad(number, f"holds the lone surrogate {surrogate}, which is not text")
 
 
 class JsonLines(FileTable):
@@ -253,7 +253,7 @@ class JsonDocument(FileTable):
 
     def fields(self, record: Record) -> Mapping[str, Any]:
         row = self.checked(record.content, record.number)
-        if self._may_hold_half_characters:
+        if self._may_hold_surrogates:
             self.check_characters(row, record.number)
         return row
 
@@ -269,7 +269,7 @@ class JsonDocument(FileTable):
             return opened.read()
 
     @cached_property
-    def _may_hold_half_characters(self) -> bool:
+    def _may_hold_surrogates(self) -> bool:
         return _SURROGATE.search(self._content) is not None
 
     @cached_property

@@ -73,14 +73,14 @@ class Transcript:
         noted[places[new]] = experts[new]
         self.experts = noted
 
-    def hear(self, token_ids: Sequence[int]) -> None:
+    def add_unsampled(self, token_ids: Sequence[int]) -> None:
         self._add(token_ids, [0.0] * len(token_ids), sampled=False)
 
     def added_by(self, context: Sequence[int]) -> int:
-        """The number of tokens that `turn_to` would add."""
+        """The number of tokens that `set_context` would add."""
         return len(context) - self._shared(context)
 
-    def turn_to(self, context: Sequence[int]) -> None:
+    def set_context(self, context: Sequence[int]) -> None:
         """Makes this the context of the policy's next turn; only what differs from the current context is added.
 
         ValueError: not even the first token is the same.
@@ -93,7 +93,7 @@ class Transcript:
             if self.branches and self.branches[-1].start == len(self.token_ids):  # the branch is empty
                 self.branches.pop()
             self.branches.append(Branch(start=len(self.token_ids), after=self._places[-1]))
-        self.hear(context[shared:])
+        self.add_unsampled(context[shared:])
 
     def _shared(self, context: Sequence[int]) -> int:
         pairs = zip(self.context, context, strict=False)
@@ -327,7 +327,7 @@ class Conversations(GeneratorOver):
         if len(transcript.token_ids) + transcript.added_by(context) >= conversation.limit:
             conversation.end = FinishReason.length
             return
-        transcript.turn_to(context)
+        transcript.set_context(context)
 
     def _replies(
         self, conversations: Sequence[Conversation], orders: Sequence[Sequence[Order]]

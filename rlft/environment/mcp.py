@@ -125,7 +125,7 @@ def listed(keys: str) -> list[dict[str, Any]]:
 def checked(tools: list[dict[str, Any]], command: str) -> list[dict[str, Any]]:
     """The tools of the server that this command starts, unless they cannot be shown or called. Raises UserError."""
     require(tools, KEY, "its server lists no tool", got=command, remedy="use one that has tools")
-    remedy = "mend it in the server"
+    remedy = "fix it in the server"
     names = [tool["name"] for tool in tools]
     for tool in tools:
         name = tool["name"]

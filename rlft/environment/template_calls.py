@@ -284,9 +284,9 @@ def _listed_form(
     at = -1 if places is None else one.rfind(tool, 0, places.start())
     if places is None or at < 0:
         return None
-    joint, after = one[places.end(2) : places.start(3)], one[places.end(4) :]
-    cut = joint.rfind("<")
-    closing, opening = joint[:cut], joint[cut:]
+    between, after = one[places.end(2) : places.start(3)], one[places.end(4) :]
+    cut = between.rfind("<")
+    closing, opening = between[:cut], between[cut:]
     separator, prefix = one[places.end(1) : places.start(2)], _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
     if cut < 0 or not closing.strip() or not separator.strip() or not prefix:
         return None

@@ -65,7 +65,7 @@ class TextArena(Environment):
         finally:
             pool.close()
         told = f"does not begin with {1 + len(self.opponents)} players ({problem})"
-        remedy = "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
+        remedy = "name as many environment.opponents as it wants beside the policy, or fix its environment.arguments"
         require(problem is None, GAME, told, got=self.game, remedy=remedy)
 
     def start(self) -> None:

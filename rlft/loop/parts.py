@@ -66,8 +66,8 @@ def load_for_training(
             layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora)
         device = backbone.device.type
         adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
-        joint = lora is not None and backbone.kernels.decision.joint_layers and layers.serves_joint(plain=plain)
-        how = {"device": device, "plain": plain, "joint": joint, "adapter": adapter_bytes}
+        is_fused = lora is not None and backbone.kernels.decision.fused_layers and layers.serves_fused(plain=plain)
+        how = {"device": device, "plain": plain, "is_fused": is_fused, "adapter": adapter_bytes}
         how["modules"] = layer_modules(decoder_layers(model))
         needed = needs_checkpointing(model.config, token_budget, itemsize, free, **how)
         set_checkpointing(model, needed and model.supports_gradient_checkpointing)

@@ -49,7 +49,7 @@ class LayerSizes:
         keys: of all heads' keys, and of their values; 0 in a model without attention.
         mlp: of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of
             their inputs and outputs, which are kept for each of them.
-        state: of what a layer with a state keeps beside that, in float32 whatever the model's dtype is.
+        state: of what a recurrent layer keeps beside that, in float32 whatever the model's dtype is.
         heads: number of the heads that have queries; 0 in a model without attention.
     """
 
@@ -114,7 +114,7 @@ def _of_layer(layer: Any, i: int, number: int) -> LayerSizes:
     kind = kinds[i] if kinds and len(kinds) == number else "hybrid" if is_mamba else ""
     if is_mamba and kind in ("linear_attention", "hybrid"):  # transformers' names for it differ by release
         kind = "mamba"
-    state = hidden * OF_A_STATE.get(kind, 0)
+    state = hidden * STATE_BYTES.get(kind, 0)
     return LayerSizes(queries=head * heads or 2 * hidden, keys=head * key_heads, mlp=mlp, state=state, heads=heads)
 
 
@@ -140,7 +140,7 @@ class LayerModules:
 def layer_modules(layers: Sequence[nn.Module]) -> LayerModules:
     """What these decoder layers, empty or loaded, consist of; of unlike ones what keeps most.
 
-    In a hybrid model nothing further counts: OF_A_STATE was measured with all that its layers consist of.
+    In a hybrid model nothing further counts: STATE_BYTES was measured with all that its layers consist of.
     """
     if any(isinstance(module, nn.Conv1d) for layer in layers for module in layer.modules()):
         return LayerModules()
@@ -194,7 +194,7 @@ def _gate_of(mlp: nn.Module) -> str:
     return "other" if sum(x.out_features for x in linear[:-1]) >= 2 * last.in_features else "none"
 
 
-OF_A_STATE = {"conv": 6, "linear_attention": 59, "mamba": 46}
+STATE_BYTES = {"conv": 6, "linear_attention": 59, "mamba": 46}
 """{kind of layer: numbers a token in units of the hidden size}, counted with transformers' own torch functions at usual
 sizes (hidden 512; states of 64; chunks of 64). A short convolution's are the three parts of its input's projection, the
 product of two of them, the convolution of that, and its product with the third."""
@@ -285,7 +285,7 @@ def peft_is_quiet() -> Iterator[None]:
 class AdapterLayers:
     """The linear layers that an adapter lies on, and what PEFT's layers keep of a token in addition to the base's.
 
-    The joint functions of the fast kernels keep only a few numbers. They serve adapters without dropout and DoRA.
+    The fused functions of the fast kernels keep only a few numbers. They serve adapters without dropout and DoRA.
 
     Attributes:
         inputs: sum of these layers' input sizes.
@@ -323,8 +323,8 @@ class AdapterLayers:
             dora=dora,
         )
 
-    def serves_joint(self, *, plain: bool) -> bool:
-        """Whether the joint functions of the fast kernels can have this adapter; `plain`: whether there are none."""
+    def serves_fused(self, *, plain: bool) -> bool:
+        """Whether the fused functions of the fast kernels can have this adapter; `plain`: whether there are none."""
         return not (plain or self.dropout or self.dora)
 
     def bytes_of_a_token(self, itemsize: int, device: str, *, plain: bool) -> int:
@@ -332,7 +332,7 @@ class AdapterLayers:
 
         `itemsize` is that of the base's activations; `plain` layers are computed as PEFT does it.
         """
-        if self.serves_joint(plain=plain):
+        if self.serves_fused(plain=plain):
             return itemsize * self.ranks
         kept = ADAPTER_ITEM * self.ranks
         if self.dropout or itemsize != ADAPTER_ITEM:
@@ -362,7 +362,7 @@ def activation_bytes(
     *,
     device: str = "cpu",
     plain: bool = False,
-    joint: bool = False,
+    is_fused: bool = False,
     adapter: int = 0,
     predicted: int | None = None,
     tile: int | None = None,
@@ -371,12 +371,12 @@ def activation_bytes(
     """Bytes that a forward of `tokens` tokens, of `itemsize` bytes a number, keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
-    MLP the gate, up and, unless it is computed again (`joint`), their product. Further norms keep their inputs
+    MLP the gate, up and, unless it is computed again (`is_fused`), their product. Further norms keep their inputs
     (`modules`), and an MLP that rlft has no function for keeps its activation. In 16 bits the norms' inputs are kept in
     float32, except by the kernels of a CUDA GPU. Normalisers are left out (less than a per cent), and so are logits,
     which are alive for a chunk of tokens only.
 
-    `plain` layers are transformers' own, whose MLP also keeps the gate's activation; `joint` says whether the kernels
+    `plain` layers are transformers' own, whose MLP keeps the gate's activation; `is_fused` says whether the kernels
     have one function for a whole branch of a layer and can have the adapter, which they do in 16 bits on a GPU only;
     `adapter` is what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`); the device is a kind, one of
     `rlft.system.device.KINDS`. `predicted`: number of tokens whose hidden states the last layer's MLP gets; None: all
@@ -390,7 +390,7 @@ def activation_bytes(
     for layer in layer_sizes(config):
         attentions += norm + 2 * (layer.queries + layer.keys) * itemsize + 4 * layer.state
         attentions += sum(layer.queries if name == "q" else layer.keys for name in modules.kept_twice) * of_a_norm
-    layers = {"device": device, "plain": plain, "joint": joint, "predicted": predicted, "tile": tile}
+    layers = {"device": device, "plain": plain, "is_fused": is_fused, "predicted": predicted, "tile": tile}
     return tokens * (attentions + adapter) + sum(mlp_bytes(config, tokens, itemsize, modules=modules, **layers))
 
 
@@ -401,7 +401,7 @@ def mlp_bytes(
     *,
     device: str,
     plain: bool,
-    joint: bool,
+    is_fused: bool,
     predicted: int | None,
     tile: int | None,
     modules: LayerModules,
@@ -409,11 +409,11 @@ def mlp_bytes(
 ) -> list[int]:
     """The bytes that the MLP of each layer keeps for its backward; the arguments are those of `activation_bytes`."""
     text = config.get_text_config()
-    joint = joint and (device == "cuda" or itemsize >= ADAPTER_ITEM)
+    is_fused = is_fused and (device == "cuda" or itemsize >= ADAPTER_ITEM)
     of_a_norm = itemsize if device == "cuda" and not plain else 4
     norms = text.hidden_size * (itemsize + (modules.norms - 1) * of_a_norm)
-    fused = 4 if plain else 2 if joint else 3
-    copies = {"other": 2 + modules.activation, "none": modules.activation, "silu": fused}[modules.gate]
+    passes = 4 if plain else 2 if is_fused else 3
+    copies = {"other": 2 + modules.activation, "none": modules.activation, "silu": passes}[modules.gate]
     of_a_token = [norms + copies * layer.mlp * itemsize for layer in layer_sizes(config)]
     if tile is not None:
         return [min(tile, tokens) * size + tokens * text.hidden_size * itemsize for size in of_a_token]

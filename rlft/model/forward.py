@@ -522,7 +522,7 @@ def possible_shares(model: PreTrainedModel) -> tuple[list[int], str]:
     kind, text = model.config.model_type, model.config.get_text_config()
     states = recurrent.parts_that_ranks_divide(model)
     if states is None:
-        return [1], f"a {kind} has layers with a state whose heads ranks cannot divide"
+        return [1], f"a {kind} has recurrent layers whose heads ranks cannot divide"
     if reason := known_refusal(model):
         return [1], f"divides packed rows, and {reason}"
     try:

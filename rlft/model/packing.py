@@ -215,7 +215,7 @@ class PackedRows:
 
     @cached_property
     def state_rows(self) -> StateRows:
-        """The runs for layers with a state, which are made once for all layers, forward and backward."""
+        """The runs for recurrent layers, which are made once for all layers, forward and backward."""
         return state_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
     def sources(self, width: int) -> Tensor:

@@ -240,7 +240,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
     engine = engine_memory(model, demand)
     has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
     adapters = demand.adapters + has_copy
-    copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_joint(plain=model.plain) else 0
+    copy = model.itemsize if model.itemsize < FLOAT32 and model.adapter.serves_fused(plain=model.plain) else 0
     learned_by = "model.dtype" if demand.whole_model else "lora.rank" if demand.trains else None
     gradient = FLOAT32 * demand.trainable
     learned = demand.gradients * gradient + int(demand.held * averages_bytes(demand))
@@ -398,7 +398,7 @@ def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
     if (tile := tile_of(model, demand)) is None or tile >= tokens:
         # Where the product of gate and up was kept, its backward has freed it before their gradients are made.
         has_states = any(size.state for size in sizes)  # the gate of such layers is not an MLP's
-        kept = model.modules.gate == "silu" and not (model.plain or has_states or has_joint_layers(model, demand))
+        kept = model.modules.gate == "silu" and not (model.plain or has_states or has_fused_layers(model, demand))
         of_mlp = tokens * (model.layer_width - kept * model.mlp_width)
     else:
         of_mlp = tile * 3 * model.mlp_width + tokens * 3 * model.hidden
@@ -430,11 +430,11 @@ def attention_gradients(model: ModelSizes, demand: Demand, tokens: int, predicte
 
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
     """What `activation_bytes` asks beside the number of tokens."""
-    narrows = model.packed and model.kernels.joint_layers and demand.device != "cpu"
+    narrows = model.packed and model.kernels.fused_layers and demand.device != "cpu"
     return {
         "device": demand.device,
         "plain": model.plain,
-        "joint": has_joint_layers(model, demand),
+        "is_fused": has_fused_layers(model, demand),
         "adapter": model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain),
         "predicted": predicted if narrows else None,
         "tile": tile_of(model, demand),
@@ -444,12 +444,12 @@ def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None)
 
 def tile_of(model: ModelSizes, demand: Demand) -> int | None:
     """How many tokens of a gated MLP are computed at a time; None: all together."""
-    return MLP_TILE if has_joint_layers(model, demand) and demand.recompute in (TILES, OFFLOAD) else None
+    return MLP_TILE if has_fused_layers(model, demand) and demand.recompute in (TILES, OFFLOAD) else None
 
 
-def has_joint_layers(model: ModelSizes, demand: Demand) -> bool:
+def has_fused_layers(model: ModelSizes, demand: Demand) -> bool:
     """Whether one function computes a whole branch of a layer, adapter included."""
-    return model.kernels.joint_layers and not demand.whole_model and model.adapter.serves_joint(plain=model.plain)
+    return model.kernels.fused_layers and not demand.whole_model and model.adapter.serves_fused(plain=model.plain)
 
 
 def head_bytes(model: ModelSizes, demand: Demand, tokens: int, predicted: int) -> int:

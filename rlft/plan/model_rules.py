@@ -153,7 +153,7 @@ def notes_of_tiles(settings: ModelConfig, lora: LoraSettings | None, model: PreT
         why = "all weights are trained"
     elif lora.dropout or lora.use_dora:
         why = f"{'lora.dropout' if lora.dropout else 'lora.use_dora'} is set"
-    elif not decide(settings.kernels, kind).joint_layers:
+    elif not decide(settings.kernels, kind).fused_layers:
         why = f"the layers of a {kind} are not fused"
     else:
         return []

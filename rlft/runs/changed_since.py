@@ -1,4 +1,4 @@
-"""What has changed since a run was last at work and is no reason to refuse it: libraries, and its config.yaml."""
+"""What has changed since a run was last running and is no reason to refuse it: libraries, and its config.yaml."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_folder_holds_out_its_own_test_files_where_that_is_said(make_data, tmp
 
 BAD: dict[str, tuple[bytes, str]] = {
     "array.json": (b'[{"prompt": "1?", "answer": 1}, 5]', "array.json, row 1: must be a JSON object, it is a number;"),
-    "half.json": (b'[{"prompt": "\\ud800", "answer": 1}]', "half.json, row 0: holds half a character"),
+    "half.json": (b'[{"prompt": "\\ud800", "answer": 1}]', "half.json, row 0: holds the lone surrogate"),
     "torn.json": (b'[{"prompt": "1?"', "is not JSON (Expecting ',' delimiter: line 1 column 17 (char 16)), got "),
     "object.json": (b'{"a": 1,\n "b": 2}', "object.json, row 0: there is no field 'prompt', only 'a', 'b'; fix"),
     "data.json": (b'{"data": {"a":\n 1}}', "data.json, row 0: there is no field 'prompt', only 'data'; fix"),

@@ -57,14 +57,14 @@ def test_a_row_with_half_a_character_is_refused_by_file_and_line(section: str, k
         with pytest.raises(UserError) as refused:
             loader.load(Split.train)
         assert refused.value.key == f"{section}.path"
-        assert f"{file}:2: holds half a character, the lone surrogate \\ud800, which is not text" in str(refused.value)
+        assert f"{file}:2: holds the lone surrogate \\ud800, which is not text" in str(refused.value)
 
 
 @pytest.mark.parametrize("row", [{"text": HALF}, {"text": "x", "given": HALF}])
 def test_so_is_a_pretraining_text(row: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps(row))
-    with pytest.raises(UserError, match=r"pretrain.path: .*texts.jsonl:1: holds half a character"):
+    with pytest.raises(UserError, match=r"pretrain.path: .*texts.jsonl:1: holds the lone surrogate"):
         load_texts(str(file), "text", "given" if "given" in row else None)
 
 
@@ -91,7 +91,7 @@ def test_half_a_character_in_a_recipe_is_refused_by_its_key(yaml: str, key: str,
     with pytest.raises(UserError) as refused:
         build(composed)
     assert refused.value.key == key
-    assert "holds half a character" in refused.value.problem
+    assert "holds the lone surrogate" in refused.value.problem
 
 
 def test_on_the_command_line_it_is_refused_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:

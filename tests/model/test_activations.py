@@ -72,9 +72,9 @@ def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, m
     )
     itemsize = backbone.model.dtype.itemsize
     adapter = layers.bytes_of_a_token(itemsize, "cpu", plain=plain)
-    joint = backbone.kernels.decision.joint_layers and layers.serves_joint(plain=plain)
+    is_fused = backbone.kernels.decision.fused_layers and layers.serves_fused(plain=plain)
     counted = activation_bytes(
-        backbone.model.config, TOKENS[plain], itemsize, plain=plain, joint=joint, adapter=adapter
+        backbone.model.config, TOKENS[plain], itemsize, plain=plain, is_fused=is_fused, adapter=adapter
     )
     assert counted == pytest.approx(kept, rel=0.05)
 
@@ -92,7 +92,8 @@ def test_the_count_is_what_a_gpu_keeps(gpu, make_roles, make_batch, model_config
     assert gpu["mlp"] > 0
     # What is left out, low-rank products and float32 normalisers, is more of a model that is 128 wide and has 16 bits.
     counts = [
-        activation_bytes(backbone.model.config, TOKENS[False], 2, device=kind, joint=True) for kind in ("cuda", "cpu")
+        activation_bytes(backbone.model.config, TOKENS[False], 2, device=kind, is_fused=True)
+        for kind in ("cuda", "cpu")
     ]
     assert counts[0] == pytest.approx(kept, rel=0.07)
     assert counts[1] > 1.07 * kept

@@ -184,7 +184,7 @@ OTHER_STATES = ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", 
 
 
 class WithFloat64:
-    """torch to a module that casts to float32 what its layers with a state sum up."""
+    """torch to a module that casts to float32 what its recurrent layers sum up."""
 
     float32 = torch.float64
 
@@ -236,7 +236,7 @@ def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
     heads = {"linear_num_value_heads": 6, "linear_num_key_heads": 3, "num_attention_heads": 6}
     assert possible_shares(empty("qwen3_5_text", hidden_size=36, **heads))[0] == [1, 6]
     for kind in ("bamba", "mamba", "mamba2", "nemotron_h"):
-        refused = f"a {kind} has layers with a state whose heads ranks cannot divide"
+        refused = f"a {kind} has recurrent layers whose heads ranks cannot divide"
         assert possible_shares(empty(kind)) == ([1], refused)
 
 

@@ -222,7 +222,7 @@ def test_layers_that_are_not_known_are_not_divided(monkeypatch: pytest.MonkeyPat
             "of a lfm2 (6 heads, 2 of keys and 36 channels), got 4; use one of 1, 2, 6",
         ),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, None),
-        ("mamba2", {"num_heads": 8, "head_dim": 8}, "a mamba2 has layers with a state whose heads ranks cannot divide"),
+        ("mamba2", {"num_heads": 8, "head_dim": 8}, "a mamba2 has recurrent layers whose heads ranks cannot divide"),
         ("bloom", {"n_head": 4}, "divides packed rows, and BloomForCausalLM has an attention of its own"),
         (
             "qwen2",

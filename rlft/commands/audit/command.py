@@ -87,7 +87,7 @@ def _number(key: str, text: str) -> int:
 def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> None:
     """Verifies the files of a run, recomputes and replays that many of its steps."""
     is_running = run_status.read(folder)[0] is Status.running
-    require(not is_running, "run", "is at work", got=folder, remedy="wait until it has ended, or stop it first")
+    require(not is_running, "run", "is running", got=folder, remedy="wait until it has ended, or stop it first")
     config = run_folder.read(folder, "run")
     run = Audited(folder=folder, config=config, lines=read_chain(folder, findings), findings=findings)
     check_files(run)

@@ -116,7 +116,7 @@ class AgentGenerator(GeneratorOver):
         groups = drawn(self.generator, [draw for _, _, draw in draws])
         for (request, trajectory, draw), group in zip(draws, groups, strict=True):
             assert isinstance(request.body, Chat | Generate), "others are answered without the engine"
-            request.reply.set_result(trajectory.hear(request.body, draw, group.rollouts[0]))
+            request.reply.set_result(trajectory.add_turn(request.body, draw, group.rollouts[0]))
 
     def _asked(self, request: Request) -> Iterator[tuple[Request, Trajectory, Draw]]:
         trajectory, body = self._open.get(request.key), request.body

@@ -63,14 +63,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._bell, self._button = os.pipe()  # the bell can be read once the button was written to
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._button, False)
+        self._wake_read, self._wake_write = os.pipe()  # readable once the other end was written to
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
         self._closed = False
         self._lock = threading.Lock()  # else a late request could write to another file of the same number
 
     def fileno(self) -> int:
-        return self._bell
+        return self._wake_read
 
     def put(self, request: Request) -> None:
         """Adds a request; any thread may call it."""
@@ -95,7 +95,7 @@ class Inbox:
                 break
             patience = TICK_S
         with contextlib.suppress(BlockingIOError):  # once it is empty
-            while os.read(self._bell, 4096):
+            while os.read(self._wake_read, 4096):
                 pass
         if not self._waiting.empty():
             self._ring()
@@ -109,12 +109,12 @@ class Inbox:
             self._closed = True
             for request in self.take():
                 request.reply.set_exception(_ending())
-            os.close(self._button)
-            os.close(self._bell)
+            os.close(self._wake_write)
+            os.close(self._wake_read)
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the bell can be read
-            os.write(self._button, b".")
+            os.write(self._wake_write, b".")
 
 
 def _ending() -> Refusal:
@@ -324,7 +324,7 @@ def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any
 
 
 def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:
-    """The tokens of a text of a request, which may hold half a character."""
+    """The tokens of a text of a request, which may hold a lone surrogate."""
     plain = text.encode("utf-8", "replace").decode()
     return speech.tokenizer(plain, add_special_tokens=with_special)["input_ids"]  # pyright: ignore[reportReturnType]
 

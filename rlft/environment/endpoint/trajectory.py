@@ -77,7 +77,7 @@ class Trajectory:
         context, answers = self._read(body, messages)
         if not self.has_begun:
             self._begin(context, messages)
-        left = self._turn_to(context)
+        left = self._set_context(context)
         self._note_answers(answers)
         self.known, self.is_asked = messages, True
         self.shown = _shown(body) if isinstance(body, Chat) else ([], {})
@@ -95,7 +95,7 @@ class Trajectory:
             sampling=replace(self.sampling, max_tokens=limit, stop=stops, stop_token_ids=stop_ids),
         )
 
-    def hear(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
+    def add_turn(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
         """Adds what the policy has said, and returns the reply."""
         conversation, limit = self.conversation, draw.sampling.max_tokens
         say(conversation, rollout, limit)
@@ -126,7 +126,7 @@ class Trajectory:
         if reply.cause is Cause.time:
             conversation.end = FinishReason.time
         if not conversation.turns:
-            conversation.transcript.hear([end_token])
+            conversation.transcript.add_unsampled([end_token])
             conversation.end = conversation.end or FinishReason.stop
             return
         last = conversation.turns[-1]
@@ -174,7 +174,7 @@ class Trajectory:
         conversation.limit = min(conversation.limit, room)
         self.has_begun = True
 
-    def _turn_to(self, context: Sequence[int]) -> int:
+    def _set_context(self, context: Sequence[int]) -> int:
         """Lets the policy read this context; returns the number of tokens that are left for its turn."""
         conversation, transcript = self.conversation, self.conversation.transcript
         left = conversation.limit - len(transcript.token_ids) - transcript.added_by(context)
@@ -182,7 +182,7 @@ class Trajectory:
             conversation.end = FinishReason.length
             raise self._over(FinishReason.length)
         try:
-            transcript.turn_to(context)
+            transcript.set_context(context)
         except ValueError:
             problem = "the request shares not even its first token with this conversation"
             raise Refusal(409, f"{problem}; go on where it stands", DOES_NOT_CONTINUE) from None

@@ -166,7 +166,7 @@ MIXED = 0.05
 other tokens round it otherwise."""
 
 
-MIXES = "has layers in which a token sees those before it, and which are not those of packed rows"
+MIXES_TOKENS = "has layers in which a token sees those before it, and which are not those of packed rows"
 APART = "keep packed sequences apart"
 """What transformers says from 5.20 on, in place of such numbers."""
 
@@ -184,13 +184,13 @@ def _probe_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
         raise
     except Exception as error:  # whatever a model's code does with arguments that it does not know
         if APART in str(error):
-            raise NotPackableError(f"{name} {MIXES}") from error
+            raise NotPackableError(f"{name} {MIXES_TOKENS}") from error
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         raise NotPackableError(f"{name} takes no packed row ({type(error).__name__}: {first_line})") from error
     attention, one, other = probes[0].layers, last_states[0], last_states[-1]
     problem = next((f"{each.module} {each.problem}" for each in attention if each.problem is not None), None)
     if problem is None and not one.is_meta and not (other - one).norm() <= MIXED * one.norm():
-        problem = f"{name} {MIXES}"
+        problem = f"{name} {MIXES_TOKENS}"
     if problem is not None:
         raise NotPackableError(problem)
     return tuple(attention)

@@ -342,8 +342,8 @@ def products_of_few(x: Tensor, layers: Sequence[Operands]) -> list[Tensor]:
     low = flat @ _stacked(downs).t() if downs else flat[:, :0]
     for _, group in groupby(layers, lambda layer: (layer.up is None, layer.weight.shape, layer.rank, layer.scale)):
         alike = list(group)
-        joint = flat.new_empty(len(alike), len(flat), len(alike[0].weight))
-        for y, layer in zip(joint, alike, strict=True):
+        together = flat.new_empty(len(alike), len(flat), len(alike[0].weight))
+        for y, layer in zip(together, alike, strict=True):
             if layer.bias is None:
                 torch.mm(flat, layer.weight.t(), out=y)
             else:
@@ -351,9 +351,9 @@ def products_of_few(x: Tensor, layers: Sequence[Operands]) -> list[Tensor]:
         if ups := [layer.up for layer in alike if layer.up is not None]:
             end, shape = start + len(alike) * alike[0].rank, (len(alike), -1)
             of_group = low[:, start:end].unflatten(1, shape).transpose(0, 1)
-            joint.baddbmm_(of_group, _stacked(ups).unflatten(0, shape).transpose(1, 2), alpha=alike[0].scale)
+            together.baddbmm_(of_group, _stacked(ups).unflatten(0, shape).transpose(1, 2), alpha=alike[0].scale)
             start = end
-        ys += joint.unbind()
+        ys += together.unbind()
     return ys
 
 

@@ -1,4 +1,4 @@
-"""Layers with a state over a packed row: gated delta nets, Mamba-2, short convolutions.
+"""Recurrent layers over a packed row: gated delta nets, Mamba-2, short convolutions.
 
 A state is to them what keys and values are to attention: the last inputs of a convolution, and what a recurrence has
 summed up. transformers' modules read it from a cache and write it there. So a module's own forward computes prompts
@@ -35,7 +35,7 @@ KINDS = ("linear_attention", "conv", "hybrid", "moe", "mlp")
 
 
 def install(model: PreTrainedModel) -> None:
-    """Replaces the forward of every layer with a state that this can serve."""
+    """Replaces the forward of every recurrent layer that this can serve."""
     for module in model.modules():
         cache = _cache_argument(module)
         if cache is not None and _begins_with_state(module):
@@ -48,7 +48,7 @@ def keeps_states(model: PreTrainedModel) -> bool:
 
 
 def parts_that_ranks_divide(model: PreTrainedModel) -> set[Parts] | None:
-    """Those of layers with a state, which ranks that share tokens divide; None if they cannot divide one's."""
+    """Those of recurrent layers, which ranks that share tokens divide; None if they cannot divide one's."""
     parts = {parts_of(module) for module in model.modules() if _cache_argument(module) is not None}
     return None if None in parts else {each for each in parts if each is not None}
 
@@ -61,7 +61,7 @@ def obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _cache_argument(module: nn.Module) -> str | None:
-    """The argument for the cache of a layer with a state; None for others, which have no convolution over tokens."""
+    """The argument for the cache of a recurrent layer; None for others, which have no convolution over tokens."""
     if not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return None
     arguments = inspect.signature(module.forward).parameters

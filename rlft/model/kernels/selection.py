@@ -44,14 +44,14 @@ class Decision:
         choice: the choice that is in effect.
         reason: why, in words.
         requested: whether `model.kernels` requested it.
-        joint_layers: whether each branch of a layer is one function, where its base is frozen.
+        fused_layers: whether each branch of a layer is one function, where its base is frozen.
         modules: which norms and MLPs are fused and which are not, in words; empty before the weights are loaded.
     """
 
     choice: KernelChoice
     reason: str
     requested: bool = True
-    joint_layers: bool = False
+    fused_layers: bool = False
     modules: str = ""
 
 
@@ -64,7 +64,7 @@ def decide(setting: KernelChoice, model_type: str) -> Decision:
         reason = f"transformers {version} is not among the tested releases ({TESTED[0]} to {TESTED[1]})"
         return Decision(choice=KernelChoice.plain, reason=reason, requested=False)
     reason = f"{model_type} with transformers {version}"
-    return Decision(choice=KernelChoice.auto, reason=reason, joint_layers=family_of(model_type).layer)
+    return Decision(choice=KernelChoice.auto, reason=reason, fused_layers=family_of(model_type).layer)
 
 
 def family_of(model_type: str) -> Family:

@@ -1,4 +1,4 @@
-"""Layers with a state in rows whose tokens several ranks share (`rlft.model.sequence`).
+"""Recurrent layers in rows whose tokens several ranks share (`rlft.model.sequence`).
 
 A module's own forward computes this rank's tokens. It calls two functions that need the tokens before them, a short
 convolution and a delta rule, in which channels and heads do not depend on each other. So an exchange turns all channels
@@ -34,7 +34,7 @@ def is_over_tokens(name: str) -> bool:
 
 
 class Parts(NamedTuple):
-    """The numbers of channels, of heads and of heads of keys of a layer with a state, which ranks divide.
+    """The numbers of channels, of heads and of heads of keys of a recurrent layer, which ranks divide.
 
     A layer that is a convolution alone has 0 heads.
     """
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(layer: nn.Module) -> Parts | None:
-    """The parts of a layer with a state; None if ranks cannot divide them."""
+    """The parts of a recurrent layer; None if ranks cannot divide them."""
     convolutions = [child.in_channels for child in layer.children() if isinstance(child, nn.Conv1d)]
     names = {name.removeprefix("torch_") for name in vars(sys.modules[type(layer).__module__])}
     if len(convolutions) != 1 or CONVOLUTION not in names:

@@ -1,4 +1,4 @@
-"""The functions of layers with a state: of flash-linear-attention, causal-conv1d and mamba-ssm, or in torch.
+"""The functions of recurrent layers: of flash-linear-attention, causal-conv1d and mamba-ssm, or in torch.
 
 transformers takes the functions of such a package wherever it is installed, also for tensors on a CPU, where they
 crash, and on GPUs on which the package refuses gradients. There its own functions in torch take their place.
@@ -48,11 +48,11 @@ def why_no_gradients() -> str | None:
     utils = sys.modules.get("fla.utils")  # transformers has imported it if it can be
     if utils is None or importlib.util.find_spec("tilelang") is not None:
         return None
-    mended = getattr(utils, "TRITON_ABOVE_3_7_1", False)
-    if mended or not (getattr(utils, "IS_NVIDIA_HOPPER", False) and getattr(utils, "TRITON_ABOVE_3_4_0", False)):
+    is_fixed = getattr(utils, "TRITON_ABOVE_3_7_1", False)
+    if is_fixed or not (getattr(utils, "IS_NVIDIA_HOPPER", False) and getattr(utils, "TRITON_ABOVE_3_4_0", False)):
         return None
-    mend = "triton>=3.7.1 and flash-linear-attention>=0.6 mend it"
-    return f"flash-linear-attention has no right gradients on Hopper GPUs with this Triton ({mend})"
+    fix = "triton>=3.7.1 and flash-linear-attention>=0.6 fix it"
+    return f"flash-linear-attention has no right gradients on Hopper GPUs with this Triton ({fix})"
 
 
 class _Choice:

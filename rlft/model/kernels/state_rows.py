@@ -1,4 +1,4 @@
-"""A packed row as layers with a state compute it: runs of tokens, and what a layer keeps of each."""
+"""A packed row as recurrent layers compute it: runs of tokens, and what a layer keeps of each."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_products_and_gradients_are_the_formulas_to_a_few_roundings_of_the_dtype
 def test_whole_layers_are_those_of_a_plain_base_with_the_same_weights_bit_for_bit(
     dtype: torch.dtype, quantized: Callable[[nn.Linear], nn.Linear], make_batch: Callable[..., Batch]
 ) -> None:
-    """Log-probs and gradients of a packed row, in float32 with joint functions on a CPU, too; layers without an adapter
+    """Log-probs and gradients of a packed row, in float32 with fused functions on a CPU, too; layers without an adapter
     have 4 bits as well."""
     batch = make_batch([(0, [5, 6, 7], [8, 9]), (0, [5, 6, 7], [10, 11, 12]), (1, [9, 4], [13])])
     found = []

@@ -156,7 +156,7 @@ def siblings(targets=("wide", "narrow"), **settings):
 def together(x, *layers):
     """As a branch of a decoder layer runs layers of one input (`model/kernels/layer_branches.py`)."""
 
-    class Joint(torch.autograd.Function):
+    class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, operands, *learned):
             ctx.operands = operands
@@ -168,8 +168,8 @@ def together(x, *layers):
             x_grad, found = lora_linear.gradients(ctx.operands, *ctx.kept, grads, ctx.needs_input_grad[0])
             return x_grad.view(*grads[0].shape[:-1], -1), None, *found
 
-    joint = lora_linear.layers_of(x, layers)
-    return Joint.apply(x, joint.operands, *joint.learned)
+    fused = lora_linear.layers_of(x, layers)
+    return Fused.apply(x, fused.operands, *fused.learned)
 
 
 def of_both(layers, run):
@@ -195,7 +195,7 @@ def test_together_they_give_what_each_gives(targets):
     torch.testing.assert_close(of_both(layers, together), of_both(layers, apart), rtol=1e-12, atol=1e-12)
 
 
-def test_where_one_is_not_plain_there_are_no_joint_operands():
+def test_where_one_is_not_plain_there_are_no_fused_operands():
     layers, x = siblings(lora_dropout=0.5), torch.randn(4, 6, dtype=torch.float64)
     assert lora_linear.layers_of(x, (layers.wide.eval(), layers.narrow.eval())) is not None
     assert lora_linear.layers_of(x, (layers.wide.train(), layers.narrow.eval())) is None

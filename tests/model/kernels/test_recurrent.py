@@ -1,4 +1,4 @@
-"""Layers with a state over packed rows: what transformers computes of each row by itself."""
+"""Recurrent layers over packed rows: what transformers computes of each row by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of layers with a state: where a package's crash or have no gradients, torch's take their place."""
+"""Functions of recurrent layers: where a package's crash or have no gradients, torch's take their place."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_where_the_package_refuses_gradients_it_is_torch_and_says_why(package, m
 
 
 @pytest.mark.parametrize(
-    "mended", [{"IS_NVIDIA_HOPPER": False}, {"TRITON_ABOVE_3_4_0": False}, {"TRITON_ABOVE_3_7_1": True}]
+    "is_fixed", [{"IS_NVIDIA_HOPPER": False}, {"TRITON_ABOVE_3_4_0": False}, {"TRITON_ABOVE_3_7_1": True}]
 )
-def test_gradients_are_right_on_other_gpus_with_other_tritons_and_by_tilelang(package, mended, monkeypatch):
+def test_gradients_are_right_on_other_gpus_with_other_tritons_and_by_tilelang(package, is_fixed, monkeypatch):
     vars(package.utils).update(IS_NVIDIA_HOPPER=True)
     assert state_functions.why_no_gradients() is not None
     with monkeypatch.context() as patch:
@@ -75,7 +75,7 @@ def test_gradients_are_right_on_other_gpus_with_other_tritons_and_by_tilelang(pa
         tilelang.__spec__ = importlib.machinery.ModuleSpec("tilelang", None)
         patch.setitem(sys.modules, "tilelang", tilelang)
         assert state_functions.why_no_gradients() is None
-    vars(package.utils).update(mended)
+    vars(package.utils).update(is_fixed)
     assert state_functions.why_no_gradients() is None
 
 

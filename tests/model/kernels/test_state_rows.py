@@ -1,4 +1,4 @@
-"""Runs of a packed row: each token goes through a layer with a state once, after all that it continues."""
+"""Runs of a packed row: each token goes through a recurrent layer once, after all that it continues."""
 
 from __future__ import annotations
 
