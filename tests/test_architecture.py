@@ -62,7 +62,7 @@ HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
     "algorithms", "arguments", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "launch",
     "models", "next_steps", "plan_command", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
-    "sweep/command", "train",
+    "sweep/command", "tables", "train",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 

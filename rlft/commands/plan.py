@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console as Terminal
@@ -21,38 +21,30 @@ from rlft.logger.console import open_terminal
 from rlft.logger.price import Price
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
-from rlft.model.backbone import ends_of, load_tokenizer
 from rlft.plan.advice import Advice, advice_for
+from rlft.plan.conversation import EnvironmentTrial, try_environment
 from rlft.plan.duration import Duration, duration_of
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
-from rlft.plan.reward_try import brief_summary
+from rlft.plan.rewards.brief import SHOWN_CHARACTERS, Brief, RewardTrial, brief_of
+from rlft.plan.rewards.writer import Writer
 from rlft.plan.run_plan import DataLengths, Plan, Schedule
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
 from rlft.plan.startup_table import BaseCopies, Facts, TableRow
 from rlft.plan.time_table import time_rows
-from rlft.plan.trials import EnvironmentTrial, RewardTrial, doubts, try_environment, try_rewards
-from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import free_bytes, has_own_memory, resolve_device, resolve_dtype, total_bytes
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
 from rlft.system.terminal import pip_install
-from rlft.types import UserError, counted
+from rlft.types import UserError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlft.tokens.ends import TurnEnds
-
-TRIED_PROMPTS = 2
 MAX_BINS = 32
 MAX_CHARACTERS = 400
 """The most characters of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB."""
 
 BINS = 8
 BAR_WIDTH = 40
-SHOWN_CHARACTERS = 32
 MAX_TURN_CHARACTERS = 200
 MAX_SCORE_CHARACTERS = 6
 """Of a score such as -0.125 or `failed`, so that a narrow terminal folds texts and cuts no number."""
@@ -65,7 +57,6 @@ class Planned:
     Attributes:
         parameters: {role: number of parameters}.
         process: bytes that the process takes besides models and batches.
-        reward_try: what rlft's own rewards give texts that a policy may find, in two or three lines.
         named_limit: whether device_memory= named that limit.
         disk: {part of the run's folder: the most bytes that it may take}.
         duration: an estimate, or why there is none.
@@ -81,8 +72,7 @@ class Planned:
     limit: int
     named_limit: bool
     lengths: Sequence[DataLengths]
-    trials: Sequence[RewardTrial]
-    reward_try: Sequence[str]
+    rewards: Brief
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
     disk: Mapping[str, int]
@@ -187,8 +177,7 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
         limit=device_limit,
         named_limit=limit is not None,
         lengths=plan.lengths(),
-        trials=trials_of(plan),
-        reward_try=reward_try_of(plan),
+        rewards=brief_on(plan),
         conversation=conversation_of(plan),
         notes=[
             *plan.notes_with(facts),
@@ -248,43 +237,10 @@ def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
     return BaseCopies(2, why) if why else None
 
 
-def trials_of(plan: Plan) -> list[RewardTrial]:
-    """The rewards' scores of a few prompts; none if nothing is scored."""
+def brief_on(plan: Plan) -> Brief:
+    """What the rewards give a few completions, and pay for; nothing if nothing is scored."""
     prompts = plan.scored_prompts
-    if prompts is None:
-        return []
-    config, (tokenizer, ends) = plan.config, _texts_of(plan)
-    sampling, timeout_s = config.generation.sampling, config.scoring.timeout
-    return try_rewards(specs(config.reward), prompts.prompts[:TRIED_PROMPTS], tokenizer, sampling, ends, timeout_s)
-
-
-def reward_try_of(plan: Plan) -> list[str]:
-    """What the rewards pay for texts that a policy may find, in two or three lines; none unless all are rules of
-    rlft's own."""
-    prompts = plan.scored_prompts
-    if prompts is None:
-        return []
-    tried = prompts.prompts[:TRIED_PROMPTS]
-    lines = brief_summary(plan.config, specs(plan.config.reward), tried, *_texts_of(plan))
-    return lines and [*lines, *most_common_answer([prompt.answer for prompt in prompts.prompts])]
-
-
-def most_common_answer(answers: Sequence[str]) -> list[str]:
-    """What a policy gets that answers all prompts alike, which a small model learns first; nothing if no two answers
-    are the same."""
-    [(answer, number)] = Counter(answers).most_common(1)
-    if number == 1:
-        return []
-    share = f"{number / len(answers):.1%} of the {counted(len(answers), 'prompt')}"
-    return [
-        f"most common answer: '{one_line(answer, SHOWN_CHARACTERS)}', of {share}: always written, it is right as often"
-    ]
-
-
-def _texts_of(plan: Plan) -> tuple[PreTrainedTokenizerBase, TurnEnds]:
-    config = plan.config
-    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
-    return tokenizer, ends_of(config.model, config.prompts.style, tokenizer)
+    return Brief() if prompts is None else brief_of(plan.config, prompts.prompts, Writer.of(plan.config))
 
 
 def conversation_of(plan: Plan) -> EnvironmentTrial | None:
@@ -292,9 +248,7 @@ def conversation_of(plan: Plan) -> EnvironmentTrial | None:
     environment, prompts = getattr(plan, "environment", None), plan.scored_prompts or getattr(plan, "prompts", None)
     if environment is None or prompts is None:
         return None
-    config = plan.config
-    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
-    return try_environment(environment, tokenizer, prompts.prompts[0])
+    return try_environment(environment, Writer.of(plan.config).tokenizer, prompts.prompts[0])
 
 
 def _missing_here(plan: Plan) -> Iterator[str]:
@@ -368,8 +322,8 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "memory": memory,
         "ways": [{"changes": dict(remedy.changes), "peak": remedy.peak} for remedy in planned.remedies()],
         "lengths": [{"data": lengths.name, "tokens": summary(lengths.tokens)} for lengths in planned.lengths],
-        "rewards": [_cut_texts(asdict(trial)) for trial in planned.trials],
-        "reward_try": [cut(line) for line in planned.reward_try],
+        "rewards": [_cut_texts(asdict(trial)) for trial in planned.rewards.trials],
+        "reward_try": [cut(line) for line in planned.rewards.lines],
         "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
         "disk": [
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
@@ -378,7 +332,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "duration": _as_dict(planned.duration),
         "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
         "price": planned.price and asdict(planned.price),
-        "doubts": [cut(doubt) for doubt in doubts(planned.trials)],
+        "doubts": [cut(doubt) for doubt in planned.rewards.doubts],
         "notes": [cut(note) for note in planned.notes],
     }
 
@@ -402,11 +356,11 @@ def print_plan(planned: Planned) -> None:
         terminal.print(grid([one.row for one in planned.advice]))
     for lengths in planned.lengths:
         print_lengths(terminal, lengths)
-    if planned.trials:
-        print_trials(terminal, planned.trials)
-        for doubt in doubts(planned.trials):
-            print_line(terminal, visible(doubt), "yellow")
-    for line in planned.reward_try:
+    if planned.rewards.trials:
+        print_trials(terminal, planned.rewards.trials)
+    for doubt in planned.rewards.doubts:
+        print_line(terminal, visible(doubt), "yellow")
+    for line in planned.rewards.lines:
         print_line(terminal, visible(line))
     if planned.conversation is not None:
         print_conversation(terminal, planned.conversation)

@@ -74,7 +74,7 @@ def command(arguments: list[str]) -> int:
         print(json.dumps(plan.as_dict(planned), indent=1))
     else:
         plan.print_plan(planned)
-    failed = any(trial.score is None for trial in planned.trials)
+    failed = any(trial.score is None for trial in planned.rewards.trials)
     failed |= planned.conversation is not None and planned.conversation.error is not None
     return 0 if planned.fits and not failed else 1
 

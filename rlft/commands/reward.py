@@ -10,9 +10,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.command import check_recipe, print_rows
+from rlft.commands.doctor.command import check_recipe
+from rlft.commands.tables import print_rows
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
+from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
 from rlft.system.check_rows import CheckRow, Status
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from rlft.config.resolved import Resolved
     from rlft.config.schema import RunConfig
-    from rlft.reward.verdicts import Tried
+    from rlft.plan.rewards.scores import Tried
     from rlft.reward.workers.reward_spec import RewardSpec
 
 USAGE = """\
@@ -62,7 +64,7 @@ def command(arguments: list[str]) -> int:
         rewards = specs_of(config)
         interrupt.set_interrupt_message("nothing was changed")
         prompts, tried = try_rewards(resolved, rewards, num_rows)
-    rows = tried.rows(config.completions_per_step, config.scoring.workers)
+    rows = verdicts_on(tried, config.completions_per_step, config.scoring.workers)
     if "--json" in arguments:
         print(json.dumps(as_dict(tried, rows), indent=1))
     else:
@@ -106,10 +108,10 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.commands.launch import import_libraries
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
-    from rlft.model.backbone import ends_of, load_tokenizer
-    from rlft.plan.reward_try import RewardTester
+    from rlft.plan.rewards.checks import check_servers
+    from rlft.plan.rewards.tester import RewardTester
+    from rlft.plan.rewards.writer import Writer
     from rlft.plan.scoring_rules import check_metadata
-    from rlft.plan.trials import check_servers
     from rlft.reward.workers.reward_spec import check_with_rewards
     from rlft.types import Split
 
@@ -117,24 +119,26 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.commands.plan import notes_of
 
     config: RunConfig = resolved.config
-    settings, style = config.prompts, config.prompts.style
-    tokenizer = load_tokenizer(config.model, settings.template_variables)
-    ends = ends_of(config.model, style, tokenizer)
+    settings, writer = config.prompts, Writer.of(config)
+    is_refused = False
     try:
         plan = resolved.plan(runs_here=False)
         texts, notes = plan.train_prompts.prompts, notes_of(plan)
     except UserError as error:  # its rewards can be tried all the same
+        is_refused = True
         texts = instantiate(config.data, "data").load(Split.train)
         notes = [f"rlft train would refuse this: {error}"]
     number = min(num_rows, len(texts))
     chosen = [texts[k * len(texts) // number] for k in range(number)]
-    prompts = scan(chosen, tokenizer, settings.max_tokens, settings.over_limit, Split.train, style).prompts
-    check_metadata(rewards, prompts[0])
-    check_servers(rewards, prompts[0])
-    check_with_rewards(rewards, prompts)
+    limit, over_limit = settings.max_tokens, settings.over_limit
+    prompts = scan(chosen, writer.tokenizer, limit, over_limit, Split.train, settings.style).prompts
+    if is_refused:  # a plan has checked this
+        check_metadata(rewards, prompts[0])
+        check_servers(rewards, prompts[0])
+        check_with_rewards(rewards, prompts)
     for note in notes:
         say(f"note: {note}")
-    return prompts, RewardTester(config, rewards, tokenizer, ends).try_all(prompts)
+    return prompts, RewardTester(config, rewards, writer).try_all(prompts)
 
 
 def as_dict(tried: Tried, rows: Sequence[CheckRow]) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def as_dict(tried: Tried, rows: Sequence[CheckRow]) -> dict[str, Any]:
     return {
         "sound": all(row.status is not Status.wrong for row in rows),
         "rows": [asdict(row) for row in rows],
-        "summary": tried.summary(),
+        "summary": summary_of(tried),
         "form": tried.form,
         "weights": dict(tried.weights),
         "cheapest": tried.cheapest and asdict(tried.cheapest),
@@ -157,7 +161,6 @@ def print_scores(tried: Tried, num_rows: int) -> None:
 
     from rlft.logger.console import open_terminal
     from rlft.logger.text import one_line, visible
-    from rlft.reward.verdicts import score_lines
 
     terminal, table = open_terminal(), Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("text", "example"):

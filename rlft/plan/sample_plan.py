@@ -22,12 +22,12 @@ from rlft.plan.config_checks import lora_of, uses_of_sample
 from rlft.plan.images import check_images
 from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
+from rlft.plan.rewards.checks import check_scoring
 from rlft.plan.roofline import StepWork
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
 from rlft.plan.sizes import TOKEN_ID, classifier_bytes, completion_bytes, of_a_later_round, rows_of, sampling_of
 from rlft.plan.tower import TowerDemand, tower_demand
-from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, UserError

@@ -21,6 +21,7 @@ from rlft.plan.config_checks import uses_of_sft
 from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, of_all_weights
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
+from rlft.plan.rewards.checks import check_scoring
 from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import check_enough
 from rlft.plan.run_plan import DataLengths, Plan
@@ -35,7 +36,6 @@ from rlft.plan.sizes import (
     sizes_of,
 )
 from rlft.plan.startup_table import Facts, TableRow, learner_of
-from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import kind_name, resolve_device
 from rlft.types import Split, counted

@@ -42,6 +42,7 @@ from rlft.plan.model_rules import (
     notes_of_tiles,
     resolve_mismatch,
 )
+from rlft.plan.rewards.checks import check_scoring
 from rlft.plan.roles import check_teacher, check_teacher_engine, check_teachers_machine, check_top_k, missing_engine
 from rlft.plan.roofline import StepWork
 from rlft.plan.rules import (
@@ -69,7 +70,6 @@ from rlft.plan.sizes import (
 )
 from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.plan.tower import TowerDemand, tower_demand
-from rlft.plan.trials import check_scoring
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.buckets import BUCKET

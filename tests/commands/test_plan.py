@@ -22,7 +22,7 @@ from rlft.commands import plan
 from rlft.commands.plan import print_trials
 from rlft.commands.plan_command import read_bytes
 from rlft.plan.memory_parts import MARGIN
-from rlft.plan.trials import RewardTrial
+from rlft.plan.rewards.brief import RewardTrial
 from rlft.system.terminal import pip_install
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"

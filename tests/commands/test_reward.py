@@ -14,12 +14,12 @@ from run_processes import Nursery
 
 from rlft import cli
 from rlft.commands import reward
-from rlft.commands.plan import most_common_answer
 from rlft.config import catalog
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.model import backbone
-from rlft.plan import reward_try
+from rlft.plan.rewards import tester
+from rlft.plan.rewards.verdicts import verdicts_on
 from rlft.system.check_rows import Status
 
 NOT_TRIED = {
@@ -162,12 +162,12 @@ def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_comm
 @pytest.mark.slow
 @each("recipe", [r for r in catalog.choices("recipe") if catalog.command_of(r) == "train" and r not in NOT_TRIED])
 def test_the_rewards_of_a_recipe_have_no_fault(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_process = partial(reward_try.RewardTester, is_isolated=False)
-    monkeypatch.setattr(reward_try, "RewardTester", in_process)
+    in_process = partial(tester.RewardTester, is_isolated=False)
+    monkeypatch.setattr(tester, "RewardTester", in_process)
     resolved = resolve(compose([f"+recipe={recipe}"]), "train")
     config: Any = resolved.config
     _, tried = reward.try_rewards(resolved, reward.specs_of(config), 1)
-    wrong = [row for row in tried.rows(config.completions_per_step, 2) if row.status is Status.wrong]
+    wrong = [row for row in verdicts_on(tried, config.completions_per_step, 2) if row.status is Status.wrong]
     assert wrong == []
 
 
@@ -179,10 +179,3 @@ def test_a_plan_says_in_three_lines_what_the_rewards_pay_for(capsys: pytest.Capt
     assert re.fullmatch(
         r"most common answer: '\d+', of \d\.\d% of the \d+ prompts: always written, it is right as often", common
     )
-
-
-def test_the_most_common_answer_is_named_where_two_prompts_have_the_same() -> None:
-    assert most_common_answer(["4", "1", "4", "2"]) == [
-        "most common answer: '4', of 50.0% of the 4 prompts: always written, it is right as often"
-    ]
-    assert most_common_answer(["4", "1"]) == most_common_answer(["4"]) == []

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlft.commands import plan
 from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
-from rlft.plan import trials
+from rlft.plan.rewards import brief, references
+from rlft.plan.rewards.writer import Writer
 from rlft.types import Split
 
 MANY, SMALL = 100, 1000
@@ -28,9 +28,9 @@ PURE = ("rlft.reward.exact_match.ExactMatch", "rlft.reward.format.Format")
 def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arithmetic, "load", once(Arithmetic.load, of_task))
     patch.setattr(data_prompts, "_tokenise", once(data_prompts._tokenise, of_tokens))
-    patch.setattr(trials, "_scored", once(trials._scored, of_scores))
-    patch.setattr(plan, "try_rewards", once(plan.try_rewards, of_trials))
-    patch.setattr(plan, "brief_summary", once(plan.brief_summary, of_reward_try))
+    patch.setattr(references, "_scored", once(references._scored, of_scores))
+    patch.setattr(brief, "try_rewards", once(brief.try_rewards, of_trials))
+    patch.setattr(brief, "paid_for", once(brief.paid_for, of_paid))
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,21 +59,22 @@ def of_tokens(prompts: Any, tokenizer: Any, style: str, shown: Any) -> Any:
 
 def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
     contents = tuple((prompt.tail, prompt.answer, prompt.token_ids) for prompt in prompts)
-    return of_prompts(
-        contents, judge.tokenizer, repr((judge.reward, judge.sampling, judge.ends, judge.each_s, limit_s))
-    )
+    writer = judge.writer
+    settings = repr((judge.reward, writer.sampling, writer.ends, judge.each_s, limit_s))
+    return of_prompts(contents, writer.tokenizer, settings)
 
 
-def of_trials(rewards: Any, prompts: Any, tokenizer: Any, sampling: Any, ends: Any, timeout_s: float) -> Any:
+def of_trials(rewards: Any, prompts: Any, writer: Writer, timeout_s: float) -> Any:
     if not all(spec.target in PURE for spec in rewards.values()):
         return None
     contents = tuple((prompt.messages, prompt.tail, prompt.answer, prompt.metadata) for prompt in prompts)
-    return tokenizer.backend_tokenizer.to_str(), repr((rewards, contents, sampling, ends, timeout_s))
+    words = writer.tokenizer.backend_tokenizer.to_str()
+    return words, repr((rewards, contents, writer.sampling, writer.ends, timeout_s))
 
 
-def of_reward_try(config: Any, rewards: Any, prompts: Any, tokenizer: Any, ends: Any) -> Any:
+def of_paid(config: Any, rewards: Any, prompts: Any, writer: Writer) -> Any:
     scoring = config.scoring.timeout, config.scoring.on_error, config.environment
-    known = of_trials(rewards, prompts, tokenizer, config.generation.sampling, ends, config.scoring.timeout)
+    known = of_trials(rewards, prompts, writer, config.scoring.timeout)
     return known and (known, repr(scoring))
 
 

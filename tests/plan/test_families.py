@@ -20,6 +20,7 @@ from rlft.commands import plan
 from rlft.config.compose import compose
 from rlft.config.model import resolve_path
 from rlft.config.resolved import resolve
+from rlft.plan.rewards.brief import Brief
 from rlft.types import UserError
 
 pytestmark = pytest.mark.slow
@@ -82,7 +83,7 @@ def plan_of(folder: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_every_type_of_model_is_planned_or_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "trials_of", lambda plan: [])  # the rewards are the same for all
+    monkeypatch.setattr(plan, "brief_on", lambda plan: Brief())  # the rewards are the same for all
     transformers.logging.set_verbosity_error()
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
     plain, wrong, left_out = compose(RUN), {}, {}

@@ -18,7 +18,7 @@ from rlft.data.records import RowError
 from rlft.reward.workers.reward_spec import specs
 from rlft.tokens.answers import ReferenceIn, answers_in, opened
 from rlft.types import UserError
-from tests.plan.test_trials import notes, rows
+from tests.plan.rewards.test_references import notes, rows
 
 AROUND = {
     "hashes": ["6 * 7 + 4 = 46\n#### {}", "#### {}", "She sold 3 <<1+2=3>>3.\n#### {}", "#### Step 1\nSo.\n#### {}"],

@@ -11,8 +11,8 @@ from typing import Any
 from rlft.commands.arguments import make_importable
 from rlft.commands.audit.files import Audited, check_export, check_files, read_chain
 from rlft.commands.audit.findings import Findings
-from rlft.commands.doctor.command import print_rows
 from rlft.commands.launch import import_libraries, resolve_in
+from rlft.commands.tables import print_rows
 from rlft.config.compose import USUAL
 from rlft.runs import changed_since, run_folder, run_status
 from rlft.runs.config_file import CONFIG

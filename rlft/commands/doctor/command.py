@@ -12,6 +12,7 @@ from typing import Any
 
 from rlft.commands.arguments import only_overrides
 from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
+from rlft.commands.tables import print_rows
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
@@ -20,7 +21,7 @@ from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.check_rows import Status
 from rlft.system.crash import debugging
 from rlft.system.locks import owned_folder
 from rlft.system.terminal import say
@@ -64,7 +65,6 @@ CHECKS = (
 )
 """The time limits of `versions` and `kernels` include the start of a process, which imports torch."""
 
-STYLES = {Status.ok: "green", Status.slow: "yellow", Status.limit: "yellow", Status.wrong: "red", Status.skipped: "dim"}
 COMMAND = "train"
 OWN = (
     "data=jsonl",
@@ -132,27 +132,3 @@ def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Setti
     trial_config |= {n: plain[n] for n, when in in_trial.items() if when == "always" or (when and n in typed)}
     trial_config["prompts"] = {**trial_config["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}
     return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)
-
-
-def print_rows(rows: Sequence[CheckRow]) -> None:
-    """Prints every row with its remedy below it, and how many rows have each status."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from rlft.logger.console import open_terminal
-    from rlft.logger.text import visible
-
-    terminal, table = open_terminal(), Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        text = Text(visible(row.value))
-        if row.remedy:
-            text.append(f"\n-> {visible(row.remedy)}", style="bold")
-        table.add_row(Text(row.name), Text(str(row.status), style=STYLES[row.status]), text)
-    terminal.print(table)
-    counts = {status: sum(row.status == status for row in rows) for status in STYLES}
-    counts_text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    terminal.print()
-    terminal.print(Text(counts_text, style=STYLES[Status.wrong if counts[Status.wrong] else Status.ok]))

@@ -10,8 +10,9 @@ import pytest
 from family_tokenizers import family_tokenizer
 from in_one_test import each
 
+from rlft.plan.rewards.brief import try_rewards
+from rlft.plan.rewards.writer import Writer
 from rlft.plan.scoring_rules import check_metadata
-from rlft.plan.trials import try_rewards
 from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.tokens.ends import turn_ends
@@ -243,7 +244,7 @@ def test_a_column_that_the_data_have_not_is_refused() -> None:
 def test_the_plan_tries_them_like_any_reward() -> None:
     tokenizer = family_tokenizer("qwen2.5")
     sampling, ends = Sampling(max_tokens=64, temperature=1.0), turn_ends(tokenizer, "chat")
-    trials = try_rewards(spec("by_answer"), [prompt()], tokenizer, sampling, ends, 10.0)
+    trials = try_rewards(spec("by_answer"), [prompt()], Writer(tokenizer, ends, sampling), 10.0)
     assert {trial.kind: trial.score for trial in trials}["reference"] == 1
     assert {trial.kind: trial.score for trial in trials}["empty"] == 0
 

@@ -1,16 +1,12 @@
-"""What is tried before a run: rewards on a few completions, servers once, and all reference answers."""
+"""All reference answers are scored before a run: those that are not right by themselves are refused."""
 
 from __future__ import annotations
 
 import copy
-import json
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from scripted_server import Reply, ScriptedServer, chat, rated, scores
-from slow_cases import slow
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
 
@@ -18,155 +14,16 @@ from rlft.config.compose import compose
 from rlft.config.instantiate import from_mapping, instantiate
 from rlft.config.resolved import with_token_budget
 from rlft.config.schema import RunConfig
-from rlft.plan import trials
-from rlft.plan.trials import check_references, check_servers, doubts, tried_completions, try_rewards
+from rlft.plan.rewards import references
+from rlft.plan.rewards.references import check_references
+from rlft.plan.rewards.writer import Writer
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.reward.workers.reward_spec import check_with_rewards, specs
 from rlft.reward.workers.worker import Cause, Failure
 from rlft.tokens.ends import turn_ends
-from rlft.types import Prompt, Sampling, Split, UserError
+from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
-
-
-def prompt(name, answer):
-    return Prompt(id=name, messages=({"role": "user", "content": f"{name}?"},), answer=answer, token_ids=(1, 2))
-
-
-TOKENIZER = family_tokenizer("qwen2.5")
-SAMPLING = Sampling(max_tokens=64, temperature=1.0)
-PROMPTS = (prompt("a", "12"), prompt("b", "7"))
-
-
-def tried(*words):
-    rewards = specs(with_token_budget(compose(list(words)))["reward"])
-    return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, turn_ends(TOKENIZER, "chat"), 10.0)
-
-
-def test_each_reward_says_what_it_gives_each_completion():
-    scores = {(t.reward, t.prompt, t.kind): t.score for t in tried("reward=[exact_match,format]")}
-    assert len(scores) == 2 * 2 * 5
-    for name in ("a", "b"):
-        assert scores["exact_match", name, "reference, in tags"] == 1
-        assert scores["exact_match", name, "wrong, in tags"] == scores["exact_match", name, "empty"] == 0
-        assert scores["format", name, "wrong, in tags"] == 1
-        assert scores["format", name, "reference"] == 0
-
-
-@pytest.mark.parametrize(("words", "form"), [("hashes", "#### 12"), ("boxed", "\\boxed{12}")])
-def test_answers_are_tried_in_the_form_that_a_reward_reads(words, form):
-    found = tried("reward=exact_match", f"reward.exact_match.answer_in={words}")
-    scores = {(t.prompt, t.kind): t.score for t in found}
-    for name in ("a", "b"):
-        assert scores[name, "reference, as exact_match reads it"] == 1
-        assert scores[name, "wrong, as exact_match reads it"] == scores[name, "reference, in tags"] == 0
-    assert form in {t.completion for t in found}
-    assert doubts(found) == []
-
-
-def test_a_wrong_answer_is_another_prompts_or_made_up():
-    assert dict(tried_completions(PROMPTS[0], PROMPTS))["wrong"] == "7"
-    assert dict(tried_completions(PROMPTS[0], PROMPTS[:1]))["wrong"] == "120"
-
-
-def test_sound_rewards_raise_no_doubt():
-    assert doubts(tried("reward=[exact_match,format]")) == []
-
-
-@pytest.mark.parametrize(
-    ("function", "doubt"),
-    [
-        ("always_right", "reward.mine gave all of these 1: it may read something that they do not have"),
-        slow("contrary", "reward.mine gives a wrong answer more than the reference, in both forms"),
-        slow("broken", "reward.mine failed: "),
-    ],
-)
-def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):
-    mine = f"+reward.mine={{_target_: naughty.{function}, weight: 1.0}}"
-    trials = tried("reward=[exact_match]", mine)
-    [told] = doubts(trials)
-    assert told.startswith(doubt)
-    assert all(t.score is not None for t in trials if t.reward == "exact_match")
-    if function == "broken":
-        assert "no such thing" in told
-        assert {t.score for t in trials if t.reward == "mine"} == {None}
-
-
-def test_the_error_of_a_reward_whose_on_error_is_a_number_is_said_and_not_taken_for_its_score():
-    mine = "+reward.mine={_target_: naughty.broken, weight: 1.0, on_error: 0.0}"
-    trials = tried("reward=[exact_match]", mine)
-    [told] = doubts(trials)
-    assert told.startswith("reward.mine failed: ")
-    assert "no such thing" in told
-    assert {t.score for t in trials if t.reward == "mine"} == {0.0}  # as the run would score them
-
-
-def test_rewards_that_need_weights_are_left_out():
-    assert {t.reward for t in tried("reward=[exact_match,learned]")} == {"exact_match"}
-
-
-ONE = Prompt(id="p", messages=({"role": "user", "content": "1 + 1?"},), answer="2")
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as running:
-        yield running
-
-
-def asked(name: str, url: str, *overrides: str) -> None:
-    words = [
-        f"reward=[{name}]",
-        f"reward.{name}.url={url}/chat/completions",
-        *(f"reward.{name}.{key}" for key in overrides),
-    ]
-    check_servers(specs(compose(words)["reward"]), ONE)
-
-
-@pytest.mark.parametrize(("name", "reply"), [("http", scores(1.0)), ("judge", rated(7))])
-def test_a_server_that_scores_is_asked_once(name: str, reply: Reply, server: ScriptedServer) -> None:
-    server.script = [reply]
-    asked(name, server.address)
-    assert len(server.bodies) == 1
-    assert "2" in json.dumps(server.bodies[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "reply", "problem"),
-    [
-        ("http", Reply(status=401, text="no such key"), "401"),
-        ("http", Reply(status=404, text="nothing here"), "404"),
-        ("http", Reply(status=503, text="busy"), "503"),
-        ("http", Reply(text="hello"), "its answer is not JSON"),
-        ("http", scores(1.0, 2.0), "2"),
-        ("http", Reply(delay_s=5.0), "no answer within 0.2 s"),
-        ("http", Reply(hangs_up=True), "got no scores"),
-        ("judge", Reply(status=404, text="the model `judge` does not exist"), "does not exist"),
-        ("judge", chat("it is good"), "the judge's reply is not JSON"),
-    ],
-)
-def test_a_server_that_gives_no_score_is_refused_by_its_key(
-    name: str, reply: Reply, problem: str, server: ScriptedServer
-) -> None:
-    server.script = [reply]
-    with pytest.raises(UserError) as refused:
-        asked(name, server.address, "timeout=0.2" if reply.delay_s else "retries=3")
-    assert str(refused.value).startswith(
-        f"reward.{name}.url: was asked for one score before the start, and got no score"
-    )
-    assert problem in refused.value.problem
-    assert f"reward.{name}.try_first=false" in refused.value.remedy
-    assert len(server.bodies) == 1, "no further attempts"
-
-
-def test_a_server_that_is_away_is_refused_or_left_for_later() -> None:
-    away = "http://127.0.0.1:9"
-    with pytest.raises(
-        UserError, match=r"^reward.http.url: was asked .* got http://127.0.0.1:9/chat/completions; start"
-    ):
-        asked("http", away)
-    asked("http", away, "try_first=false")
-
 
 CITIES = ["Rome", "Paris", "Oslo", "Bern"]
 
@@ -182,7 +39,8 @@ def notes(prompts, *words, tokenizer=None, limit_s=20.0):
     plain = with_token_budget(compose(list(words)))
     config = from_mapping(RunConfig, plain, "")
     tokenizer = tokenizer or family_tokenizer("qwen2.5")
-    found = check_references(config, specs(config.reward), prompts, tokenizer, turn_ends(tokenizer, "chat"), limit_s)
+    writer = Writer(tokenizer, turn_ends(tokenizer, "chat"), config.generation.sampling)
+    found = check_references(config, specs(config.reward), prompts, writer, limit_s)
     return [*check_with_rewards(specs(config.reward), prompts), *found]
 
 
@@ -271,7 +129,7 @@ def test_a_class_of_a_users_own_is_not_judged_by_full_marks_of_1():
 
 def test_a_reference_that_is_not_judged_in_time_is_not_refused(monkeypatch):
     late = Failure(cause=Cause.time_limit, problem="took longer", completion=None)
-    monkeypatch.setattr(trials, "score", lambda *_: late)
+    monkeypatch.setattr(references, "score", lambda *_: late)
     [note] = notes(rows("1", "2"), "reward=exact_match")
     assert note.startswith("reward.exact_match: only 0 reference answers could be scored in time, 2")
 

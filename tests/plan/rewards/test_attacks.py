@@ -6,8 +6,7 @@ import dataclasses
 
 from in_one_test import each
 
-from rlft.reward.answer import plain_number
-from rlft.reward.attacks import (
+from rlft.plan.rewards.attacks import (
     Aim,
     Family,
     Form,
@@ -19,6 +18,7 @@ from rlft.reward.attacks import (
     value,
     wrong_answers,
 )
+from rlft.reward.answer import plain_number
 from rlft.reward.math import compared
 
 NUMBERS = ("41", "-7", "0", "10", "1800", "1,234,567", "0.25", "3/4", "7", "99", "-100")

@@ -1,4 +1,4 @@
-"""Tries rewards on texts that a policy may find (`rlft.reward.attacks`), for rows of the run's own data.
+"""Tries rewards on texts that a policy may find (`attacks.py`), for rows of the run's own data.
 
 Completions are scored alone, one after the other, with the run's time limit, so that each has its own time and its own
 failure. First comes the form in which each reward pays most for the reference answer; then all texts in that form, row
@@ -12,28 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
-from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlft.config.schema import SamplingRoot
-from rlft.generation.stops import shown_texts
-from rlft.plan.trials import as_sampled
+from rlft.plan.rewards.attacks import Aim, Attack, Family, Form, another_answer, attacks, filler, forms
+from rlft.plan.rewards.scores import AGAIN, EPS, SIBLINGS, ScoredText, Tried, best_form, cheapest_of
+from rlft.plan.rewards.writer import Writer, group_of
 from rlft.reward.answer import AnswerKeys, composed
-from rlft.reward.attacks import Aim, Attack, Family, Form, another_answer, attacks, filler, forms
-from rlft.reward.code import Code
 from rlft.reward.http import ServerKeys
-from rlft.reward.verdicts import AGAIN, EPS, SIBLINGS, ScoredText, Tried, rows_in_all_forms
 from rlft.reward.workers.pool import InProcess, RewardError, WorkerPool
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.scorer import with_tail
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
 from rlft.tokens.ends import special_tokens
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, StepScores, UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlft.tokens.ends import TurnEnds
+from rlft.types import Completion, Prompt, StepScores, UserError
 
 LIMIT_S = 60.0
 """Seconds for each reward."""
@@ -45,30 +37,8 @@ NUM_TWICE = 12
 """About so many texts, and the gold answer in each form, are scored again, and as siblings."""
 NUM_WORDS = 50
 """Words of which the tokens are counted."""
-MAX_CHARS = 12
-"""Of a token, about: no more of an endless text is tokenised than a completion may hold."""
 MAX_REDUCED = 200
 """Characters of the longest text that is made shorter: each of them is a try."""
-
-
-def brief_summary(
-    config: SamplingRoot,
-    rewards: Mapping[str, RewardSpec],
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: TurnEnds,
-) -> list[str]:
-    """What `rlft plan` says of these rewards: nothing, unless all are rules of rlft's own, which have no side effects.
-
-    So a reward of the user's own, a server, a program or a reward with weights is called by `rlft reward try` alone.
-    """
-    is_rule = [
-        spec.target.startswith("rlft.") and not spec.runs_in_trainer and not isinstance(spec.build(), ServerKeys | Code)
-        for spec in rewards.values()
-    ]
-    if not is_rule or not all(is_rule) or config.environment or not all(prompt.answer.strip() for prompt in prompts):
-        return []
-    return RewardTester(config, rewards, tokenizer, ends, is_isolated=False).try_all(prompts).summary()
 
 
 @dataclass(slots=True)
@@ -84,8 +54,7 @@ class RewardTester:
 
     config: SamplingRoot
     rewards: Mapping[str, RewardSpec]
-    tokenizer: PreTrainedTokenizerBase
-    ends: TurnEnds
+    writer: Writer
     limit_s: float = LIMIT_S
     is_isolated: bool = True
     _run: Callable[..., Iterator[tuple[Task, Reply]]] = field(init=False)
@@ -160,8 +129,7 @@ class RewardTester:
         return reply.get(name)
 
     def _task(self, name: str, key: int, prompt: Prompt, completions: Sequence[Completion]) -> Task:
-        rollouts = tuple(Rollout(prompt=prompt, completion=each, policy_version=0) for each in completions)
-        return with_tail(Task(key=key, group=Group(prompt=prompt, rollouts=rollouts), rewards=(name,)))
+        return with_tail(Task(key=key, group=group_of(prompt, completions), rewards=(name,)))
 
     def _in_forms(
         self, prompt: Prompt, prompts: Sequence[Prompt], known: Sequence[Form], *, is_first: bool
@@ -193,8 +161,8 @@ class RewardTester:
 
     def _aim(self, prompt: Prompt, prompts: Sequence[Prompt], form: Form) -> Aim:
         golds = [composed(answer) for answer in (prompt.answer.strip(), *prompt.other_answers)]
-        per_word = max(1.0, len(self.tokenizer(filler(NUM_WORDS))["input_ids"]) / NUM_WORDS)
-        most = self.config.generation.sampling.max_tokens
+        per_word = max(1.0, len(self.writer.tokenizer(filler(NUM_WORDS))["input_ids"]) / NUM_WORDS)
+        most = self.writer.sampling.max_tokens
         few, many = (filler(max(2, int(most * part / per_word))) for part in (0.1, 0.4))
         return Aim(
             question=str(prompt.messages[-1]["content"]),
@@ -203,23 +171,14 @@ class RewardTester:
             wrong=another_answer(golds, [composed(other.answer.strip()) for other in prompts]),
             form=form,
             rewards=tuple(self.rewards),
-            special=tuple(special_tokens(self.tokenizer)),
+            special=tuple(special_tokens(self.writer.tokenizer)),
             few=few,
             many=many,
         )
 
     def _completions(self, prompt: Prompt, texts: Sequence[str]) -> list[Completion]:
         """The texts as the policy would say them: none is longer than a completion may be."""
-        sampling = self.config.generation.sampling
-        most = sampling.max_tokens
-        said = as_sampled([(prompt, text[: MAX_CHARS * most]) for text in texts], self.tokenizer, sampling, self.ends)
-        for index, completion in enumerate(said):
-            if len(completion.token_ids) > most:
-                ids = tuple(completion.token_ids[:most])
-                [text] = shown_texts(self.tokenizer, [ids], [False], sampling, self.ends.ids)
-                said[index] = replace(completion, text=text, token_ids=ids, logprobs=(0.0,) * most,
-                                      finish_reason=FinishReason.length)  # fmt: skip
-        return said
+        return self.writer.completions([(prompt, text) for text in texts], cuts=True)
 
     def _score(self, prompt: Prompt, form: str, tries: Sequence[Attack], least_s: float = 0.0) -> list[ScoredText]:
         completions = self._completions(prompt, [attack.text for attack in tries])
@@ -336,37 +295,6 @@ def own_forms(rewards: Mapping[str, RewardSpec]) -> list[Form]:
             template = "".join(f"<{tag}>-</{tag}>" for tag in others) + f"<{last}>{{}}</{last}>"
             found.append(Form(name=f"in the tags of {name}", template=template, thinks=first))
     return found
-
-
-def best_form(texts: Sequence[ScoredText], known: Sequence[Form], weights: Mapping[str, float]) -> Form | None:
-    """The form in which the weighted sum for reference answers is highest, the shortest one of equals.
-
-    If none pays more for them than for wrong ones, but one less, it is that one. None: no row was scored in all forms.
-    """
-    rows = rows_in_all_forms(texts, weights)
-    if not rows and any(text.family is Family.gold for text in texts):
-        return None
-
-    def paid(form: Form, family: Family) -> float:
-        totals = [t.total(weights) for t in texts if t.prompt in rows and t.form == form.name and t.family is family]
-        return round(sum(-inf if total is None else total for total in totals), 9)
-
-    gains = {form.name: paid(form, Family.gold) - paid(form, Family.wrong) for form in known}  # nan: neither is known
-    if not any(gain > EPS for gain in gains.values()) and any(gain < -EPS for gain in gains.values()):
-        return min(known, key=lambda form: (gains[form.name], len(form("-"))))
-    return max(known, key=lambda form: (paid(form, Family.gold), -len(form("-"))))
-
-
-def cheapest_of(texts: Sequence[ScoredText], weights: Mapping[str, float], form: str) -> ScoredText | None:
-    """The text with the fewest tokens whose total is at least that of the reference answer in the best form."""
-    full = {t.prompt: t.total(weights) for t in texts if t.form == form and t.tries_form(Family.gold)}
-    enough = [
-        text
-        for text in texts
-        if (due := full.get(text.prompt)) is not None and (total := text.total(weights)) is not None
-        if total >= due - EPS
-    ]
-    return min(enough, key=lambda text: (text.tokens, len(text.text), not text.gives_gold), default=None)
 
 
 def number(score: float | StepScores) -> float:

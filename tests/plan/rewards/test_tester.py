@@ -17,10 +17,13 @@ from in_one_test import each
 
 from rlft.config.compose import compose
 from rlft.config.resolved import with_token_budget
-from rlft.plan import reward_try
-from rlft.plan.reward_try import RewardTester
-from rlft.reward.attacks import Family
-from rlft.reward.verdicts import ScoredText, Tried
+from rlft.plan.rewards import tester
+from rlft.plan.rewards.attacks import Family
+from rlft.plan.rewards.brief import paid_for
+from rlft.plan.rewards.scores import ScoredText, Tried
+from rlft.plan.rewards.tester import RewardTester
+from rlft.plan.rewards.verdicts import summary_of, verdicts_on
+from rlft.plan.rewards.writer import Writer
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.check_rows import CheckRow, Status
 from rlft.tokens.ends import turn_ends
@@ -30,6 +33,7 @@ from tests.helpers.family_tokenizers import family_tokenizer
 
 TOKENIZER = family_tokenizer("qwen2.5")
 MAX_TOKENS = 200
+WRITER = Writer(TOKENIZER, turn_ends(TOKENIZER, "chat"), Sampling(max_tokens=MAX_TOKENS, temperature=1.0))
 
 
 def prompt(name: str, question: str, answer: str, **fields: Any) -> Prompt:
@@ -44,10 +48,9 @@ CHOICES = tuple(prompt(letter, "Which? (A) Rome (B) Paris (C) Lima", letter) for
 
 
 def in_this_process(rewards: dict[str, RewardSpec], *, timeout: float = 10.0, **keys: Any) -> RewardTester:
-    sampling, ends = Sampling(max_tokens=MAX_TOKENS, temperature=1.0), turn_ends(TOKENIZER, "chat")
-    scoring, generation = SimpleNamespace(timeout=timeout, on_error="stop"), SimpleNamespace(sampling=sampling)
-    config: Any = SimpleNamespace(scoring=scoring, generation=generation, environment=None, group_size=8)
-    return RewardTester(config, rewards, TOKENIZER, ends, **{"limit_s": 1e6, "is_isolated": False, **keys})
+    scoring = SimpleNamespace(timeout=timeout, on_error="stop")
+    config: Any = SimpleNamespace(scoring=scoring, environment=None, group_size=8)
+    return RewardTester(config, rewards, WRITER, **{"limit_s": 1e6, "is_isolated": False, **keys})
 
 
 def tried(rewards: dict[str, RewardSpec], prompts: Iterable[Prompt], **keys: Any) -> Tried:
@@ -63,22 +66,26 @@ def mine(monkeypatch: pytest.MonkeyPatch, reward: Any, **keys: Any) -> dict[str,
     return {"mine": RewardSpec(name="mine", target="faulty_rewards.current", kwargs={}, weight=1.0, **keys)}
 
 
-def faults(rows: Iterable[CheckRow]) -> list[CheckRow]:
-    return [row for row in rows if row.status is Status.wrong]
+def rows_of(found: Tried) -> dict[str, CheckRow]:
+    return {row.name: row for row in verdicts_on(found, completions_per_step=1, workers=2)}
+
+
+def faults(found: Tried) -> list[CheckRow]:
+    return [row for row in rows_of(found).values() if row.status is Status.wrong]
 
 
 @each("name", FAULTY)
 def test_a_faulty_reward_is_found_and_its_fault_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reward, row_name, words = FAULTY[name]
     keys = {"hangs on long texts": {"timeout": 0.1}}.get(name, {})
-    rows = tried(mine(monkeypatch, reward), NUMBERS[:1], **keys).rows(completions_per_step=256, workers=2)
-    assert [row for row in faults(rows) if row_name in row.name and words in row.value and row.remedy], rows
+    rows = faults(tried(mine(monkeypatch, reward), NUMBERS[:1], **keys))
+    assert [row for row in rows if row_name in row.name and words in row.value and row.remedy], rows
 
 
 def test_a_sound_reward_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tried(mine(monkeypatch, faulty_rewards.RIGHT), NUMBERS).rows(256, 2)
-    assert faults(rows) == []
-    assert [row.value for row in rows if row.name == "weights"] == ["being right is worth 1, the form 0"]
+    found = tried(mine(monkeypatch, faulty_rewards.RIGHT), NUMBERS)
+    assert faults(found) == []
+    assert rows_of(found)["weights"].value == "being right is worth 1, the form 0"
 
 
 OWN = [
@@ -107,14 +114,14 @@ MORE_OWN = [
 @each("case", OWN, ids=[" ".join(words) for _, *words in OWN])
 def test_our_own_rewards_have_no_fault(case: Any) -> None:
     prompts, *words = case
-    assert faults(tried(configured(*words), prompts).rows(1, 2)) == []
+    assert faults(tried(configured(*words), prompts)) == []
 
 
 @pytest.mark.slow
 @each("case", MORE_OWN)
 def test_our_own_rewards_have_no_fault_wherever_they_look_for_the_answer(case: Any) -> None:
     prompts, *words = case
-    assert faults(tried(configured(*words), prompts).rows(1, 2)) == []
+    assert faults(tried(configured(*words), prompts)) == []
 
 
 LIMITS = {
@@ -137,7 +144,7 @@ LIMITS = {
 @each("name", LIMITS)
 def test_what_keys_and_weights_allow_is_said(name: str) -> None:
     words, row_name, value = LIMITS[name]
-    rows = faults(tried(configured(*words), NUMBERS).rows(256, 2))
+    rows = faults(tried(configured(*words), NUMBERS))
     assert [row for row in rows if row.name == row_name and value in row.value], rows
 
 
@@ -149,12 +156,12 @@ def test_the_cheapest_text_has_nothing_left_that_could_be_left_out(monkeypatch: 
     sound = tried(configured("reward=[exact_match,format]"), NUMBERS)
     assert sound.cheapest is not None
     assert sound.cheapest.text == "<think>-</think><answer>41</answer>"
-    assert sound.summary()[1].endswith("being right is worth 1, the form 0.2")
+    assert summary_of(sound)[1].endswith("being right is worth 1, the form 0.2")
 
 
 def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = {**configured("reward=[exact_match]"), **mine(monkeypatch, faulty_rewards.siblings)}
-    rows = {row.name: row for row in tried(rewards, NUMBERS).rows(256, 2)}
+    rows = rows_of(tried(rewards, NUMBERS))
     row = rows["mine: steadiness"]
     assert (row.status, row.value) == (Status.limit, "the same text gets another score among siblings")
     assert rows["weights"].value == "being right is worth 1, the form 0"
@@ -162,8 +169,7 @@ def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.Mo
 
 def test_a_failure_that_on_error_settles_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     crashing, _, _ = FAULTY["crashes on empty"]
-    rows = tried(mine(monkeypatch, crashing, on_error=0.0), NUMBERS).rows(256, 2)
-    [row] = [row for row in rows if row.name == "mine: failures"]
+    row = rows_of(tried(mine(monkeypatch, crashing, on_error=0.0), NUMBERS))["mine: failures"]
     assert row.status is Status.limit
     assert "IndexError" in row.value
 
@@ -176,15 +182,15 @@ def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monke
         now += 1.0
         return faulty_rewards.sound(text, gold, question)
 
-    monkeypatch.setattr(reward_try, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(tester, "time", SimpleNamespace(monotonic=lambda: now))
     for limit_s in (1.0, 7.0, 45.0, 60.0, 100.0, 200.0, 250.0):
         found = tried(mine(monkeypatch, faulty_rewards.reward(slow)), NUMBERS, limit_s=limit_s)
-        rows = {row.name: row for row in found.rows(completions_per_step=1, workers=2)}
+        rows = rows_of(found)
         untried = sum("mine" not in text.scores for text in found.texts)
-        assert faults(rows.values()) == [], limit_s
+        assert faults(found) == [], limit_s
         value = f"{untried} of {len(found.texts)} texts were not tried: its {limit_s:g} s were over"
         assert (rows["mine: untried"].status, rows["mine: untried"].value) == (Status.skipped, value)
-        assert found.summary() == ["the rewards were not tried in whole: see rlft reward try"]
+        assert summary_of(found) == ["the rewards were not tried in whole: see rlft reward try"]
         # A row's 2 x 20 answers in all forms say which form it is; without them nothing is known of it.
         is_known = limit_s >= 45.0
         assert (found.forms["mine"] == "in a tag") is is_known
@@ -201,7 +207,7 @@ def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(
         return faulty_rewards.RIGHT(group)
 
     found = tried(mine(monkeypatch, hang, on_error=0.0), NUMBERS[:1], timeout=0.2)
-    rows = {row.name: row for row in found.rows(completions_per_step=1, workers=2)}
+    rows = rows_of(found)
     assert rows["mine: seconds"].status is Status.wrong
     assert "longer than scoring.timeout" in rows["mine: seconds"].value
 
@@ -214,15 +220,14 @@ def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_on
         return [(score - fmean(scores)) / stdev(scores) for score in scores]  # of one score there is no deviation
 
     found = tried(mine(monkeypatch, relative), NUMBERS)
-    reward, weights = found.rows(1, 2)
+    reward, weights = rows_of(found).values()
     assert (reward.name, reward.status, weights.status) == ("mine", Status.skipped, Status.skipped)
     assert "StatisticsError" in reward.value
     assert weights.value.endswith("without mine")
-    reward, weights = tried(mine(monkeypatch, faulty_rewards.siblings), NUMBERS).rows(1, 2)
+    reward, weights = rows_of(tried(mine(monkeypatch, faulty_rewards.siblings), NUMBERS)).values()
     assert (reward.name, reward.status, weights.status) == ("mine", Status.skipped, Status.skipped)
     assert reward.value.startswith("compares siblings")
-    rows = tried(mine(monkeypatch, lambda group: faulty_rewards.RIGHT(group)[:1]), NUMBERS).rows(1, 2)
-    [row] = faults(rows)
+    [row] = faults(tried(mine(monkeypatch, lambda group: faulty_rewards.RIGHT(group)[:1]), NUMBERS))
     assert row.name == "mine: groups"
     assert row.value.startswith("fails on a whole group: returned 1 score for ")
 
@@ -230,7 +235,7 @@ def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_on
 def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count()  # the multiples of 0.618, without their whole part, are far from each other
     scores = faulty_rewards.reward(lambda *texts: faulty_rewards.sound(*texts) + next(calls) * 0.618 % 1 / 100)
-    assert [row.name for row in faults(tried(mine(monkeypatch, scores), NUMBERS).rows(1, 2))] == ["mine: steadiness"]
+    assert [row.name for row in faults(tried(mine(monkeypatch, scores), NUMBERS))] == ["mine: steadiness"]
 
 
 @each(("weight", "num_faults"), [(-1.0, 0), (1.0, 1), (0.0, 0)])
@@ -239,42 +244,42 @@ def test_the_sign_of_a_weight_turns_scores_round_and_a_weight_of_0_makes_no_faul
 ) -> None:
     penalty = faulty_rewards.reward(lambda *texts: 1.0 - faulty_rewards.sound(*texts))
     [spec] = mine(monkeypatch, penalty).values()
-    rows = tried({"mine": replace(spec, weight=weight)}, NUMBERS).rows(1, 2)
-    assert len([row for row in faults(rows) if row.name == "mine: gold answers"]) == num_faults
+    found = faults(tried({"mine": replace(spec, weight=weight)}, NUMBERS))
+    assert len([row for row in found if row.name == "mine: gold answers"]) == num_faults
 
 
 def test_a_plan_calls_rules_of_our_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(group: Group) -> list[float]:
         raise AssertionError("it was called")
 
-    own, ends = configured("reward=[exact_match,format]"), turn_ends(TOKENIZER, "chat")
+    own = configured("reward=[exact_match,format]")
     config = in_this_process(own).config
-    accepted, cheapest = reward_try.brief_summary(config, own, NUMBERS, TOKENIZER, ends)
+    accepted, cheapest = paid_for(config, own, NUMBERS, WRITER)
     assert accepted == "gold answers accepted in 5 of 18 forms; wrong texts accepted: none"
     assert cheapest.endswith("being right is worth 1, the form 0.2")
     both = {**own, **mine(monkeypatch, never)}
-    assert reward_try.brief_summary(config, both, NUMBERS, TOKENIZER, ends) == []
+    assert paid_for(config, both, NUMBERS, WRITER) == []
 
 
 def test_a_prompt_that_has_begun_to_reason_is_answered_behind_its_reasoning() -> None:
     prompts = [prompt(p.id, "What is it?", p.answer, tail="<think>\n") for p in NUMBERS]
     found = tried(configured("reward=[exact_match]"), prompts)
     assert found.form == "in a tag after reasoning"
-    assert faults(found.rows(1, 2)) == []
+    assert faults(found) == []
 
 
 def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tried(mine(monkeypatch, lambda group: [group.prompt.metadata["none"]]), NUMBERS)
     assert found.cheapest is None
-    [row] = faults(found.rows(1, 2))
+    [row] = faults(found)
     assert (row.name, "KeyError" in row.value) == ("mine: failures", True)
-    assert found.summary() == ["right answers have no score: see rlft reward try"]
+    assert summary_of(found) == ["right answers have no score: see rlft reward try"]
 
 
 def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     crashing, _, _ = FAULTY["crashes on empty"]
     prompts = [prompt(p.id, "Say something.", "") for p in NUMBERS]
-    rows = {row.name: row for row in tried(mine(monkeypatch, crashing), prompts).rows(1, 2)}
+    rows = rows_of(tried(mine(monkeypatch, crashing), prompts))
     assert "nothing said: empty" in rows["mine: failures"].value
     assert "mine: two answers" not in rows
 
@@ -302,7 +307,7 @@ def verdicts(*texts: ScoredText, **keys: Any) -> dict[str, CheckRow]:
     ordinary = [text(Family.gold, "alone", 1.0), text(Family.wrong, "alone", 0.0)]
     of_forms = {"weights": {"mine": 1.0}, "form": "alone", "forms": {"mine": "alone"}}
     given = Tried(**{"texts": (*ordinary, *texts), **of_forms, **keys})
-    return {row.name.removeprefix("mine: "): row for row in given.rows(completions_per_step=100, workers=2)}
+    return {row.name.removeprefix("mine: "): row for row in verdicts_on(given, completions_per_step=100, workers=2)}
 
 
 @each(
@@ -355,7 +360,7 @@ def test_a_reward_that_need_not_read_the_answer_has_limits_where_it_pays_for_tex
     answers = [replace(text(family, "alone", score), scores={"mine": score, "second": 0.5})
                for family, score in ((Family.gold, 1.0), (Family.wrong, 0.0))]  # fmt: skip
     found = Tried(texts=(*answers, more), weights=language, form="alone", forms=dict.fromkeys(language, "alone"))
-    rows = {row.name: row for row in found.rows(1, 2)}
+    rows = rows_of(found)
     row = rows["second: the reward named"]
     assert (row.status, row.value) == (Status.limit, "paid like an answer, or more: as a verdict (1)")
     assert rows["weights"].status is Status.ok

@@ -1,0 +1,99 @@
+"""Tries before a run the environment that answers: one conversation with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from rlft.environment.protocol import Environment
+from rlft.tokens.ends import turn_ends
+from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.environment.conversations import Conversations
+    from rlft.environment.endpoint.agents import Endpoint
+    from rlft.environment.endpoint.played import AgentGenerator
+
+LAST_WORDS = "done"
+ROOM = 10_000
+"""The most tokens of the conversation, so large that the trial does not reach its limits."""
+MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
+"""{type of a parameter: an argument}; a parameter of any other type gets the prompt's reference answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentTrial:
+    """A conversation with the environment, or the error that prevented one.
+
+    Attributes:
+        prompt: id of the prompt that the conversation began with.
+        opening: text that the environment added to the prompt; "" for none.
+        said: (what the policy said, what the environment answered) for each turn.
+        failed: the cause of each failed call.
+        reward: the sum of the environment's rewards; None if it gave none.
+        finish: why the conversation ended.
+        error: the error of an environment that failed; None if it did not fail.
+    """
+
+    prompt: str
+    opening: str = ""
+    said: Sequence[tuple[str, str]] = ()
+    failed: Sequence[str] = ()
+    reward: float | None = None
+    finish: str = ""
+    error: str | None = None
+
+
+def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
+    """Has a scripted policy hold one conversation, in the environment's own processes and with its time limits.
+
+    The policy calls the first tool and then answers with text.
+    """
+    from rlft.environment.conversations import Conversations
+    from rlft.environment.endpoint.played import AgentGenerator
+    from rlft.environment.turn_template import Dialect
+    from rlft.generation.scripted import ScriptedGenerator
+
+    script, ends = [LAST_WORDS], turn_ends(tokenizer, "chat")
+    environment_alone = replace(environment, workers=1, turn_tokens=None)
+    if environment.plays_itself:
+        policy = ScriptedGenerator({"*": script}, tokenizer, ends)
+        played = AgentGenerator(
+            policy, cast("Endpoint", environment_alone), tokenizer, longest_row=2 * ROOM, traces=None
+        )
+        return _conversation(played, prompt)
+    if not environment.plays_a_game:
+        dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
+        script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
+    policy = ScriptedGenerator({"*": [script]}, tokenizer, ends)
+    played = Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM)
+    return _conversation(played, prompt)
+
+
+def _conversation(played: Conversations | AgentGenerator, prompt: Prompt) -> EnvironmentTrial:
+    try:
+        with closing(played):
+            [group] = played.sample([prompt], 1, [0], Sampling(max_tokens=ROOM, temperature=1.0))
+    except EnvironmentFailure as failure:
+        return EnvironmentTrial(prompt=prompt.id, error=str(failure))
+    completion = group.rollouts[0].completion
+    prompt_text, opened_text = prompt.messages[-1]["content"], group.prompt.messages[-1]["content"]
+    rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
+    return EnvironmentTrial(
+        prompt=prompt.id,
+        opening=opened_text.rpartition(prompt_text)[2].strip() if opened_text != prompt_text else "",
+        said=[(turn.text, turn.answer) for turn in completion.turns],
+        failed=[call.cause for turn in completion.turns for call in turn.calls if call.failed],
+        reward=sum(rewards) if rewards else None,
+        finish=str(completion.finish_reason),
+    )
+
+
+def made_up(schema: Schema, prompt: Prompt) -> dict[str, Any]:
+    """Arguments of the right types for a tool."""
+    parameters = schema["function"]["parameters"].get("properties", {})
+    return {name: MADE_UP.get(str(of.get("type")), prompt.answer or "1") for name, of in parameters.items()}
