@@ -64,18 +64,17 @@ def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
     return of_prompts(contents, writer.tokenizer, settings)
 
 
-def of_trials(rewards: Any, prompts: Any, writer: Writer, timeout_s: float) -> Any:
+def of_trials(config: Any, rewards: Any, prompts: Any, writer: Writer) -> Any:
     if not all(spec.target in PURE for spec in rewards.values()):
         return None
     contents = tuple((prompt.messages, prompt.tail, prompt.answer, prompt.metadata) for prompt in prompts)
     words = writer.tokenizer.backend_tokenizer.to_str()
-    return words, repr((rewards, contents, writer.sampling, writer.ends, timeout_s))
+    return words, repr((rewards, contents, writer.sampling, writer.ends, config.scoring, config.allows_unscorable))
 
 
 def of_paid(config: Any, rewards: Any, prompts: Any, writer: Writer) -> Any:
-    scoring = config.scoring.timeout, config.scoring.on_error, config.environment
-    known = of_trials(rewards, prompts, writer, config.scoring.timeout)
-    return known and (known, repr(scoring))
+    known = of_trials(config, rewards, prompts, writer)
+    return known and (known, repr(config.environment))
 
 
 def of_prompts(contents: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:

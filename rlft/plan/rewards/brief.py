@@ -65,7 +65,7 @@ class Brief:
 def brief_of(config: SamplingRoot, prompts: Sequence[Prompt], writer: Writer) -> Brief:
     """The brief on the config's rewards, which score completions of these prompts."""
     rewards, few = specs(config.reward), prompts[:TRIED_PROMPTS]
-    trials = try_rewards(rewards, few, writer, config.scoring.timeout)
+    trials = try_rewards(config, rewards, few, writer)
     lines = paid_for(config, rewards, few, writer)
     return Brief(trials=trials, lines=lines and [*lines, *most_common_answer([prompt.answer for prompt in prompts])])
 
@@ -92,7 +92,7 @@ def tried_completions(
 
 
 def try_rewards(
-    rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt], writer: Writer, timeout_s: float
+    config: SamplingRoot, rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt], writer: Writer
 ) -> list[RewardTrial]:
     """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
     trials: list[RewardTrial] = []
@@ -103,8 +103,9 @@ def try_rewards(
     for prompt in prompts:
         texts = tried_completions(prompt, prompts, readers)
         groups.append((texts, group_of(prompt, writer.completions([(prompt, text) for _, text in texts]))))
+    timeout_s, on_error, allowed = config.scoring.timeout, config.scoring.on_error, config.allows_unscorable
     for name, spec in rules.items():
-        with closing(Scorer({name: spec}, 1, timeout_s, "stop")) as scorer:
+        with closing(Scorer({name: spec}, 1, timeout_s, on_error, allow_unscorable=allowed)) as scorer:
             for texts, group in groups:
                 scores: Sequence[float | None] = [None] * len(texts)
                 scorer.last_failure = None

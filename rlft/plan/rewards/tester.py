@@ -22,10 +22,10 @@ from rlft.reward.answer import AnswerKeys, composed
 from rlft.reward.http import ServerKeys
 from rlft.reward.workers.pool import InProcess, RewardError, WorkerPool
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.reward.workers.scorer import with_tail
+from rlft.reward.workers.scorer import number, policy_on, with_tail
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
 from rlft.tokens.ends import special_tokens
-from rlft.types import Completion, Prompt, StepScores, UserError
+from rlft.types import Completion, Prompt, UserError
 
 LIMIT_S = 60.0
 """Seconds for each reward."""
@@ -222,10 +222,9 @@ class RewardTester:
     def _settled(self, name: str, outcome: Outcome) -> tuple[float | None, str]:
         """(the first completion's score, or what a failure gives in the run; the error)."""
         if isinstance(outcome, Failure):
-            own = self.rewards[name].on_error
-            on_error = self.config.scoring.on_error if own is None else own
-            stops = on_error == "stop" or outcome.cause is Cause.not_built
-            return (None if stops else float(on_error)), outcome.problem
+            usual, allowed = self.config.scoring.on_error, self.config.allows_unscorable
+            policy = policy_on(outcome, self.rewards[name], usual, allow_unscorable=allowed)
+            return (None if policy == "stop" else float(policy)), outcome.problem
         return number(outcome[0]), ""
 
     def _why(self, name: str) -> str:
@@ -295,7 +294,3 @@ def own_forms(rewards: Mapping[str, RewardSpec]) -> list[Form]:
             template = "".join(f"<{tag}>-</{tag}>" for tag in others) + f"<{last}>{{}}</{last}>"
             found.append(Form(name=f"in the tags of {name}", template=template, thinks=first))
     return found
-
-
-def number(score: float | StepScores) -> float:
-    return sum(score.values) if isinstance(score, StepScores) else float(score)

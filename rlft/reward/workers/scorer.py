@@ -139,12 +139,7 @@ class Scorer:
         return outcomes
 
     def _policy(self, name: str, failure: Failure) -> OnError:
-        own_policy = self._rewards[name].on_error
-        if failure.cause is Cause.not_built:
-            return "stop"
-        if failure.cause is Cause.unscorable and self._allow_unscorable:
-            return 0.0
-        return self._on_error if own_policy is None else own_policy
+        return policy_on(failure, self._rewards[name], self._on_error, allow_unscorable=self._allow_unscorable)
 
     def _stops(self, reply: Reply) -> bool:
         return any(isinstance(o, Failure) and self._policy(name, o) == "stop" for name, o in reply.items())
@@ -272,6 +267,22 @@ class AheadScorer(Scorer):
         super().close()
 
 
+def policy_on(failure: Failure, spec: RewardSpec, usual: OnError, *, allow_unscorable: bool) -> OnError:
+    """What a reward's failure means for the run: `stop`, or the score that a completion gets.
+
+    Args:
+        failure: what failed.
+        spec: the reward, whose own `on_error` has priority.
+        usual: scoring.on_error.
+        allow_unscorable: data.allow_unscorable, which has priority over both.
+    """
+    if failure.cause is Cause.not_built:
+        return "stop"
+    if failure.cause is Cause.unscorable and allow_unscorable:
+        return 0.0
+    return usual if spec.on_error is None else spec.on_error
+
+
 def with_tail(task: Task) -> Task:
     """The task as rewards read it: completions begin with what their prompt has begun to say for the policy."""
     tail = task.group.prompt.tail
@@ -373,21 +384,24 @@ def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: 
     def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0)
 
-    def number(score: float | StepScores, *, whole: bool = False) -> float:
-        if not isinstance(score, StepScores):
-            return score
-        return 0.0 if whole else sum(score.values)
-
     sums = {name: exact([[number(score) for score in row] for row in rows]) for name, rows in by_reward.items()}
     total = weighted_sum(sums)
     if not process:
         return Scores(total=total, by_reward=sums, weights=weights)
     # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
-    whole = {name: exact([[number(score, whole=True) for score in row] for row in by_reward[name]]) for name in process}
+    whole = {
+        name: exact([[0.0 if isinstance(score, StepScores) else score for score in row] for row in by_reward[name]])
+        for name in process
+    }
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
     return Scores(total=total, by_reward=sums, outcome=weighted_sum(sums | whole), steps=steps, weights=weights)
+
+
+def number(score: float | StepScores) -> float:
+    """The score of a completion, which of steps is their sum."""
+    return sum(score.values) if isinstance(score, StepScores) else float(score)
 
 
 def unscored_rows(groups: Sequence[Group]) -> Scores:

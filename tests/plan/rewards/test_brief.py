@@ -6,7 +6,9 @@ import pytest
 from slow_cases import slow
 
 from rlft.config.compose import compose
+from rlft.config.instantiate import from_mapping
 from rlft.config.resolved import with_token_budget
+from rlft.config.schema import RunConfig
 from rlft.plan.rewards.brief import doubts, most_common_answer, tried_completions, try_rewards
 from rlft.plan.rewards.writer import Writer
 from rlft.reward.workers.reward_spec import specs
@@ -24,9 +26,9 @@ WRITER = Writer(TOKENIZER, turn_ends(TOKENIZER, "chat"), Sampling(max_tokens=64,
 PROMPTS = (prompt("a", "12"), prompt("b", "7"))
 
 
-def tried(*words):
-    rewards = specs(with_token_budget(compose(list(words)))["reward"])
-    return try_rewards(rewards, PROMPTS, WRITER, 10.0)
+def tried(*words, prompts=PROMPTS):
+    config = from_mapping(RunConfig, with_token_budget(compose(list(words))), "")
+    return try_rewards(config, specs(config.reward), prompts, WRITER)
 
 
 def test_each_reward_says_what_it_gives_each_completion():
@@ -78,13 +80,23 @@ def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):
         assert {t.score for t in trials if t.reward == "mine"} == {None}
 
 
-def test_the_error_of_a_reward_whose_on_error_is_a_number_is_said_and_not_taken_for_its_score():
-    mine = "+reward.mine={_target_: naughty.broken, weight: 1.0, on_error: 0.0}"
-    trials = tried("reward=[exact_match]", mine)
+BROKEN = "+reward.mine={_target_: naughty.broken, weight: 1.0%s}"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "error"),
+    [
+        (["reward=[exact_match]", BROKEN % ", on_error: 0.0"], "mine", "no such thing"),
+        (["reward=[exact_match]", BROKEN % "", "scoring.on_error=0"], "mine", "no such thing"),
+        (["reward=[choice]", "data.allow_unscorable=true"], "choice", "is not a letter"),
+    ],
+)
+def test_the_error_of_a_reward_that_gets_a_number_in_the_run_is_said_and_not_taken_for_its_score(words, name, error):
+    trials = tried(*words)
     [told] = doubts(trials)
-    assert told.startswith("reward.mine failed: ")
-    assert "no such thing" in told
-    assert {t.score for t in trials if t.reward == "mine"} == {0.0}  # as the run would score them
+    assert told.startswith(f"reward.{name} failed: ")
+    assert error in told
+    assert {t.score for t in trials if t.reward == name} == {0.0}  # as the run would score them
 
 
 def test_rewards_that_need_weights_are_left_out():

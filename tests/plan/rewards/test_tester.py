@@ -49,7 +49,7 @@ CHOICES = tuple(prompt(letter, "Which? (A) Rome (B) Paris (C) Lima", letter) for
 
 def in_this_process(rewards: dict[str, RewardSpec], *, timeout: float = 10.0, **keys: Any) -> RewardTester:
     scoring = SimpleNamespace(timeout=timeout, on_error="stop")
-    config: Any = SimpleNamespace(scoring=scoring, environment=None, group_size=8)
+    config: Any = SimpleNamespace(scoring=scoring, environment=None, group_size=8, allows_unscorable=False)
     return RewardTester(config, rewards, WRITER, **{"limit_s": 1e6, "is_isolated": False, **keys})
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,7 +245,9 @@ def test_a_column_that_the_data_have_not_is_refused() -> None:
 def test_the_plan_tries_them_like_any_reward() -> None:
     tokenizer = family_tokenizer("qwen2.5")
     sampling, ends = Sampling(max_tokens=64, temperature=1.0), turn_ends(tokenizer, "chat")
-    trials = try_rewards(spec("by_answer"), [prompt()], Writer(tokenizer, ends, sampling), 10.0)
+    scoring = SimpleNamespace(timeout=10.0, on_error="stop")
+    config: Any = SimpleNamespace(scoring=scoring, allows_unscorable=False)
+    trials = try_rewards(config, spec("by_answer"), [prompt()], Writer(tokenizer, ends, sampling))
     assert {trial.kind: trial.score for trial in trials}["reference"] == 1
     assert {trial.kind: trial.score for trial in trials}["empty"] == 0
 
