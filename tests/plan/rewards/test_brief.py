@@ -32,8 +32,10 @@ def tried(*words, prompts=PROMPTS):
 
 
 def test_each_reward_says_what_it_gives_each_completion():
-    scores = {(t.reward, t.prompt, t.kind): t.score for t in tried("reward=[exact_match,format]")}
-    assert len(scores) == 2 * 2 * 5
+    found = tried("reward=[exact_match,format,learned]")
+    scores = {(t.reward, t.prompt, t.kind): t.score for t in found}
+    assert len(scores) == 2 * 2 * 5, "those that need weights are left out"
+    assert doubts(found) == []
     for name in ("a", "b"):
         assert scores["exact_match", name, "reference, in tags"] == 1
         assert scores["exact_match", name, "wrong, in tags"] == scores["exact_match", name, "empty"] == 0
@@ -55,10 +57,6 @@ def test_answers_are_tried_in_the_form_that_a_reward_reads(words, form):
 def test_a_wrong_answer_is_another_prompts_or_made_up():
     assert dict(tried_completions(PROMPTS[0], PROMPTS))["wrong"] == "7"
     assert dict(tried_completions(PROMPTS[0], PROMPTS[:1]))["wrong"] == "120"
-
-
-def test_sound_rewards_raise_no_doubt():
-    assert doubts(tried("reward=[exact_match,format]")) == []
 
 
 @pytest.mark.parametrize(
@@ -97,10 +95,6 @@ def test_the_error_of_a_reward_that_gets_a_number_in_the_run_is_said_and_not_tak
     assert told.startswith(f"reward.{name} failed: ")
     assert error in told
     assert {t.score for t in trials if t.reward == name} == {0.0}  # as the run would score them
-
-
-def test_rewards_that_need_weights_are_left_out():
-    assert {t.reward for t in tried("reward=[exact_match,learned]")} == {"exact_match"}
 
 
 def test_the_most_common_answer_is_named_where_two_prompts_have_the_same() -> None:
