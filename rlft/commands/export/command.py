@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.export import model_card, push
+from rlft.commands.export import gguf, model_card, push
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import of_a_run
 from rlft.config import compose as configs
@@ -122,7 +122,7 @@ def prepare(
     require(out, "out", "is missing" if out is None else "is empty", remedy="write out=<new folder>")
     folder = Path(out or "").expanduser()
     if kind == GGUF:
-        remedy = f"use as=model, then `{model_card.model_command(str(folder))}`"
+        remedy = f"use as=model, then `{gguf.model_command(str(folder))}`"
         raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
     remedy = choice_remedy(kind, ExportKind)
     require(kind in (None, *ExportKind), "as", "is not a form that rlft writes", got=kind or "nothing", remedy=remedy)
@@ -222,7 +222,7 @@ def run(request: Export, pushing: push.Push | None, say: Callable[[str], None]) 
     print(f"exported to {export(request, say)}", flush=True)
     if request.checkpoint_kind is not CheckpointKind.reward:
         adapter = adapter_config(request.out) if request.kind is ExportKind.adapter else None
-        print(model_card.instructions(request.out, adapter), flush=True)
+        print(gguf.instructions(request.out, adapter), flush=True)
         if pushing is not None and adapter and Path(adapter["base_model_name_or_path"]).is_dir():
             say(f"its base is {adapter['base_model_name_or_path']} on this machine, which others will not find")
     if pushing is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlft import cli
-from rlft.commands.export import model_card as gguf
+from rlft.commands.export import gguf
 from rlft.commands.export.command import export, prepare
+from rlft.commands.export.model_card import Card
 from rlft.model.roles import Roles
-from rlft.runs.find import NamedRun
+from rlft.runs.find import CheckpointKind, NamedRun
+from rlft.tokens.ends import TurnEnds
 
 HUB_BASE = {"base_model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"}
 
@@ -53,17 +56,42 @@ def test_an_exported_adapter_names_its_converter_with_its_base(
     assert str(tiny_path.resolve()) not in card
 
 
-def test_a_base_on_the_hub_is_named_by_its_id() -> None:
+def card_of(place: NamedRun, base: str, **kind: bool) -> str:
+    """The card of the run's adapter, as if it were of this kind and for a base of this id."""
+    [file] = place.run.glob("checkpoints/*/policy/adapter_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **kind}))
+    config = {**place.config, "model": {**place.config["model"], "path": base}}
+    return Card(
+        source=replace(place, config=config),
+        checkpoint=file.parents[1],
+        kind=CheckpointKind.policy,
+        is_model=False,
+        name="mine",
+        repo_id=None,
+        has_template=True,
+        loader="AutoModelForCausalLM",
+        dtype="float32",
+        ends=TurnEnds(ids=(), names={}),
+        eos=None,
+        names_ends=True,
+        chain=None,
+    ).text()
+
+
+def test_a_base_on_the_hub_is_named_by_its_id(policy_run: Callable[..., NamedRun]) -> None:
     options = "--base-model-id Qwen/Qwen2.5-0.5B-Instruct --outfile mine.gguf --outtype f32"
     command = f"python llama.cpp/convert_lora_to_gguf.py mine {options}"
     assert gguf.instructions(Path("mine"), HUB_BASE).endswith(f": {command}")
-    assert f"\n{command}\n" in gguf.card_section("mine", HUB_BASE, HUB_BASE["base_model_name_or_path"])
+    card = card_of(policy_run(), HUB_BASE["base_model_name_or_path"])
+    assert f"\n{command}\n```\n\n## Licence" in card, "and no note on a folder"
 
 
 @pytest.mark.parametrize(("kind", "problem"), [("use_dora", "has no DoRA"), ("use_rslora", "scales adapters by alpha")])
-def test_an_adapter_that_would_become_another_one_is_not_converted(kind: str, problem: str) -> None:
+def test_an_adapter_that_would_become_another_one_is_not_converted(
+    kind: str, problem: str, policy_run: Callable[..., NamedRun]
+) -> None:
     adapter = {**HUB_BASE, kind: True}
-    for text in (gguf.instructions(Path("mine"), adapter), gguf.card_section("mine", adapter, "a/b")):
+    for text in (gguf.instructions(Path("mine"), adapter), card_of(policy_run(), "a/b", **{kind: True})):
         assert f"llama.cpp {problem}" in text
         assert "convert_lora_to_gguf" not in text
     assert gguf.instructions(Path("mine"), adapter).endswith("; export as=model and convert that")
