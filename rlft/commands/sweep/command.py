@@ -10,17 +10,10 @@ from typing import Any
 
 from rlft.commands.arguments import make_importable
 from rlft.commands.sweep import measure
+from rlft.commands.sweep.beside import SideBySide, threads_of_a_job
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
-from rlft.commands.sweep.driver import (
-    Driver,
-    Ending,
-    InThisProcess,
-    JobsFailedError,
-    Run,
-    SideBySide,
-    Source,
-    threads_of_a_job,
-)
+from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run, Source
+from rlft.commands.sweep.here import InThisProcess
 from rlft.commands.sweep.page import TABLE, show_jobs
 from rlft.commands.sweep.space import is_own, key_of
 from rlft.config import compose as configs
@@ -74,7 +67,7 @@ class Grid(Source[Run]):
 
     def ended(self, run: Run, ending: Ending) -> None:
         """A job that has failed stops none of the others."""
-        if ending.problem:
+        if ending.how in (How.failed, How.refused):
             self._failed[run.number] = ending.problem
 
     def conclude(self) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rlft.commands.sweep import measure
 from rlft.commands.sweep.checks import Checked, check_possible
-from rlft.commands.sweep.driver import Ending, PrunedError, Run, Source, why_pruned
+from rlft.commands.sweep.driver import Ending, How, Run, Source
+from rlft.commands.sweep.here import PrunedError, why_pruned
 from rlft.commands.sweep.measure import curve, lower_is_better
 from rlft.commands.sweep.page import TABLE, Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
@@ -22,7 +23,7 @@ from rlft.logger.jsonl import EVALUATIONS
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.run_status import Status
 from rlft.system.terminal import resuming, say
-from rlft.types import UserError, counted, require
+from rlft.types import counted, require
 
 MOST_CRASHES = 2
 """After so many attempts in a row that ended without an explanation and without progress, a trial fails."""
@@ -50,18 +51,21 @@ class Study(Source[TrialRun]):
         self._space, self._steps, self._metric = checked.space, checked.plans[0].num_steps, keys.metric
         self._check_possible = partial(check_possible, checked.space, checked.parsed.config_dir, checked.command)
         self._page = Page(folder, trials, checked.space, keys.metric)
-        self._unfinished = trials.unfinished()
-        done = trials.number_drawn - len(self._unfinished)
+        unfinished = trials.unfinished()
+        self._waiting = [self.run(trial, 0) for trial in unfinished]
+        done = trials.number_drawn - len(unfinished)
         resumed = f"if it is stopped, resume it with: {resuming(folder)}"
         first = f"sweep of {counted(self.total, 'trial')}, {done} done; {resumed}"
         self.beginning = [first, *notes(keys, checked.space)]
         self.again = f"resume the sweep with: {resuming(folder)}"
 
     def next(self) -> TrialRun | None:
-        """The first run of the next trial: of one that was interrupted, else of a new one; None after the last."""
+        """The next seed of a trial that has begun, else the first run of a new trial; None after the last."""
         while not self.is_done():
-            trial = self._unfinished.pop(0) if self._unfinished else self.trials.draw()
-            say(f"trial {trial.number}: {self._space.name(trial.params)}")
+            run = self._waiting.pop(0) if self._waiting else self.run(self.trials.draw(), 0)
+            trial = run.trial
+            if run.index == 0:
+                say(f"trial {trial.number}: {self._space.name(trial.params)}")
             if trial.same_as is not None:
                 say(f"trial {trial.number} has the values of trial {trial.same_as}, and so its result")
                 self._page.write_table()
@@ -69,12 +73,13 @@ class Study(Source[TrialRun]):
                 why = f"{MOST_CRASHES} attempts in a row ended without an explanation and without a new evaluation"
                 self._has_failed(trial, f"{why} or checkpoint: its process was killed or crashed")
             else:
-                self._page.write_table()
-                return self.run(trial, 0)
+                if run.index == 0:
+                    self._page.write_table()
+                return run
         return None
 
     def is_done(self) -> bool:
-        return not self._unfinished and self.trials.number_drawn >= self.total
+        return not self._waiting and self.trials.number_drawn >= self.total
 
     def run(self, trial: Trial, index: int) -> TrialRun:
         seed = self.seeds[index]
@@ -103,34 +108,27 @@ class Study(Source[TrialRun]):
                 return True
         return False
 
-    def was_pruned(self, run: TrialRun) -> None:
-        if run_status.read(run.folder)[0] is not Status.finished:
-            why = why_pruned(max(curve(run.folder, self._metric), default=0))
-            run_status.write(run.folder, self._steps, Status.stopped, why, PrunedError.__name__)
-        self._has_ended(run.trial)
-
-    def ended(self, run: TrialRun, ending: Ending) -> TrialRun | None:
-        """A run is finished, or has failed and with it its trial; returns that of the next seed.
+    def ended(self, run: TrialRun, ending: Ending) -> None:
+        """Ends a trial with its run, or lets the run of its next seed follow. An interrupted one stays as it is.
 
         Raises:
-            UserError: it was refused, and so would be every other trial by now: its data or its base are gone.
+            UserError: the run was refused, and so would be any other by now: its data or its base are gone.
         """
-        if ending.is_finished and run.index + 1 < len(self.seeds):
-            return self.run(run.trial, run.index + 1)
-        if ending.is_finished:
-            self._complete(run.trial)
-            return None
-        if ending.is_refused:
-            try:
+        trial = run.trial
+        self.trials.withdraw_attempt(trial.number)  # only what takes this process with it is a crash
+        if ending.how is How.finished and run.index + 1 < len(self.seeds):
+            self._waiting.insert(0, self.run(trial, run.index + 1))
+        elif ending.how is How.finished:
+            self._complete(trial)
+        elif ending.how is How.pruned:
+            if run_status.read(run.folder)[0] is not Status.finished:
+                why = why_pruned(max(curve(run.folder, self._metric), default=0))
+                run_status.write(run.folder, self._steps, Status.stopped, why, PrunedError.__name__)
+            self._has_ended(trial)
+        elif ending.how in (How.failed, How.refused):
+            if ending.how is How.refused:
                 self._check_possible()
-            except UserError:
-                self.withdraw(run)
-                raise
-        self._has_failed(run.trial, ending.problem)
-        return None
-
-    def withdraw(self, run: TrialRun) -> None:
-        self.trials.withdraw_attempt(run.trial.number)
+            self._has_failed(trial, ending.problem)
 
     def conclude(self) -> None:
         rows = self.trials.rows()

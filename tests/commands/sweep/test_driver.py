@@ -13,7 +13,8 @@ from fake_studies import RANK, RATE, STEPS, FakeRuns, by_number, keys, line, mak
 from in_one_test import each
 
 from rlft.commands.sweep import study as studies
-from rlft.commands.sweep.driver import Driver, Ending, InThisProcess, JobsFailedError, PrunedError, Run
+from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run
+from rlft.commands.sweep.here import InThisProcess, PrunedError
 from rlft.commands.sweep.measure import curve
 from rlft.commands.sweep.study import Study
 from rlft.logger.jsonl import METRICS, read_lines, silent
@@ -24,7 +25,7 @@ from rlft.runs.run_folder import read
 from rlft.system.disk import DiskError
 from rlft.types import UserError
 
-INTERRUPTED = Ending(is_interrupted=True)
+INTERRUPTED = Ending(How.interrupted)
 
 
 class FakePlace:
@@ -66,7 +67,7 @@ class FakePlace:
                 write(run.folder, [line(0, 0.0), *values])
                 self.running[number] = (run, step + 1)
                 if step + 1 == STEPS:
-                    self.end(number, Ending())
+                    self.end(number, Ending(How.finished))
 
 
 class FakeInterrupt:
@@ -104,16 +105,16 @@ def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path: Path) -> None
     assert set(place.stopped) == pruned
 
 
-REFUSED = Ending(problem="trainer.lr: must be above 0", is_refused=True)
+REFUSED = Ending(How.refused, "trainer.lr: must be above 0")
 FAILURES = {
     "refused": REFUSED,
-    "not finite": Ending(problem="loss/total is nan"),
-    "out of memory": Ending(problem="CUDA out of memory"),
-    "a reward that raises": Ending(problem="ValueError: no number"),
-    "killed": Ending(problem="it was killed by SIGKILL"),
-    "silent": Ending(problem="its process has not answered for 600 s"),
+    "not finite": Ending(How.failed, "loss/total is nan"),
+    "out of memory": Ending(How.failed, "CUDA out of memory"),
+    "a reward that raises": Ending(How.failed, "ValueError: no number"),
+    "killed": Ending(How.failed, "it was killed by SIGKILL"),
+    "silent": Ending(How.failed, "its process has not answered for 600 s"),
 }
-STOPS = {"interrupted": INTERRUPTED, "disk": Ending(problem="the disk is full", is_of_the_disk=True)}
+STOPS = {"interrupted": INTERRUPTED, "disk": Ending(How.disk, "the disk is full")}
 
 
 def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path)
     end = place.end
 
     def interrupted(number: int, ending: Ending) -> None:
-        if ending.is_interrupted:  # the process has saved and says that it was interrupted
+        if ending.how is How.interrupted:  # the process has saved and says that it was interrupted
             run_status.write(tmp_path / str(number) / "seed_0", STEPS, run_status.Status.interrupted)
         end(number, ending)
 
@@ -265,7 +266,7 @@ def test_a_run_that_is_refused_says_for_what(tmp_path: Path) -> None:
     for run, key in ((run_of(tmp_path, -1.0), "trainer.lr"), (run_of(tmp_path / "file" / "run"), "hydra.run.dir")):
         place.start(run, lambda: False)
         ending = place.ending(run)
-        assert (ending.is_refused, ending.is_finished) == (True, False)
+        assert ending.how is How.refused
         assert ending.problem.startswith(f"{key}: ")
 
 
@@ -284,18 +285,28 @@ class Broken:
 
 def test_an_error_of_a_run_is_how_it_ended(tmp_path: Path) -> None:
     taken = UserError("generation.engine", "vLLM could not start: no memory", got="vllm", remedy="free the GPU")
-    full = DiskError(errno.ENOSPC, tmp_path)
-    for error, problem in (
-        (taken, str(taken)),
-        (BrokenRunError("the loss is not finite"), "the loss is not finite"),
-        (SystemExit(3), "SystemExit: 3"),
-        (full, None),
+    for error, expected in (
+        (taken, Ending(How.refused, str(taken))),
+        (BrokenRunError("the loss is not finite"), Ending(How.failed, "the loss is not finite")),
+        (SystemExit(3), Ending(How.failed, "SystemExit: 3")),
     ):
         engines = Broken(error)
         place, run = here(engines), run_of(tmp_path / type(error).__name__)
         place.start(run, lambda: False)
-        ending = place.ending(run)
-        assert ending.problem == problem or error is full
-        assert (ending.is_of_the_disk, ending.is_refused) == (error is full, error is taken)
-        assert isinstance(ending.error, DiskError) == (error is full), "no other one is kept, with all its tensors"
+        assert place.ending(run) == expected
         assert engines.closed == 1
+
+
+def test_a_disk_that_is_full_is_no_ending_of_a_run_but_of_the_sweep(tmp_path: Path) -> None:
+    engines = Broken(DiskError(errno.ENOSPC, tmp_path))
+    with pytest.raises(DiskError, match="the disk is full"):
+        here(engines).start(run_of(tmp_path / "run"), lambda: False)
+    assert engines.closed == 1
+
+
+def test_a_signal_comes_too_late_for_a_run_that_is_pruned(tmp_path: Path) -> None:
+    place, run = here(Broken(KeyboardInterrupt())), run_of(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        place.start(run, lambda: False)
+    place.start(run, lambda: True)
+    assert place.ending(run) == Ending(How.pruned)

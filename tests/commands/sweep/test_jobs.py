@@ -18,10 +18,11 @@ from run_folders import check_same
 from run_processes import Nursery, happens
 
 import rlft
-from rlft.commands.sweep import driver
+from rlft.commands.sweep import beside
+from rlft.commands.sweep.beside import SideBySide, threads_of_a_job
 from rlft.commands.sweep.checks import cluster_of, gpus_of, is_finished
 from rlft.commands.sweep.command import Grid
-from rlft.commands.sweep.driver import Driver, Ending, JobsFailedError, Run, SideBySide, threads_of_a_job
+from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.config.trainer import ClusterConfig
@@ -82,7 +83,7 @@ def said() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "POLL_S", 0.001)
+    monkeypatch.setattr(beside, "POLL_S", 0.001)
 
 
 def side_by_side(launcher: Any, said: list[str], **keys: Any) -> SideBySide:
@@ -97,7 +98,7 @@ def words(run: Run) -> list[str]:
 
 
 class Jobs:
-    """So many jobs of a plain sweep, see `plain.Grid`."""
+    """So many jobs of a plain sweep, see `command.Grid`."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.runs = [
@@ -163,24 +164,24 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, said: list[str]) 
         JobsFailedError, match=r"2 jobs failed, the first of them job 1: the disk is full; its output is"
     ):
         jobs.do(place)
-    assert place.ending(jobs.runs[2]) == Ending(problem="job-2 was killed by SIGKILL")
+    assert place.ending(jobs.runs[2]) == Ending(How.failed, "job-2 was killed by SIGKILL")
     assert [f"job {i} is finished: {tmp_path / str(i)}" in said for i in range(4)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
     ("code", "error", "said_last", "how"),
     [
-        (2, None, "trainer.lr: must be above 0", {"is_refused": True}),
-        (1, "DiskError", "the disk is full", {"is_of_the_disk": True}),
-        (1, "UnforeseenError", "RuntimeError: planted", {}),
-        (1, None, "out of memory", {}),
-        (3, None, None, {}),
-        (-9, None, None, {}),
-        (-11, "DiskError", None, {}),
+        (2, None, "trainer.lr: must be above 0", How.refused),
+        (1, "DiskError", "the disk is full", How.disk),
+        (1, "UnforeseenError", "RuntimeError: planted", How.failed),
+        (1, None, "out of memory", How.failed),
+        (3, None, None, How.failed),
+        (-9, None, None, How.failed),
+        (-11, "DiskError", None, How.failed),
     ],
 )
 def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(
-    code: int, error: str | None, said_last: str | None, how: dict[str, bool], tmp_path: Path, said: list[str]
+    code: int, error: str | None, said_last: str | None, how: How, tmp_path: Path, said: list[str]
 ) -> None:
     jobs, place = Jobs(1, tmp_path), side_by_side(FakeLauncher(tmp_path, [code]), said)
     (tmp_path / "job-0.log").write_text(f"rlft: {said_last}\n" if said_last else "step 1\n")
@@ -191,7 +192,7 @@ def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(
     assert happens(lambda: jobs.is_over(place, 0), within_s=20.0)
     by_signal = {-9: "it was killed by SIGKILL", -11: "it was killed by SIGSEGV"}
     why = said_last or by_signal.get(code, f"it ended with exit code {code}")
-    expected = Ending(problem=f"{why}; its output is in {tmp_path / 'job-0.log'}", **how)
+    expected = Ending(how, f"{why}; its output is in {tmp_path / 'job-0.log'}")
     assert place.ending(jobs.runs[0]) == expected
 
 
@@ -215,7 +216,7 @@ def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_
     assert [line for line in said if "job 0 has" in line] == [f"job 0 {late}, its checkpoints stay in {tmp_path / '0'}"]
     assert happens(lambda: jobs.is_over(place, 1), within_s=20.0)
     endings = [place.ending(run) for run in jobs.runs]
-    assert endings == [Ending(is_interrupted=True), Ending()]
+    assert endings == [Ending(How.interrupted), Ending(How.finished)]
 
 
 def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, said: list[str]) -> None:

@@ -28,6 +28,7 @@ from fake_studies import (
 )
 
 from rlft.commands.sweep import study as studies
+from rlft.commands.sweep.driver import Ending, How
 from rlft.commands.sweep.space import Choice
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Journal
@@ -201,10 +202,11 @@ def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error: BaseExcept
 
 def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=1))
-    run = study.run(study.trials.draw(), 0)
+    run = study.next()
+    assert run is not None
     write(run.folder, [line(0, 0.1), line(2, 0.2)])
     run_status.write(run.folder, STEPS, run_status.Status.interrupted)
-    study.was_pruned(run)
+    study.ended(run, Ending(How.pruned))
     reason = "pruned by its sweep after step 2: its trial lags behind"
     assert run_status.read(run.folder) == (run_status.Status.stopped, reason)
     assert (run_status.error(run.folder), run_status.num_steps(run.folder)) == ("PrunedError", STEPS)
@@ -251,6 +253,14 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_o
     assert states(again) == ["complete", "unfinished"]
     do_all(again, runs, lambda: len(runs.ran) == 9)
     assert again.is_done(), "a signal in the last step of all is too late for the sweep, too"
+
+
+def test_a_signal_between_two_seeds_is_no_crash_of_the_trial(tmp_path: Path) -> None:
+    for _ in range(4):  # each time its first run is there already, so that there is no progress
+        study, runs = make_study(tmp_path, keys(trials=1, seeds=2)), FakeRuns()
+        with pytest.raises(KeyboardInterrupt):
+            do_all(study, runs, lambda runs=runs: len(runs.ran) == 1)
+    assert states(make_and_do(tmp_path, keys(trials=1, seeds=2))) == ["complete"]
 
 
 CASES = {
