@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlft.commands.arguments import only_overrides
 from rlft.commands.launch import begin, launch
-from rlft.commands.sweep.measure import is_study
+from rlft.commands.sweep.record import is_study
 from rlft.config import compose as configs
 from rlft.config.resolved import resolve
 from rlft.runs import checkpoint, run_folder

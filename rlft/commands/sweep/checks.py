@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries
-from rlft.commands.sweep import measure
+from rlft.commands.sweep import record
 from rlft.commands.sweep.measure import (
     check_evaluates,
     check_loggers,
@@ -255,8 +255,8 @@ def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str |
     if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
         return None
     dates: list[str] = []
-    if folder is not None and measure.is_study(folder):
-        dates = [word.partition("=")[2] for word in measure.read_record(folder).words if key_of(word) == DATE]
+    if folder is not None and record.is_study(folder):
+        dates = [word.partition("=")[2] for word in record.read_record(folder).words if key_of(word) == DATE]
     elif folder is not None:
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
         dates = [run_folder.read(run)["model"].get("date", AUTO_DATE) for run in runs]

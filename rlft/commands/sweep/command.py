@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import make_importable
-from rlft.commands.sweep import measure
+from rlft.commands.sweep import record
 from rlft.commands.sweep.beside import SideBySide, threads_of_a_job
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
 from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run, Source
@@ -86,13 +86,13 @@ def resume(folder: Path, changes: Sequence[str]) -> None:
     Raises:
         UserError: it has all its trials, or a change is of something else.
     """
-    before = measure.read_record(folder)
+    before = record.read_record(folder)
     for word in changes:
         key, got = key_of(word), word.partition("=")[2]
         problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
-        others = ", ".join(other for other in measure.MAY_CHANGE if other != "hydra.sweep.dir")
+        others = ", ".join(other for other in record.MAY_CHANGE if other != "hydra.sweep.dir")
         remedy = f"begin another sweep, or change only {others}"
-        require(key in measure.MAY_CHANGE, key, problem, got=got, remedy=remedy)
+        require(key in record.MAY_CHANGE, key, problem, got=got, remedy=remedy)
         is_own_folder, problem = key != "hydra.sweep.dir", "a sweep is resumed in its own folder"
         require(is_own_folder, key, problem, got=got, remedy="leave it out")
     folder = _at_its_start(folder, before.start)
@@ -160,12 +160,12 @@ def check_folder(folder: Path, *, is_chosen: bool) -> None:
     """
     run_folder.check_can_be_made(folder, "hydra.sweep.dir")
     problem, remedy = "", "name another folder, or leave it out"
-    if not is_chosen and measure.is_study(folder):
+    if not is_chosen and record.is_study(folder):
         problem = "there is a sweep in that folder whose values Optuna chooses"
         remedy = f"resume that one with {resuming(folder)}, or name another folder"
     elif is_chosen and run_folder.config_file(folder).exists():
         problem = "there is a run in that folder"
-    elif is_chosen and not measure.is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
+    elif is_chosen and not record.is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
         problem = "there are runs in that folder that are not of such a sweep"
     require(not problem, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlft.commands.sweep import measure
+from rlft.commands.sweep import record
 from rlft.commands.sweep.checks import Checked, check_possible
 from rlft.commands.sweep.driver import Ending, How, Run, Source
 from rlft.commands.sweep.here import PrunedError, why_pruned
@@ -194,8 +194,8 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
         UserError: there is another one, or its files are damaged, or it has all its trials.
     """
     fingerprints = [plan.fingerprints for plan in checked.plans.values()]
-    now = measure.record_of(checked.command, checked.parsed, checked.plains, fingerprints)
-    measure.check_same_study(folder, now)
+    now = record.record_of(checked.command, checked.parsed, checked.plains, fingerprints)
+    record.check_same_study(folder, now)
     steps, total = checked.plans[0].num_steps, number_of_trials(keys, checked.space)
     trials = Trials(
         folder,
@@ -211,7 +211,7 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
     if keys.sampler == "grid":
         problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
     require(not resumed or done < total, "sweep.trials", problem, got=total, remedy=remedy)
-    measure.write_record(folder, now)
+    record.write_record(folder, now)
     return Study(trials, folder, checked, keys)
 
 

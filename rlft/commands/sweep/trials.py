@@ -50,14 +50,15 @@ SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
 class Journal(BaseJournalBackend):
     """Optuna's records, which the file holds as they were at the end of the last transaction.
 
+    Optuna's own backends write each record by itself, so that a kill leaves half of a decision.
+
     Args:
         file: is replaced as a whole: a kill leaves it as it was before or after. One process uses it at a time.
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._inside, self._unwritten, self._is_whole = file, False, False, True
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        self._lines = text.splitlines(keepends=True)
+        self._file, self._is_whole = file, True
+        self._lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         self._records: list[dict[str, Any]] = [json.loads(line) for line in self._lines]
 
     def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
@@ -66,28 +67,20 @@ class Journal(BaseJournalBackend):
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         self._records += logs
         self._lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
-        self._unwritten = True
-        if not self._inside:
-            self._write()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Writes what is recorded inside at its end; after an exception inside neither that nor anything later."""
-        self._inside = True
+        """Writes all records at its end; after an exception inside neither then nor ever after."""
         try:
             yield
         except BaseException:
             self._is_whole = False  # Optuna remembers half of a change, which would be written with the next one
             raise
-        finally:
-            self._inside = False
-        if self._unwritten:
+        if self._is_whole:
             self._write()
 
     def _write(self) -> None:
-        if self._is_whole:
-            write_atomically(self._file, (line.encode() for line in self._lines))
-            self._unwritten = False
+        write_atomically(self._file, (line.encode() for line in self._lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import pytest
 from fake_studies import STEPS, FakeRuns, accuracy, do_all
 from matplotlib.figure import Figure
 
-from rlft.commands.sweep import checks, command, measure, page
+from rlft.commands.sweep import checks, command, page, record
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
@@ -144,17 +144,17 @@ def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
 
 def test_a_resume_that_is_refused_changes_nothing(begin: Begin) -> None:
     begin(*RATES, "sweep.trials=3")
-    before = Path("sweep", measure.RECORD).read_text()
+    before = Path("sweep", record.RECORD).read_text()
     assert refusal(lambda: begin("sweep.trials=2", again="sweep")).startswith("sweep.trials: the sweep has all its")
-    assert Path("sweep", measure.RECORD).read_text() == before
+    assert Path("sweep", record.RECORD).read_text() == before
 
 
 def test_a_study_whose_journal_is_damaged_is_refused_and_left_as_it_is(begin: Begin) -> None:
     begin(*RATES)
     Path("sweep", "optuna.log").write_text("torn")
-    before = Path("sweep", measure.RECORD).read_text()
+    before = Path("sweep", record.RECORD).read_text()
     assert refusal(lambda: begin("sweep.trials=5", again="sweep")).startswith("hydra.sweep.dir: optuna.log in that")
-    assert Path("sweep", measure.RECORD).read_text() == before
+    assert Path("sweep", record.RECORD).read_text() == before
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin: Be
         said = refusal(lambda change=change: begin("sweep.trials=4", change, again="sweep"))
         assert said.startswith(problem)
         if "cannot change" in said:
-            assert all(key in said for key in measure.MAY_CHANGE if key != "hydra.sweep.dir")
+            assert all(key in said for key in record.MAY_CHANGE if key != "hydra.sweep.dir")
 
 
 def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
@@ -259,14 +259,14 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def begun(**config: Any) -> measure.StudyRecord:
+def begun(**config: Any) -> record.StudyRecord:
     configs = [{"trainer.lr": 1e-4, **config}]
-    return measure.StudyRecord(command="train", options=(), words=(), start=".", configs=configs, fingerprints=())
+    return record.StudyRecord(command="train", options=(), words=(), start=".", configs=configs, fingerprints=())
 
 
-def keep(folder: Path, now: measure.StudyRecord) -> None:
-    measure.check_same_study(folder, now)
-    measure.write_record(folder, now)
+def keep(folder: Path, now: record.StudyRecord) -> None:
+    record.check_same_study(folder, now)
+    record.write_record(folder, now)
 
 
 def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(t
 
 def test_a_study_whose_record_is_damaged_does_not_go_on(begin: Begin) -> None:
     begin(*RATES)
-    Path("sweep", measure.RECORD).write_text("[torn")
+    Path("sweep", record.RECORD).write_text("[torn")
     assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")
 
 

@@ -159,7 +159,8 @@ def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytes
 
 def test_half_of_a_change_is_never_written(tmp_path: Path) -> None:
     journal = Journal(tmp_path / JOURNAL)
-    journal.append_logs([{"op_code": 0}])
+    with journal.transaction():
+        journal.append_logs([{"op_code": 0}])
 
     def fail() -> None:
         with journal.transaction():
