@@ -3,6 +3,7 @@ those of `cluster` in configs/cluster/local.yaml."""
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,9 +85,14 @@ class ClusterConfig:
         return self.num_lanes * self.sequence_ranks
 
     @property
+    def joined_address(self) -> str | None:
+        """The address of the Ray cluster on which the members run; None where they run on this machine."""
+        return (self.address or os.environ.get("RAY_ADDRESS") or None) if self.kind == "ray" else None
+
+    @property
     def is_joined(self) -> bool:
-        """Whether the members run on a Ray cluster that runs already."""
-        return self.kind == "ray" and self.address is not None
+        """Whether the members run on a Ray cluster."""
+        return self.joined_address is not None
 
 
 def kept_lanes(cluster: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -195,8 +195,8 @@ class Gpus(TypedDict):
 def gpus_of_a_member(config: RunConfig, gpus: Sequence[int]) -> Gpus:
     """The fields for a member with these GPUs of the run's placement.
 
-    A cluster that the run has joined assigns GPUs itself. Members on this machine, also those of a Ray that the run
-    has started, see theirs through environment variables.
+    A cluster that the run has joined assigns GPUs itself. Members on this machine see theirs through environment
+    variables.
     """
     device = resolve_device(config.model.device)
     if device.type != "cuda":

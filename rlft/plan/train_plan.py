@@ -209,17 +209,18 @@ class TrainPlan(Plan):
     def _cluster_rows(self) -> list[TableRow]:
         """A row about engines and ranks, and one about reward workers; none where the run has a single process."""
         cluster, placement = self.config.cluster, self.placement
+        kind = "ray" if cluster.is_joined else "local"
         rows: list[TableRow] = []
         if cluster.scoring:
             workers = counted(self.config.scoring.workers, "worker")
-            rows.append(("rewards", workers, f"{cluster.kind}: on the cluster"))
+            rows.append(("rewards", workers, f"{kind}: on the cluster"))
         if placement is None:
             return rows
         engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
         value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
         gpus = counted(placement.gpus, "GPU")
         location = "processes" if placement.kind == "processes" else f"{gpus}, {placement.kind}:"
-        return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
+        return [("cluster", value, f"{kind}: {location} {placement.reason}"), *rows]
 
     def _publish_rows(self, facts: Facts) -> list[TableRow]:
         """The row about what engines in other processes are sent; none without them, or where that is an adapter."""
@@ -396,10 +397,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     algorithm = resolve_mismatch(config, algorithm, engine, itemsize=dtype.itemsize)
     if config.cluster.engines:
         check_apart(config, engine)
-    if runs_here and config.cluster.kind == "ray":
+    if runs_here and (address := config.cluster.joined_address) is not None:
         check_installed()
-        if config.cluster.address is not None:
-            check_address(config.cluster.address)
+        check_address(address)
     model_config = read_config(config.model)
     base = fingerprints(config.model)
     check_weights(config.model)

@@ -1,4 +1,4 @@
-"""A driver that starts Ray and an actor which is busy, says the ids of its processes, and sleeps."""
+"""A driver that joins a Ray cluster, starts an actor which is busy, says the id of its process, and sleeps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from rlft.system.process.ray_session import RaySession
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    launcher = RayActors(folder, RaySession(None, log=folder / "ray.log"))
+    folder, address = Path(sys.argv[1]), sys.argv[2]
+    launcher = RayActors(folder, RaySession(address, log=folder / "ray.log"))
     member = launcher.start(replace(SPEC, arguments={"start": 1}))
     pid = member.call("facts").result(60)["pid"]
     member.call("sleep", 600)
     print(json.dumps({"actor": pid}), flush=True)
-    if sys.argv[2:] == ["close"]:
-        launcher.close()
-        return
     time.sleep(600)
 
 

@@ -5,9 +5,14 @@ They sample conversations: each engine has the workers of its own environment be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from ray_cluster import TOKEN, two_machines
 from run_folders import checkpoints, files_of, metrics, rollouts
 from run_processes import Nursery, Started, happens, marked
 
@@ -42,8 +47,29 @@ def check_same(run: Path, expected: Path) -> None:
     assert [files_of(folder) for folder in checkpoints(run)] == [files_of(folder) for folder in checkpoints(expected)]
 
 
+@pytest.fixture
+def other_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("other machine")
+
+
+@pytest.fixture
+def cluster(other_machine: Path) -> Iterator[Any]:
+    with two_machines(other_machine) as cluster:
+        yield cluster
+
+
+def actors() -> list[str]:
+    """The actors of the cluster that this process has started."""
+    titles = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            titles.append(process.cmdline()[:1])
+    return [title for [title] in filter(None, titles) if title.startswith("ray::Host")]
+
+
 def check_nothing_lives(started: Started) -> None:
     assert happens(lambda: not marked(started.mark), within_s=END_S), marked(started.mark)
+    assert happens(lambda: not actors(), within_s=END_S), actors()
 
 
 def test_engines_in_processes_of_their_own_change_no_bit(
@@ -58,21 +84,21 @@ def test_engines_in_processes_of_their_own_change_no_bit(
 
 
 def test_a_run_on_ray_that_is_stopped_goes_on_anywhere_and_leaves_no_process(
-    rough: Nursery, tiny: tuple[str, ...], by_one_process: Path, tmp_path: Path
+    rough: Nursery, tiny: tuple[str, ...], by_one_process: Path, cluster: Any, other_machine: Path, tmp_path: Path
 ) -> None:
-    folders = {file.name for file in Path("/tmp").glob("rlft-ray-*")}
     stop = {"at": UPDATE, "call": 1, "do": "terminate"}
-    words = ("cluster=ray", *ENGINES, "cluster.scoring=true", "hydra.run.dir=run")
-    started = rough.start("train", *keys(tiny), *words, cwd=tmp_path, events=[stop])
+    words = ("cluster=ray", f"cluster.address={cluster.address}", *ENGINES, "cluster.scoring=true", "hydra.run.dir=run")
+    started = rough.start("train", *keys(tiny), *words, cwd=tmp_path, variables=TOKEN, events=[stop])
     done = started.wait()
     assert done.code == 130, done.err
     check_nothing_lives(started)
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["step_000001"]
-    assert "Ray is asked for a process" in (tmp_path / "run" / "cluster" / "scorer-0.log").read_text()
-    again = rough.start("resume", "run", cwd=tmp_path, events=[{**stop, "call": 2, "do": "interrupt"}])
+    wrote = {file.name.rpartition("-")[0] for file in other_machine.rglob("*.log")}
+    assert {"engine-0", "engine-1", "scorer-0"} <= wrote
+    stop |= {"call": 2, "do": "interrupt"}
+    again = rough.start("resume", "run", cwd=tmp_path, variables=TOKEN, events=[stop])
     done = again.wait()
     assert done.code == 130, done.err
     check_nothing_lives(again)
-    assert {file.name for file in Path("/tmp").glob("rlft-ray-*")} == folders
     rough.run("resume", "run", "cluster=local", "cluster.engines=0", cwd=tmp_path, ends=0)
     check_same(tmp_path / "run", by_one_process)

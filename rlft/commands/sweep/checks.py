@@ -238,7 +238,7 @@ def gpus_of(config: ClusterConfig) -> list[str]:
     Raises:
         UserError: there are fewer than jobs at a time.
     """
-    if config.address is not None:
+    if config.is_joined:
         return []
     gpus = visible_gpus()
     problem = f"each job that runs at a time has a GPU of its own, and there are {len(gpus)} here"

@@ -1,4 +1,4 @@
-"""Starts a run's members as the section `cluster` says: as processes of this machine, or on Ray.
+"""Starts a run's members as the section `cluster` says: as processes of this machine, or on a Ray cluster.
 
 Two threads for each process send its calls and read its answers, so that no call waits for a member that is busy,
 stopped or dead. One thread of the launcher starts all of them: the kernel ends a member with the thread that started
@@ -144,7 +144,7 @@ def open_launcher(
     threads: int = 1,
     scorers: int = 0,
 ) -> Iterator[Launcher]:
-    """Yields the launcher, and afterwards ends all that it has started. Ray is imported only for kind=ray.
+    """Yields the launcher, and afterwards ends all that it has started. Ray is imported only to join a cluster.
 
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
@@ -158,7 +158,7 @@ def open_launcher(
     Raises UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """
     launcher: Launcher = LocalProcesses(folder)
-    if config.kind == "ray":
+    if config.is_joined:
         launcher = _ray(config, folder, own_gpu, {"on_gpus": on_gpus, "threads": threads, "scorers": scorers})
     try:
         yield launcher
@@ -171,12 +171,11 @@ def _ray(config: Any, folder: Path, own_gpu: str | None, needs: Mapping[str, Any
     from rlft.system.process.ray_actors import RayActors
     from rlft.system.process.ray_session import RaySession
 
-    session = RaySession(config.address, log=folder / LOGS / "ray.log")
-    if config.is_joined:
-        try:
-            counts_own = own_gpu is None or session.reserve(own_gpu)
-            check_room(config, session.resources, counts_own=counts_own, **needs)
-        except BaseException:
-            session.close()
-            raise
+    session = RaySession(config.joined_address, log=folder / LOGS / "ray.log")
+    try:
+        counts_own = own_gpu is None or session.reserve(own_gpu)
+        check_room(config, session.resources, counts_own=counts_own, **needs)
+    except BaseException:
+        session.close()
+        raise
     return RayActors(folder, session)

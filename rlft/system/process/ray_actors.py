@@ -130,8 +130,7 @@ class RayMember:
         if not spec.gpus:
             variables.setdefault("CUDA_VISIBLE_DEVICES", "")
         actor: Any = ray.remote(Host)
-        # On a Ray that this run has started, nothing else needs its cores.
-        cpus = 0 if session.started_here else cores_of_a_member(spec.threads, on_gpus=spec.gpus > 0)
+        cpus = cores_of_a_member(spec.threads, on_gpus=spec.gpus > 0)
         self._actor = actor.options(
             num_cpus=cpus,
             num_gpus=spec.gpus,
@@ -204,17 +203,14 @@ class RayMember:
     def _reap(self, error: Exception) -> str:
         with self._lock:
             if self._ended is None:
-                how = "was killed" if self._was_killed else f"has died ({how_it_died(str(error))})"
+                how = "was killed" if self._was_killed else f"has died ({_last_line(error)})"
                 self._ended = f"{self._name} {how}; {where_it_wrote(self.log)}"
             return self._ended
 
 
-def how_it_died(text: str) -> str:
-    """The sentence of Ray's error that says why an actor is dead."""
-    _, because, reason = text.partition("because ")
-    reason = (reason if because else text).strip().split(". ")[0].splitlines()[0]
-    detail = text.partition("Worker exit detail: ")[2].split(". ")[0].splitlines()
-    return f"{reason.rstrip('.')}{f': {detail[0]}' if detail else ''}"[:300]
+def _last_line(error: Exception) -> str:
+    """The end of Ray's error about an actor, where it says why the actor is dead."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:200]
 
 
 def _says_death(error: Exception) -> bool:

@@ -16,7 +16,8 @@ import pytest
 from cluster_members import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
 from run_processes import happens, is_alive
 
-from rlft.system.process.launcher import LocalProcesses, ProcessMember
+from rlft.config.trainer import ClusterConfig
+from rlft.system.process.launcher import LocalProcesses, ProcessMember, open_launcher
 from rlft.system.process.member import MemberError, last_lines
 
 
@@ -119,6 +120,17 @@ def test_members_end_with_the_process_that_started_them(number: signal.Signals, 
         assert is_alive(member)
         os.kill(driver.pid, number)
     assert happens(lambda: not is_alive(member), within_s=60)
+
+
+def test_ray_without_an_address_is_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # which need not even be installed
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with open_launcher(ClusterConfig(kind="ray"), tmp_path) as launcher:
+        assert isinstance(launcher, LocalProcesses)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert ClusterConfig(kind="ray").joined_address == "10.0.0.1:6379"
+    assert ClusterConfig(kind="ray", address="auto").joined_address == "auto"
+    assert not ClusterConfig().is_joined
 
 
 def test_the_last_lines_of_a_log(tmp_path: Path) -> None:

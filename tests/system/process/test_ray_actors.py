@@ -1,4 +1,4 @@
-"""Members as actors of Ray: on a cluster of two "machines", and on the Ray that a run starts for itself."""
+"""Members as actors of Ray, on a cluster of two "machines"."""
 
 from __future__ import annotations
 
@@ -17,30 +17,20 @@ import psutil
 import pytest
 import ray_driver
 from cluster_members import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
+from ray_cluster import two_machines
 from run_processes import happens, is_alive
 
 from rlft.system.process import ray_session
 from rlft.system.process.member import MemberError
-from rlft.system.process.ray_actors import RayActors, RayMember, how_it_died
+from rlft.system.process.ray_actors import RayActors, RayMember
 from rlft.system.process.ray_session import RaySession
 from rlft.types import UserError
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two nodes with folders for temporary files of their own; the driver's has no cores to give out."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        # Ray reads them once in a process, when it is imported: they stay.
-        for name, value in {**ray_session.QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789" * 4}.items():
-            os.environ.setdefault(name, value)
-        from ray.cluster_utils import Cluster
-
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        other = tmp_path_factory.mktemp("other machine")
-        cluster.add_node(num_cpus=8, num_gpus=2, env_vars={"TMPDIR": str(other)}, wait=False)
+    with two_machines(tmp_path_factory.mktemp("other machine")) as cluster:
         yield cluster
-        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +104,21 @@ def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) 
     try:
         _internal_kv_put(key, json.dumps({**json.loads(before), "ray_version": "2.1.0"}), True, namespace=space)
         with pytest.raises(
-            UserError, match=r"cluster\.address: the cluster has other versions.*Ray: 2\.1\.0"
+            UserError, match=r"cluster\.address: Ray cannot join a cluster there \(RuntimeError: .*Ray: 2\.1\.0"
         ) as caught:
-            ray_session.resolved_address(cluster.address)
+            ray_session.check_joinable(cluster.address)
     finally:
         _internal_kv_put(key, before, True, namespace=space)
     assert caught.value.got == cluster.address
+    assert "with the Ray and Python of this process" in caught.value.remedy
+
+
+@pytest.mark.slow
+def test_a_cluster_with_another_token_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "9876543210" * 4)
+    with pytest.raises(UserError, match=r"cluster\.address: Ray cannot join a cluster there \(.*token") as caught:
+        ray_session.check_joinable(cluster.address)
+    assert "RAY_AUTH_TOKEN" in caught.value.remedy
 
 
 @pytest.mark.slow
@@ -162,27 +161,23 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
     launcher.close()
     launcher.close()
     assert happens(lambda: not is_alive(pid), within_s=60)
-    assert ray_session.resolved_address(cluster.address) == cluster.address
+    ray_session.check_joinable(cluster.address)
     with pytest.raises(MemberError, match="the run is ending"):
         launcher.start(SPEC)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_ray_whose_run_was_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MARK_OF_THIS_TEST": "yes"}
-    command = [sys.executable, ray_driver.__file__, str(tmp_path)]
+def test_nothing_is_left_of_a_run_that_was_killed(cluster: Any, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, ray_driver.__file__, str(tmp_path), cluster.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
         assert driver.stdout is not None
         actor = json.loads(driver.stdout.readline())["actor"]
-        processes = psutil.Process(driver.pid).children(recursive=True)
-        folders = {word for p in processes for word in p.cmdline() if "/rlft-ray-" in word}
-        assert len(processes) > 3
-        assert folders
-        assert actor in [p.pid for p in processes]
+        processes = [psutil.Process(actor), *psutil.Process(driver.pid).children(recursive=True)]
         os.kill(actor, signal.SIGSTOP)
         driver.kill()
     assert happens(lambda: not any(is_alive(p.pid) for p in processes), within_s=60)
-    assert happens(lambda: not list(Path("/tmp").glob(f"rlft-ray-*/session*_{processes[0].pid}*")), within_s=60)
+    ray_session.check_joinable(cluster.address)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +191,7 @@ def test_nothing_is_left_of_a_ray_whose_run_was_killed(tmp_path: Path) -> None:
 )
 def test_an_address_without_a_cluster_is_refused(address: str, problem: str) -> None:
     with pytest.raises(UserError) as caught:
-        ray_session.resolved_address(address)
+        ray_session.check_joinable(address)
     assert (caught.value.key, caught.value.got) == ("cluster.address", address)
     assert caught.value.problem.startswith(problem)
 
@@ -206,44 +201,11 @@ def test_an_address_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(UserError, match=r"cluster\.address: no Ray has answered there in 2 s") as caught:
-            ray_session.resolved_address(address)
+            ray_session.check_joinable(address)
     assert caught.value.got == address
-
-
-def test_a_ray_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In its place a process that says something, and sleeps."""
-    silent = [sys.executable, "-c", "import time; print('raylet: waiting', flush=True); time.sleep(600)"]
-    original, started = subprocess.Popen, []
-
-    def popen(command: Any, **keys: Any) -> Any:
-        started.append(original(silent, **keys))
-        return started[-1]
-
-    monkeypatch.setattr(ray_session.subprocess, "Popen", popen)
-    monkeypatch.setattr(ray_session, "START_S", 2.0)
-    monkeypatch.setattr(ray_session, "END_S", 0.2)
-    with pytest.raises(
-        UserError,
-        match=r"^cluster\.kind: Ray has not started in 2 s on this machine; its last lines:\nraylet: waiting\n",
-    ) as caught:
-        RaySession(None, log=tmp_path / "ray.log")
-    assert caught.value.remedy.startswith("use cluster=local")
-    assert not is_alive(started[0].pid)
-
-
-def test_what_ray_says_of_a_wrong_token_names_the_token() -> None:
-    said = "gcs_client.cc: Failed to get cluster ID: RPC error: InvalidAuthToken: Authentication token is missing"
-    with pytest.raises(UserError, match=r"cluster\.address: the cluster does not let this process in.*RAY_AUTH_TOKEN"):
-        ray_session.refuse("10.0.0.1:6379", said)
 
 
 def test_without_ray_its_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"cluster\.kind: Ray is not installed.*pip install .*'rlft\[ray\]'"):
         ray_session.check_installed()
-
-
-def test_why_an_actor_died() -> None:
-    text = "Gone.\n\tpid: 3\nThe actor is dead because its worker has died. Worker exit detail: End of file. More."
-    assert how_it_died(text) == "its worker has died: End of file"
-    assert how_it_died("Something else") == "Something else"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray_cluster import two_machines
 from real_engines import check_pool_against, opened_here, signal_to
 
 from rlft.config.schema import RunConfig
@@ -24,14 +25,16 @@ pytestmark = pytest.mark.slow
 KEYS = (
     "model.dtype=float32", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "group_size=4", "prompts.max_tokens=40",
     "generation.max_tokens=24", "generation.transformers.batch_size=8", "generation.transformers.weights=apart",
-    "generation.vllm.max_num_seqs=8", "cluster=ray", "cluster.engines=2",
+    "generation.vllm.max_num_seqs=8", "cluster=ray", "cluster.address=auto", "cluster.engines=2",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with open_launcher(ClusterConfig(kind="ray"), tmp_path_factory.mktemp("run")) as launcher:
-        yield launcher
+    with two_machines(tmp_path_factory.mktemp("other machine")) as cluster:
+        config = ClusterConfig(kind="ray", address=cluster.address, engines=2)
+        with open_launcher(config, tmp_path_factory.mktemp("run")) as launcher:
+            yield launcher
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
