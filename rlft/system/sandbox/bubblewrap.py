@@ -5,11 +5,13 @@ own files read-only, and an empty /tmp in memory, whose size and number of files
 network, /etc, any home folder (even if Python itself is in one), /proc, other processes, the environment, privileges,
 or system calls that Python programs do not need. This relies only on what bubblewrap and the kernel enforce: namespaces
 for files, network, processes and IPC, `no_new_privs`, resource limits and the system-call filter, which are all set
-before the script's first instruction (launch.py), and a memory cgroup where one can be made (cgroups.py).
+before the script's first instruction (launch.py).
 
-Resource limits bound the memory of processes. What processes hold in addition (System V shared memory, memfds,
-descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it (`memory_bound`). With
-the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
+Memory has one bound: resource limits bound the address space of each process and the number of processes, and the
+filter leaves no way to hold memory outside of them (System V shared memory, memfds, descriptors in flight). A trial
+says whether that holds on this machine (`memory_bound`). The kernel's own memory comes on top: for each process 14 MiB
+in the buffers of 64 pipes and socket pairs, and page tables of at most twice its address space, if each of its pages is
+as far from the others as can be.
 
 RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So there are two
 ways: a user's bubblewrap makes a user namespace, in which processes are counted separately; root's bubblewrap makes
@@ -39,7 +41,7 @@ from typing import IO, Any
 
 from rlft.system.locks import owned_folder
 from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
-from rlft.system.sandbox import cgroups, launch
+from rlft.system.sandbox import launch
 
 PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever else is installed
 FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
@@ -84,7 +86,7 @@ class Limits:
         seconds: time, after which it is killed with all its children; it counts while both the script and the process
             that waits for it may run, and not while they are stopped (SIGSTOP).
         cpu_seconds: CPU time of each of its processes.
-        memory_bytes: address space of each process; all together hold at most `total_bytes`.
+        memory_bytes: address space of each process.
         output_bytes: bytes that it may write to stdout; it is killed if it writes more. stderr is thrown away.
         processes: processes and threads at the same time; in a user namespace bubblewrap's first process counts, too.
             It is not enforced on root's scripts that are not isolated.
@@ -103,11 +105,6 @@ class Limits:
     def of(cls, keys: Any, seconds: float) -> Limits:
         """The limits in a section's keys of the same names, but for this time."""
         return cls(seconds=seconds, **{f.name: getattr(keys, f.name) for f in fields(cls) if f.name != "seconds"})
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory that all processes together may hold, including what they write to the temporary folder."""
-        return self.memory_bytes * self.processes + self.file_bytes
 
     @property
     def max_files(self) -> int:
@@ -206,11 +203,9 @@ def running(
             "started": start_writer,
             "script": [f"{folder}/{arguments[0]}", *arguments[1:]],
         }
-        group = cgroups.available() if isolated else None
-        limiting_words = stack.enter_context(group.limited(limits.total_bytes)) if group else []
         process = subprocess.Popen(
             [
-                *(*limiting_words, *prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
+                *(*prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
                 *("-c", LAUNCH, json.dumps(settings)),
             ],
             stdin=stdin,

@@ -11,7 +11,6 @@ from enum import StrEnum
 
 from rlft.system.locks import sweep
 from rlft.system.process import signals
-from rlft.system.sandbox import cgroups
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, SandboxError, run
 from rlft.types import UserError, require
 
@@ -94,46 +93,33 @@ tell("any number of files", make_files)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBound:
-    """What bounds the memory that programs hold in addition to that of their processes.
+    """Whether the memory of programs is bounded; `open` are kinds that they can hold beside that of their processes."""
 
-    Attributes:
-        by: what bounds it, in words; empty if nothing does.
-        open: kinds of memory without a bound unless a cgroup counts it.
-    """
-
-    by: tuple[str, ...]
     open: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.by)
+        return not self.open
 
     @property
     def sentence(self) -> str:
-        if self.by:
-            return f"all memory is bounded by {' and '.join(self.by)}"
-        return (
-            f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to, "
-            "and no memory cgroup can be had here"
-        )
+        if not self.open:
+            return "all memory is bounded by resource limits and a system-call filter"
+        return f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to"
 
 
 @functools.cache
 @signals.undisturbed
 def memory_bound() -> MemoryBound:
-    """What bounds memory in the available isolation, found out by a trial."""
+    """Whether memory is bounded in the available isolation, found out by a trial."""
     isolation, _ = available()
     if isolation is Isolation.none:
-        return MemoryBound(by=(), open=("memory of every kind",))
+        return MemoryBound(open=("memory of every kind",))
     result = run(
         {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
     )
     if result.exit_code != 0:
         raise SandboxError("the trial of what memory can be held failed")
-    held = tuple(result.stdout.split("\n")[:-1])
-    group = cgroups.available()
-    return MemoryBound(
-        by=(*([group.sentence] if group else []), *([] if held else ["a system-call filter"])), open=held
-    )
+    return MemoryBound(open=tuple(result.stdout.split("\n")[:-1]))
 
 
 @functools.cache
@@ -201,5 +187,8 @@ def check_isolation(required: Required, *, allow_unsafe: bool) -> None:
         )
     if strict:
         bound = memory_bound()
-        remedy = "run where there is a systemd user session or a delegated memory cgroup, or set it to standard"
+        remedy = (
+            "run on x86_64 or aarch64, with a kernel that filters system calls and a bubblewrap that is not setuid, "
+            "or set it to standard"
+        )
         require(bound, "isolation", bound.sentence, got=required.value, remedy=remedy)

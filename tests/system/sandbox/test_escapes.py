@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlft.system.sandbox import bubblewrap, cgroups
+from rlft.system.sandbox import bubblewrap
 from rlft.system.sandbox.bubblewrap import Isolation, Limits
 
 MEBI = 2**20
@@ -264,13 +264,6 @@ def test_there_are_thirty_attempts_and_more():
     assert len(ATTEMPTS) >= 30
 
 
-@pytest.fixture
-def no_cgroup(monkeypatch):
-    """What stands here holds without one."""
-    monkeypatch.setattr(cgroups, "available", lambda: None)
-
-
-@pytest.mark.usefixtures("no_cgroup")
 @pytest.mark.parametrize("isolation", ISOLATED)
 def test_no_attempt_gets_out(isolation, goal, monkeypatch):
     monkeypatch.setenv("RLFT_SECRET", SECRET)
@@ -283,7 +276,6 @@ def test_no_attempt_gets_out(isolation, goal, monkeypatch):
     assert victim.poll() is None
 
 
-@pytest.mark.usefixtures("no_cgroup")
 def test_namespaces_and_limits_hold_without_the_filter(goal, monkeypatch):
     monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None)
     names = [name for name, attempt in ATTEMPTS.items() if attempt.bars != ("filter",)]
@@ -292,7 +284,6 @@ def test_namespaces_and_limits_hold_without_the_filter(goal, monkeypatch):
     assert [name for name, answer in found.items() if answer == "out"] == []
 
 
-@pytest.mark.usefixtures("no_cgroup")
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_each_attempt_gets_out_where_its_bars_are_missing(name, goal, monkeypatch):
     words, victim = goal
