@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from rlft.config.model import LoraSettings
 from rlft.model.kernels.selection import Decision
 from rlft.model.lora_config import adapted_words
-from rlft.system.memory import multiplies_in
+from rlft.system.machine import multiplies_in
 
 TableRow = tuple[str, str, str]
 """(name, value, explanation)"""

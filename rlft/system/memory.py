@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import re
 import resource
@@ -23,14 +22,6 @@ LARGE_BYTES, LEAN_BYTES = 32 * 2**20, 4 * 2**20
 LARGE_MICRO_BATCH = 4096  # tokens
 KEPT_BYTES = 2**30
 UNLIMITED = 2**63
-
-INSTRUCTIONS: Mapping[str, frozenset[str]] = {
-    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
-    "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
-}
-"""{dtype: names, in Linux's list, of instructions that multiply in it, of x86 and ARM processors}."""
-
-CPUINFO = Path("/proc/cpuinfo")
 
 
 def keep_blocks(token_budget: int) -> bool:
@@ -92,23 +83,6 @@ def gc_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def multiplies_in(dtype: str) -> bool:
-    """Whether the processor has instructions for products in a dtype such as bfloat16; True where it is not known."""
-    known = _known_instructions(CPUINFO)
-    return dtype not in INSTRUCTIONS or not known or bool(known & INSTRUCTIONS[dtype])
-
-
-@functools.cache
-def _known_instructions(cpuinfo: Path) -> frozenset[str]:
-    """The instructions that Linux lists for the first processor; none on other systems."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return frozenset()
-    listed = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(listed, "").split())
 
 
 # -- when memory runs out ----------------------------------------------------------------------------------------------

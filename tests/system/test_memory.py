@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from rlft import cli
 from rlft.logger.interface import StepRecord
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import largest_of
-from rlft.plan.startup_table import slow_dtype
 from rlft.system import memory
 from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained, gc_frozen, keep_blocks
 
@@ -106,50 +104,6 @@ def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pyt
     assert 2**28 < memory.free_memory() < 2**45
     monkeypatch.setattr(memory, "_control_group_room", lambda: 12345)
     assert memory.free_memory() == 12345
-
-
-# -- the processor, by what Linux lists of it -------------------------------------------------------------------------
-LINES = {
-    "x86 of 2018": ("flags\t\t: fpu avx2 avx512f avx512_vnni", []),
-    "x86 with bfloat16": ("flags\t\t: fpu avx2 avx512f avx512_bf16", ["bfloat16"]),
-    "x86 with tiles": ("flags\t\t: avx512_fp16 amx_bf16 amx_tile", ["bfloat16", "float16"]),
-    "ARM": ("Features\t: fp asimd asimdhp", ["float16"]),
-    "ARM with bfloat16": ("Features\t: fp asimd bf16", ["bfloat16"]),
-    "a system that does not tell": ("cpu MHz\t: 2000", ["bfloat16", "float16"]),
-}
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_the_instructions_of_the_first_processor_count(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line, expected = LINES[name]
-    file = tmp_path / "cpuinfo"
-    file.write_text(
-        f"processor\t: 0\n{line}\n\nprocessor\t: 1\nflags\t\t: avx512_bf16 avx512_fp16\n" * ("MHz" not in line)
-    )
-    monkeypatch.setattr(memory, "CPUINFO", file)
-    assert [dtype for dtype in ("bfloat16", "float16") if memory.multiplies_in(dtype)] == expected
-    assert memory.multiplies_in("float32")
-
-
-def test_where_there_is_no_list_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CPUINFO", tmp_path / "none")
-    assert slow_dtype("bfloat16", "cpu") is None
-
-
-def test_a_dtype_that_the_processor_emulates_is_named_with_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("flags\t\t: avx2\n")
-    monkeypatch.setattr(memory, "CPUINFO", file)
-    assert slow_dtype("bfloat16", "cpu") == (
-        "model.dtype: this processor has no instructions for it, so that products take about ten times as long as in "
-        "float32, got bfloat16; use model.dtype=float32, which auto is on a CPU"
-    )
-    assert slow_dtype("bfloat16", "cuda") is None
-    assert slow_dtype("float32", "cpu") is None
 
 
 # -- memory that runs out ----------------------------------------------------------------------------------------------
