@@ -167,6 +167,7 @@ class Freshness:
         limits: those of `threshold`.
         model_limits: those that judge engines: `limits`, or wider ones where an engine exceeded them and the model's
             own roundings explain it.
+        gap: that of the engine that was compared last, also if it is too large; None if what it holds told already.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class Freshness:
         self.sequences = [list(ids) for ids in sequences]
         self.limits, self.every = Limits.of(threshold), every
         self.model_limits = self.limits
+        self.gap: Gap | None = None
         self.history: dict[int, list[float]] = {}
         self.num_checks = 0
         self._published: dict[int, dict[str, Mapping[str, Fingerprint]]] = {}  # {version: {dtype: what was published}}
@@ -245,14 +247,15 @@ class Freshness:
         `trainer`: measures the model's own roundings where an engine exceeds the limits; None: they were measured.
         """
         gaps: list[float] = []
+        self.gap = None
 
         def accept(scores: list[list[float]]) -> str | None:
             engine = flatten(scores)
             if not engine:  # it has no weights
                 return None
-            gap = Gap.between(engine, expected)
+            self.gap = gap = Gap.between(engine, expected)
             if not self.model_limits.allow(gap) and trainer is not None:
-                self.measure_roundings(trainer, expected)
+                self._measure_roundings(trainer, expected)
             if not self.model_limits.allow(gap):
                 return self._explain(version, engine, expected)
             gaps.append(gap.largest)
@@ -268,7 +271,7 @@ class Freshness:
             raise StaleAdapterError(f"{error}; stopped rather than train on stale rollouts. {REMEDY}") from error
         return gaps
 
-    def measure_roundings(self, trainer: SequenceScorer, expected: list[float]) -> None:
+    def _measure_roundings(self, trainer: SequenceScorer, expected: list[float]) -> None:
         """Sets `model_limits` for the model with the weights that it has now, whose log-probs are `expected`."""
         if math.isfinite(self.limits.largest) or self.model_limits != self.limits:
             return

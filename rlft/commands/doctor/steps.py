@@ -5,22 +5,22 @@ Each verdict is a function of measured numbers.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlft.commands.doctor.supervise import judged
+from rlft.commands.doctor.supervise import NotReadyError, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.commands.doctor.work import Shape, step_flops
 from rlft.config.schema import AUTO
 from rlft.generation.adapter_files import memory_folder
-from rlft.generation.engine import Generator
 from rlft.generation.memory import peak
-from rlft.loop.freshness import Gap, Limits, flatten
+from rlft.loop.freshness import Freshness, Gap, Limits, StaleAdapterError, flatten
 from rlft.model.activations import is_checkpointed
 from rlft.model.roles import POLICY, Roles
 from rlft.plan.fit import in_words
@@ -28,8 +28,13 @@ from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import has_own_memory, total_bytes
+from rlft.system.rates import peak_rate
+from rlft.train import train
 
-SCORED_SEQUENCES, SCORED_TOKENS = 4, 64
+GAP = "sampler/logprob_gap"
+"""The beginning of the names of two metrics: the mean and the largest gap of a step's sampled tokens."""
+SWAPPED = 10**6
+"""A version beyond those of the run's steps."""
 FIRST_SPREAD = 0.01
 """Standard deviation of the first noise added to an adapter's B; it is doubled until log-probs move enough."""
 MAX_DOUBLINGS = 12
@@ -61,106 +66,91 @@ def model_rows(trial: MachineTrial) -> list[CheckRow]:
 def engine_rows(trial: MachineTrial) -> list[CheckRow]:
     """Loads the model, starts the engine, and has it take the first adapter."""
     start = time.monotonic()
-    trial.start()
-    trial.publish()
+    trial.start().publish(0)
     seconds = time.monotonic() - start
     value = f"{trial.plan.engine} started and took an adapter in {seconds:.1f} s"
     return [CheckRow("engine", Status.ok, value, numbers={"seconds": seconds})]
 
 
 def gap_rows(trial: MachineTrial) -> list[CheckRow]:
-    """The log-prob gap of fixed tokens, as in the freshness check, and that of sampled tokens."""
-    session = trial.session
-    sequences = fixed_sequences(trial)
-    expected, freshness = flatten(session.trainer.score(sequences)), session.freshness
-    fixed = Gap.between(flatten(session.generator.score(sequences)), expected)
-    if not freshness.limits.allow(fixed):
-        freshness.measure_roundings(session.trainer, expected)
-    batch = trial.collated(session.sample(0))
-    logprobs = trial.roles.logprobs(batch, POLICY)[batch.loss_mask]
-    sampled = Gap.between(batch.sampled_logprobs[batch.loss_mask].tolist(), logprobs.tolist())
-    alarms = trial.config.alarms
-    return [gap_row(fixed, sampled, freshness.model_limits, None if alarms is None else alarms.logprob_gap)]
+    """The log-prob gap of fixed tokens in the newest freshness check, and the widest of a step's sampled ones."""
+    freshness, alarms = trial.session.freshness, trial.config.alarms
+    if freshness.gap is None:
+        raise NotReadyError("the engine's log-probs have not been compared")
+    gaps = [Gap(mean=line[f"{GAP}_mean"], largest=line[f"{GAP}_max"]) for line in trial.lines]
+    sampled = max(gaps, key=lambda gap: gap.mean, default=None)
+    return [gap_row(freshness.gap, sampled, freshness.model_limits, None if alarms is None else alarms.logprob_gap)]
 
 
-def gap_row(fixed: Gap, sampled: Gap, limits: Limits, alarm: float | None) -> CheckRow:
-    """Whether a run with these gaps, in nats, would be stopped by its freshness check, or raise an alarm.
+def gap_row(fixed: Gap, sampled: Gap | None, limits: Limits, alarm: float | None) -> CheckRow:
+    """Whether a run with these gaps, in nats, is stopped by its freshness check, or raises an alarm.
 
-    `limits` are what that check allows the fixed tokens, `alarm` is the mean gap of sampled ones that raises an alarm.
+    `limits` are what that check allows the fixed tokens, `alarm` is the mean gap of sampled ones that raises an alarm;
+    `sampled` is None where the run was stopped before its first step.
     """
-    value = (
-        f"fixed tokens: mean {fixed.mean:.1e}, largest {fixed.largest:.1e} (a run stops above {limits}); "
-        f"sampled ones: mean {sampled.mean:.1e}, largest {sampled.largest:.1e} nats"
-    )
-    numbers = {
-        "fixed_mean_nats": fixed.mean,
-        "fixed_max_nats": fixed.largest,
-        "sampled_mean_nats": sampled.mean,
-        "sampled_max_nats": sampled.largest,
-        "threshold_nats": limits.threshold,
-    }
-    exceeds_threshold = not limits.allow(fixed)
-    would_alarm = not sampled.mean <= (limits.threshold if alarm is None else min(alarm, limits.threshold))
+    value = f"fixed tokens: mean {fixed.mean:.1e}, largest {fixed.largest:.1e} (a run stops above {limits})"
+    numbers = {"fixed_mean_nats": fixed.mean, "fixed_max_nats": fixed.largest, "threshold_nats": limits.threshold}
+    would_alarm = False
+    if sampled is not None:
+        value += f"; sampled ones: mean {sampled.mean:.1e}, largest {sampled.largest:.1e} nats"
+        numbers |= {"sampled_mean_nats": sampled.mean, "sampled_max_nats": sampled.largest}
+        would_alarm = not sampled.mean <= (limits.threshold if alarm is None else min(alarm, limits.threshold))
     remedy = "compare with generation=transformers and with model.dtype=float32: one of them names the part that is off"
-    return judged("log-prob gap", value, remedy, numbers, wrong=exceeds_threshold or would_alarm)
+    return judged("log-prob gap", value, remedy, numbers, wrong=would_alarm or not limits.allow(fixed))
 
 
 def swap_rows(trial: MachineTrial) -> list[CheckRow]:
-    session = trial.session
-    return [swap_row(session.generator, trial.roles, fixed_sequences(trial), session.freshness.model_limits)]
+    return [swap_row(trial.session.publish, trial.session.freshness, trial.roles)]
 
 
-def swap_row(generator: Generator, roles: Roles, sequences: list[list[int]], limits: Limits) -> CheckRow:
+def swap_row(publish: Callable[[int], None], freshness: Freshness, roles: Roles) -> CheckRow:
     """Publishes a changed adapter, then the original one again; leaves the policy as it was.
 
-    The changed adapter moves log-probs by at least two thresholds. After each publish, the engine's log-probs must be
-    within one threshold of the trainer's, which those of an engine with the other adapter are not.
+    The changed adapter moves log-probs by at least two thresholds, so that the freshness check after each publish does
+    not take an engine with the other adapter for one that follows.
     """
-    weights = roles.weights(POLICY)
-    logprobs = flatten(roles.score(sequences))
+    weights, version, problems = roles.weights(POLICY), SWAPPED * freshness.every, list[str]()
+
+    def gap_after(version: int) -> float:
+        try:
+            publish(version)
+        except StaleAdapterError as error:
+            problems.append(str(error))
+        return math.inf if freshness.gap is None else freshness.gap.largest
+
     try:
-        moved_logprobs = _moved_logprobs(roles, weights, sequences, logprobs, limits)
-        generator.load(roles.publish(10**6))
-        gap = Gap.between(flatten(generator.score(sequences)), moved_logprobs)
+        move = _move(roles, weights, freshness)
+        gap = gap_after(version)
     finally:
         roles.restore_role(POLICY, weights)
-    generator.load(roles.publish(10**6 + 1))
-    gap_back = Gap.between(flatten(generator.score(sequences)), logprobs)
-    move = Gap.between(logprobs, moved_logprobs).largest
+    gap_back = gap_after(2 * version)
     value = (
-        f"moved by up to {move:.1e} nats the engine follows to {gap.largest:.1e}, and back to {gap_back.largest:.1e}"
-        f" (allowed {limits})"
+        f"moved by up to {move:.1e} nats the engine follows to {gap:.1e}, and back to {gap_back:.1e}"
+        f" (allowed {freshness.model_limits})"
     )
     numbers = {
         "move_nats": move,
-        "gap_nats": gap.largest,
-        "gap_back_nats": gap_back.largest,
-        "threshold_nats": limits.threshold,
+        "gap_nats": gap,
+        "gap_back_nats": gap_back,
+        "threshold_nats": freshness.model_limits.threshold,
     }
-    wrong = not (limits.allow(gap) and limits.allow(gap_back))
     remedy = "the engine samples from a stale adapter: use generation=transformers, or another version of the engine"
-    return judged("adapter swap", value, remedy, numbers, wrong=wrong)
+    return judged("adapter swap", "; ".join([value, *problems]), remedy, numbers, wrong=bool(problems))
 
 
-def _moved_logprobs(
-    roles: Roles,
-    weights: Mapping[str, Tensor],
-    sequences: list[list[int]],
-    logprobs: Sequence[float],
-    limits: Limits,
-) -> list[float]:
-    """The trainer's log-probs with an adapter whose B is changed; that adapter stays loaded.
+def _move(roles: Roles, weights: Mapping[str, Tensor], freshness: Freshness) -> float:
+    """Loads the adapter with a changed B; the largest move of a fixed token's log-prob by that, in nats.
 
     Raises:
         RuntimeError: log-probs do not move by twice the limits of the freshness check, or none by MIN_MOVE.
     """
-    spread = FIRST_SPREAD
+    sequences, limits, spread = freshness.sequences, freshness.model_limits, FIRST_SPREAD
+    logprobs = flatten(roles.score(sequences))
     for _ in range(MAX_DOUBLINGS):
         roles.restore_role(POLICY, with_noise(weights, spread))
-        moved_logprobs = flatten(roles.score(sequences))
-        move = Gap.between(logprobs, moved_logprobs)
+        move = Gap.between(logprobs, flatten(roles.score(sequences)))
         if move.largest >= max(MIN_MOVE, 2 * limits.threshold) and limits.judged(move) >= 2 * limits.threshold:
-            return moved_logprobs
+            return move.largest
         spread *= 2
     raise RuntimeError(
         f"the adapter has no effect in the trainer: no log-prob moves by {max(MIN_MOVE, 2 * limits.threshold):g} nats"
@@ -177,26 +167,25 @@ def with_noise(weights: Mapping[str, Tensor], spread: float) -> dict[str, Tensor
     return noisy
 
 
-def fixed_sequences(trial: MachineTrial) -> list[list[int]]:
-    """The first tokens of a few prompts, which are always the same."""
-    prompts = trial.plan.train_prompts.prompts[:SCORED_SEQUENCES]
-    return [list(prompt.token_ids[:SCORED_TOKENS]) for prompt in prompts]
-
-
 # -- speed and memory --------------------------------------------------------------------------------------------------
 def step_rows(trial: MachineTrial) -> list[CheckRow]:
-    measured, roles, work = trial.measured, trial.roles, trial.work
-    sample, update, publish = (measured.fastest(stage) for stage in ("sample", "update", "publish"))
+    """Trains, and judges the fastest of each stage's times: other programs can only slow a step down."""
+    train(trial.session)
+    steps, roles, work = trial.measured, trial.roles, trial.work
+    sample, update, publish = (
+        min(sum(line[f"time/{stage}"] for stage in stages) for line in steps)
+        for stages in (("sample",), ("credit", "update"), ("publish",))
+    )
     shape = Shape.of_model(trial.session.backbone.model, sizes_of(trial.config.model, trial.config.lora).lora)
     longest = trial.plan.train_prompts.lengths.longest
     flops = step_flops(shape, replace(work, prompt_tokens=longest))
-    tokens = measured.prompt_tokens + measured.completion_tokens
-    if not roles.forward.packed:
-        tokens = work.group * measured.prompt_tokens + measured.completion_tokens
-    kind = "cuda" if trial.device.type == "cuda" else "cpu"
+    sampled, prompts = steps[-1]["tokens/completion"], steps[-1]["tokens/prompt"]
+    tokens = sampled + prompts * (1 if roles.forward.packed else work.group)
+    scale, kind = trial.scale, "cuda" if trial.device.type == "cuda" else "cpu"
+    rate = peak_rate(trial.device, trial.dtype, side=scale.side, seconds=scale.product_s)
     return [
-        sampling_row(measured.completion_tokens, sample, update, str(trial.plan.engine)),
-        update_row(tokens, update, flops, trial.product_rate, MIN_SHARE[kind]),
+        sampling_row(sampled, sample, update, str(trial.plan.engine)),
+        update_row(tokens, update, flops, rate, MIN_SHARE[kind]),
         publish_row(publish, sample + update + publish),
     ]
 
@@ -244,7 +233,7 @@ def memory_rows(trial: MachineTrial) -> list[CheckRow]:
         demand = on_a_gpu(demand, trial.plan, total, absent=False)
     apart = (OF_THE_PROCESS, OF_THE_MARGIN) if has_own_memory(trial.device) else ()
     counted = [part for part in parts(model, demand, process) if part.name not in apart]
-    return [memory_row(peak(counted), trial.measured.peak)]
+    return [memory_row(peak(counted), trial.measured[-1]["memory/peak_bytes"])]
 
 
 def memory_row(planned: int, measured: int) -> CheckRow:

@@ -1,39 +1,35 @@
 """The run that `rlft doctor` checks: a small one with the user's model, adapter, engine and optimizer.
 
-Its prompts are letters and its rewards alternate, so that it needs no data and every group has a gradient. Plan, model
-and engine are those of an ordinary run, opened when a check first needs them.
+Its prompts are letters and its rewards alternate, so that it needs no data and every group has a gradient. All else is
+an ordinary run of `rlft train` in the folder of the checks, which judge what it records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlft.commands.doctor.supervise import NotReadyError, Settings
 from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
+from rlft.logger.jsonl import METRICS, read_lines
 from rlft.loop.engines import Engines
-from rlft.loop.metrics import Clock
 from rlft.loop.session import Session, open_session
 from rlft.model.backbone import read_config
 from rlft.model.roles import Roles
 from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan
-from rlft.system.device import peak_memory_bytes, resolve_device, resolve_dtype
+from rlft.runs import run_folder
+from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.memory import resident_bytes
-from rlft.system.rates import peak_rate
-from rlft.types import Batch, Group, Scores
-
-STEPS = 3
-"""Number of steps; the first, which warms up, is not measured."""
+from rlft.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,29 +50,10 @@ SCALES: Mapping[str, Scale] = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """Measurements of the trial's steps.
-
-    Attributes:
-        seconds: {stage: seconds} of each measured step.
-        peak: peak memory, in bytes.
-    """
-
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    peak: int = 0
-
-    def fastest(self, stage: str) -> float:
-        """The least seconds of a stage: the fastest step counts, because other programs can only slow a step down."""
-        return min(step[stage] for step in self.seconds)
-
-
 class MachineTrial:
     """The trial of one process, with a folder for its files and the names of the checks that have failed so far.
 
-    `process` are the bytes of the process before the model was loaded.
+    `run` is the folder of its run, `process` are the bytes of the process before the model was loaded.
     """
 
     def __init__(self, settings: Settings, folder: Path, failed: Sequence[str]) -> None:
@@ -85,8 +62,8 @@ class MachineTrial:
         # What a run needs is imported here, so that its memory is not counted in later measurements.
         _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
         self.settings, self.folder, self.failed = settings, folder, failed
+        self.run = folder / "run"
         self.process = 0
-        self.num_published = 0
         self._open = ExitStack()
         self._session: Session | None = None
 
@@ -120,7 +97,7 @@ class MachineTrial:
             plain = with_values(plain, {"model.path": str(model_folder), "model.revision": None})
             # The adapter and the stop tokens in the config belong to another model.
             plain = with_values(plain, {"lora.path": None, "generation.stop": []})
-        prompts = write_prompts(self.folder / "prompts.jsonl", work_of(plain), STEPS)
+        prompts = write_prompts(self.folder / "prompts.jsonl", work_of(plain), plain["steps"])
         return with_values(plain, {"data.path": str(prompts)})
 
     @property
@@ -141,15 +118,17 @@ class MachineTrial:
     def config_of_model(self) -> Any:
         return read_config(self.config.model)
 
-    # -- the open session -------------------------------------------------------------------------------------------
+    # -- the run ----------------------------------------------------------------------------------------------------
     def start(self) -> Session:
         """Loads the model and starts the engine, and records the memory of the process before that."""
         plan = self.plan
+        run_folder.check_writable(self.run)
+        run_folder.claim(self.run, plan.plain, plan.fingerprints, plan.num_steps)
         self.process = resident_bytes()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         engines = self._open.enter_context(Engines())
-        self._session = self._open.enter_context(open_session(plan, self.folder, engines, print))
+        self._session = self._open.enter_context(open_session(plan, self.run, engines, print))
         return self._session
 
     @property
@@ -164,54 +143,22 @@ class MachineTrial:
         assert isinstance(self.session.roles, Roles), "the command refuses lora=null"
         return self.session.roles
 
-    def publish(self) -> None:
-        self.num_published += 1
-        self.session.publish(self.num_published)
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What the run has recorded of each step so far."""
+        return read_lines(self.run / METRICS)
 
-    # -- measurements -----------------------------------------------------------------------------------------------
-    @cached_property
-    def product_rate(self) -> float:
-        """FLOP/s of a large product in the model's dtype."""
-        return peak_rate(self.device, self.dtype, side=self.scale.side, seconds=self.scale.product_s)
-
-    @cached_property
-    def measured(self) -> Measured:
-        """The measurements of the steps, which run after a rehearsal of the longest rows, as in a run."""
-        session, measured = self.session, Measured()
-        self.publish()
-        session.rehearse_sampling(0)
-        session.rehearse_update()
-        for step in range(STEPS):
-            clock = Clock(lambda stage: None)
-            with clock("sample"):
-                groups = session.sample(step)
-            with clock("update"):
-                self._learn(step, groups)
-            with clock("publish"):
-                self.publish()
-            if step:
-                measured.seconds.append(clock.seconds)
-            completions = [rollout.completion for group in groups for rollout in group.rollouts]
-            measured.completion_tokens = sum(len(completion.token_ids) for completion in completions)
-            measured.prompt_tokens = sum(len(group.prompt.token_ids) for group in groups)
-        measured.peak = peak_memory_bytes()
-        return measured
-
-    def _learn(self, step: int, groups: Sequence[Group]) -> None:
-        algorithm, trainer = self.plan.algorithm, self.session.trainer
-        batch = self.collated(groups)
-        zero_gradient_B = algorithm.zero_gradient_rows(batch)
-        batch = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
-        trainer.update(algorithm, batch, zero_gradient_B, step)
-
-    def collated(self, groups: Sequence[Group]) -> Batch:
-        """The batch of these groups, in which every second completion has reward 1."""
-        return self.session.backbone.collated(groups, alternating(groups))
+    @property
+    def measured(self) -> list[dict[str, Any]]:
+        """The lines of the steps that are measured; a NotReadyError if the run has not done all of them."""
+        if len(lines := self.lines) < self.config.steps:
+            raise NotReadyError("the run has not done its steps")
+        return lines[1:]  # the first step warms up
 
 
-def alternating(groups: Sequence[Group]) -> Scores:
-    total: Tensor = torch.tensor([[float(i % 2) for i in range(len(group.rollouts))] for group in groups])
-    return Scores(total=total, by_reward={"alternating": total})
+def alternating(group: Group) -> list[float]:
+    """The reward of the run: 1 for every second completion, so that every group has a gradient."""
+    return [float(i % 2) for i in range(len(group.rollouts))]
 
 
 def work_of(plain: Mapping[str, Any]) -> Workload:

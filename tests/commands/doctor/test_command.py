@@ -18,22 +18,22 @@ from slow_cases import slow
 from torch import Tensor
 
 from rlft import cli
-from rlft.batch import collate
 from rlft.commands.doctor import command as doctor
 from rlft.commands.doctor import kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
 from rlft.commands.doctor.machine import Cuda, Gpu
 from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
-from rlft.commands.doctor.trial import MachineTrial, alternating, with_values
+from rlft.commands.doctor.trial import MachineTrial, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
-from rlft.loop.freshness import Gap, Limits
+from rlft.generation.engine import Generator
+from rlft.loop.freshness import Freshness, Gap, Limits
 from rlft.system import versions
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.process.child import function_of
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.system.terminal import pip_install
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
+from rlft.types import Adapter
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -341,7 +341,7 @@ class Logits:
         return [[-1.0 + moved * token / 10 for token in ids[1:]] for ids in sequences]
 
 
-class Follower(Logits):
+class Follower(Logits, Generator):
     """An engine that loads each adapter, but those whose numbers (of the load) are in `ignores`."""
 
     def __init__(self, *ignores: int, off: float = 0.0) -> None:
@@ -357,10 +357,15 @@ class Follower(Logits):
         return [[value + self.off for value in row] for row in super().score(sequences)]
 
 
-def swap(engine_: Any, threshold: float = 1e-3) -> CheckRow:
-    trainer: Any = Logits()
+def swap(engine: Follower, trainer: Any = None, threshold: float = 1e-3) -> CheckRow:
+    trainer, freshness = trainer or Logits(), Freshness(SEQUENCES, threshold, 7)
     before = trainer.weights("policy")
-    row = steps.swap_row(engine_, trainer, SEQUENCES, Limits.of(threshold))
+
+    def publish(version: int) -> None:
+        engine.load(trainer.publish(version))
+        freshness.check(version, engine, trainer)
+
+    row = steps.swap_row(publish, freshness, trainer)
     assert trainer.held[NAMES[1]] is before[NAMES[1]], "the policy is as it was"
     return row
 
@@ -388,7 +393,7 @@ def test_an_adapter_without_effect_in_the_trainer_is_told() -> None:
             return [[-1.0 for _ in ids[1:]] for ids in sequences]
 
     with pytest.raises(RuntimeError, match="the adapter has no effect in the trainer"):
-        steps.swap_row(Follower(), Fixed(), SEQUENCES, Limits.of(1e-3))  # type: ignore[arg-type]
+        swap(Follower(), Fixed())
 
 
 def test_a_gap_above_what_runs_allow_is_wrong() -> None:
@@ -403,6 +408,8 @@ def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     assert status(0.4, 0.06, 0.5) is Status.wrong, "which raises the run's alarm"
     assert status(0.4, 0.06, 0.5, None) is Status.ok
     assert status(math.inf, 1e-6, 0.5) is Status.wrong
+    stopped = steps.gap_row(Gap(mean=1e-3, largest=2e-3), None, Limits.of(1e-3), 0.05)
+    assert (stopped.status, "sampled" in stopped.value) == (Status.wrong, False), "stopped before its first step"
     assert status(1e-6, math.nan, 0.5) is Status.wrong
     assert Gap.between([0.0, 1.0], [0.0, 3.0]) == Gap(mean=1.0, largest=2.0)
 
@@ -440,15 +447,6 @@ def tiny_trial(tmp_path: Path) -> Callable[..., MachineTrial]:
         return MachineTrial(Settings(plain=plain, typed=typed, rewards={}, runs=tmp_path), tmp_path, ())
 
     return make
-
-
-def test_a_trials_rewards_stand_by_themselves_too_as_gdpo_asks() -> None:
-    prompt = Prompt(id="p", messages=(), answer="", token_ids=(5,))
-    completion = Completion(text="", token_ids=(7,), logprobs=(-1.0,), finish_reason=FinishReason.stop)
-    group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, policy_version=1),) * 3)
-    batch = collate([group], alternating([group]), str)
-    assert batch.each_reward is not None
-    assert batch.each_reward.tolist() == [[0.0], [1.0], [0.0]]
 
 
 def test_kernels_that_agree_with_plain_ones_are_within_float32s_rounding(
