@@ -6,7 +6,6 @@ from functools import partial
 
 from rlft.loop.metrics import Clock, rollout_metrics
 from rlft.loop.session import Session, State
-from rlft.system.device import peak_memory_bytes
 
 
 def train(session: Session) -> State:
@@ -37,7 +36,7 @@ def train(session: Session) -> State:
         # A resting policy has not moved: its KL of 0 says nothing to a controller.
         adapted = algorithm.adapt(metrics) if trainer.policy_learns(state.step) else algorithm
         state = State(step=state.step + 1, algorithm=adapted)
-        metrics |= clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()}
+        metrics |= clock.metrics()
         session.record(state.step, metrics, rollouts, batch, tokens)
         session.evaluate_if_due(state.step)
         session.checkpoint_if_due(state.step, partial(session.checkpoint, state))

@@ -104,10 +104,10 @@ def imports(module: Path, *, typing: bool = True) -> set[str]:
     return found
 
 
-def ours(module: Path, *, typing: bool = True) -> set[Path]:
+def ours(module: Path) -> set[Path]:
     """The modules of rlft that a module imports."""
     found = set()
-    for name in imports(module, typing=typing):
+    for name in imports(module):
         parts = name.split(".")
         if parts[0] == "rlft":
             longest = next((n for n in range(len(parts), 1, -1) if Path(*parts[1:n]) in trees()), 1)
@@ -137,8 +137,8 @@ def test_rooms_are_few_and_imports_run_one_way() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    # rlft/__init__.py imports when it is called; names for type checkers close no circle either.
-    below = {module: ours(module, typing=False) for module in MODULES if module != Path("__init__")}
+    """Imports within functions and for type checkers count, too. Only rlft/__init__.py imports from above."""
+    below = {module: ours(module) for module in MODULES if module != Path("__init__")}
     done: set[Path] = set()
     while ready := {m for m, needs in below.items() if m not in done and needs <= done | {Path("__init__")}}:
         done |= ready

@@ -23,6 +23,7 @@ from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator
 from rlft.model.adapter_folder import POLICY
 from rlft.model.networks import Networks
+from rlft.system.device import peak_memory_bytes
 from rlft.system.seeds import sampling_seeds
 from rlft.types import Batch, Completion, Evaluation, FinishReason, Group, Prompt, Rollouts, Scores
 
@@ -62,7 +63,8 @@ class Clock:
         return {f"time/{stage}": seconds for stage, seconds in self.seconds.items()}
 
     def metrics(self) -> dict[str, float]:
-        return self.stages() | {"time/step": time.monotonic() - self.start}
+        """The seconds of stages and of the step, and the most memory that was taken so far."""
+        return self.stages() | {"time/step": time.monotonic() - self.start, "memory/peak_bytes": peak_memory_bytes()}
 
 
 def rollout_metrics(rollouts: Rollouts, batch: Batch, without_signal_B: Tensor) -> dict[str, float]:

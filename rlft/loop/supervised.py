@@ -30,7 +30,6 @@ from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
-from rlft.system.device import peak_memory_bytes
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.update import text_passes, total_of
@@ -141,7 +140,7 @@ class SupervisedRun(RunDriver):
             with clock("update"):
                 metrics = self.update(step)
             step += 1
-            self.record(step, metrics | clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()})
+            self.record(step, metrics | clock.metrics())
             self.evaluate_if_due(step)
             self.checkpoint_if_due(step, partial(self.checkpoint, step))
         return step

@@ -11,28 +11,25 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlft.commands.export import gguf, model_card, push
+from rlft.commands.export.request import Export, ExportKind, prepare
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import of_a_run
 from rlft.config import compose as configs
-from rlft.config.choices import choice_remedy
-from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
 from rlft.logger.jsonl import encode
-from rlft.runs import run_folder
 from rlft.runs.chain import CHAIN, lines_until
 from rlft.runs.checkpoint import saved_step, set_usual_mode
-from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
+from rlft.runs.find import CheckpointKind, check_base
 from rlft.system import interrupt, locks
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import atomic_folder, size_of
 from rlft.system.terminal import say
-from rlft.types import UserError, require
+from rlft.types import UserError
 
 USAGE = """\
 usage: rlft export run=<run or checkpoint folder> out=<new folder> [as=model|adapter] [dtype=<dtype>]
@@ -58,7 +55,6 @@ WORDS = ("out", "as", "dtype")
 """Keys of the command, in the order of the parameters of `prepare`."""
 PUSH_WORDS = ("push", "private")
 """Keys of the command, in the order of the parameters of `push.read_target`; all others are of the run's config."""
-GGUF = "gguf"
 
 
 def command(arguments: list[str]) -> None:
@@ -81,82 +77,6 @@ def command(arguments: list[str]) -> None:
         request, pushing = replace(request, repo_id=target.repo_id), push.prepare_push(target)
     import_libraries()
     run(request, pushing, say)
-
-
-class ExportKind(StrEnum):
-    model = "model"
-    adapter = "adapter"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """A validated export request.
-
-    Attributes:
-        source: the run.
-        checkpoint: the folder of the checkpoint, which is undamaged.
-        checkpoint_kind: what the checkpoint holds.
-        kind: what is written.
-        dtype: `auto`, or one of DTYPES.
-        out: the folder to write.
-        repo_id: the repository that the folder is pushed to, for the model card; None if it is not pushed.
-    """
-
-    source: NamedRun
-    checkpoint: Path
-    checkpoint_kind: CheckpointKind
-    kind: ExportKind
-    dtype: str
-    out: Path
-    repo_id: str | None = None
-
-
-def prepare(
-    source: NamedRun, out: str | None, kind: str | None, dtype: str | None, say: Callable[[str], None]
-) -> Export:
-    """Validates a request, in which None stands for a key that was not typed; imports no torch and writes nothing.
-
-    Raises:
-        UserError: the export is impossible.
-    """
-    require(out, "out", "is missing" if out is None else "is empty", remedy="write out=<new folder>")
-    folder = Path(out or "").expanduser()
-    if kind == GGUF:
-        remedy = f"use as=model, then `{gguf.model_command(str(folder))}`"
-        raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
-    remedy = choice_remedy(kind, ExportKind)
-    require(kind in (None, *ExportKind), "as", "is not a form that rlft writes", got=kind or "nothing", remedy=remedy)
-    remedy = choice_remedy(dtype, (AUTO, *DTYPES))
-    require(dtype in (None, AUTO, *DTYPES), "dtype", "is not a known dtype", got=dtype or "nothing", remedy=remedy)
-    export_kind = ExportKind(kind or ExportKind.model)
-    problem = "applies to a model's weights only: an adapter keeps its own dtype"
-    is_for_weights = export_kind is ExportKind.model or dtype is None
-    require(is_for_weights, "dtype", problem, got=dtype, remedy="leave it out, or use as=model")
-    _check_new(folder, source)
-    checkpoint = find_checkpoint(source, say)
-    saved_kind = kind_of_checkpoint(checkpoint)
-    has_it = saved_kind is not CheckpointKind.weights or export_kind is ExportKind.model
-    require(has_it, "as", "the run trained all weights and has no adapter", got=export_kind, remedy="use as=model")
-    if saved_kind is CheckpointKind.reward and export_kind is ExportKind.model:
-        problem = "a reward model is an adapter with a scalar head, which no causal language model holds"
-        raise UserError("as", problem, got=export_kind, remedy=f"use as=adapter; then reward.learned.path={folder}")
-    return Export(
-        source=source,
-        checkpoint=checkpoint,
-        checkpoint_kind=saved_kind,
-        kind=export_kind,
-        dtype=dtype or AUTO,
-        out=folder,
-    )
-
-
-def _check_new(out: Path, source: NamedRun) -> None:
-    problem = "exists already, and nothing is ever overwritten"
-    is_new = not (out.exists() or out.is_symlink())
-    require(is_new, "out", problem, got=out, remedy="choose a new folder, or remove that one first")
-    is_among_them = out.resolve().is_relative_to(run_folder.checkpoints(source.run).resolve())
-    problem = "lies among the run's checkpoints, which would no longer be whole"
-    require(not is_among_them, "out", problem, got=out, remedy="choose another folder")
 
 
 def export(request: Export, say: Callable[[str], None]) -> Path:

@@ -36,7 +36,7 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlft.commands.export.command import Export
+    from rlft.commands.export.request import Export
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNUSED = "model-unused.safetensors"

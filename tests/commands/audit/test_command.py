@@ -60,7 +60,7 @@ def test_prompts_that_were_chosen_by_what_was_solved_are_not_accused(words: str,
 
 def test_a_run_at_work_is_not_audited(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_status, "read", lambda folder: (run_status.Status.running, ""))
-    assert "run: is at work" in wrong(audited(honest))[0]
+    assert "run: is running" in wrong(audited(honest))[0]
 
 
 def test_a_resumed_run_has_the_same_chain(honest: Path, copies: Callable[[], Path]) -> None:

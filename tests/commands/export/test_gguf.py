@@ -12,8 +12,9 @@ import pytest
 
 from rlft import cli
 from rlft.commands.export import gguf
-from rlft.commands.export.command import export, prepare
+from rlft.commands.export.command import export
 from rlft.commands.export.model_card import Card
+from rlft.commands.export.request import prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import CheckpointKind, NamedRun
 from rlft.tokens.ends import TurnEnds
