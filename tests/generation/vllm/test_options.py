@@ -27,8 +27,8 @@ FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched
         ),
         (
             "+generation.vllm.options.tensor_parallel_size=2",
-            "generation.vllm.options.tensor_parallel_size: would start processes that can outlive the run, and is not "
-            "free to choose, got 2; leave it out",
+            "generation.vllm.options.tensor_parallel_size: would start processes that can outlive the run, got 2; "
+            "leave it out",
         ),
         (
             "+generation.vllm.options.kv_cache_dtpe=fp8",
