@@ -63,11 +63,10 @@ class StaleEngineError(RuntimeError):
     """An engine holds other weights than those it was given."""
 
 
-class Generator(Protocol):
+class Generator(ABC):
     """What samples: one live engine, several (`EnginePool`), or conversations over either (`GeneratorOver`).
 
-    It holds at most one version of an adapter at a time. A class that inherits from this one has to implement `load`,
-    `sample` and `score`.
+    It holds at most one version of an adapter at a time.
     """
 
     token_callback: TokenCallback | None = None
@@ -80,22 +79,22 @@ class Generator(Protocol):
     loads_parts: bool = False
     """Whether it takes all weights of a model in parts (`load_parts`); else it is given them together (`load`)."""
 
+    @abstractmethod
     def load(self, adapter: Adapter) -> None:
         """Use this adapter version for all sampling from now on. What `load_parts` has taken belongs to it."""
-        ...
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         """Takes parts of all weights for the version that `load` completes; an engine in a process of its own gets
         them in their order. `first`: these are the first of a version, and what was taken before is void."""
         assert not self.loads_parts, "an engine that says so takes them"
 
+    @abstractmethod
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
 
         One of an ongoing conversation has at most `sampling.tokens_of(prompt)` tokens; an engine that gives more has
         wasted them.
         """
-        ...
 
     def sample_each(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
@@ -103,9 +102,9 @@ class Generator(Protocol):
         """The groups that each engine samples of all these prompts, without conversations."""
         return [self.sample(prompts, n, seeds, sampling)]
 
+    @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first, by the adapter in use; empty without weights."""
-        ...
 
     def best_tokens(self, sequences: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
         """(the most likely token, its log-prob) in place of every token that `score` scores; empty: it cannot tell."""
@@ -127,13 +126,13 @@ class Generator(Protocol):
         if now and (problem := check.problem([getattr(self, name)(*args) for name, *args in check.calls])) is not None:
             raise StaleEngineError(problem)
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:  # noqa: B027
         """Take the most memory that completions of these prompts need, unless it is taken already."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027
         """Free as much of the device's memory as possible until the next use; engines without their own do nothing."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (not every one has something to free)
         """End the engine and every process it started. Safe to call twice."""
 
 
