@@ -27,7 +27,7 @@ from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone
 from rlft.model.kernels import selection
 from rlft.model.roles import Roles
-from rlft.types import Prompt, Sampling, UserError
+from rlft.types import Adapter, Prompt, Sampling, UserError
 
 CONFIG = SimpleNamespace(
     generation=SimpleNamespace(max_tokens=20), prompts=SimpleNamespace(max_tokens=64), token_budget=256
@@ -186,6 +186,9 @@ class Shifted(Generator):
 
     def __init__(self, generator: TransformersGenerator, by: float, *, first_only: bool) -> None:
         self.generator, self.by, self.first_only = generator, by, first_only
+
+    def load(self, adapter: Adapter) -> None:
+        self.generator.load(adapter)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.generator.score(sequences)

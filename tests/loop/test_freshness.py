@@ -38,6 +38,12 @@ class Fixed(Generator):
     def __init__(self, *values, noise=0.0):
         self.values, self.calls, self.noise = values, 0, noise
 
+    def load(self, adapter):
+        raise NotImplementedError
+
+    def sample(self, prompts, n, seeds, sampling):
+        raise NotImplementedError
+
     def score(self, sequences, *, rounded=False):
         self.calls += 1
         return [[value + self.noise if rounded else value for value in self.values]]

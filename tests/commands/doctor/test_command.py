@@ -353,6 +353,9 @@ class Follower(Logits, Generator):
         if self.loads not in self.ignores:
             self.held = dict(adapter.weights)
 
+    def sample(self, *_: Any) -> Any:
+        raise NotImplementedError
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[value + self.off for value in row] for row in super().score(sequences)]
 
