@@ -108,13 +108,19 @@ def _as_read(source: Mapping[str, Any], config: Any, folder: Path | None) -> dic
     from rlft.tokens.ends import configured_ids
 
     fields = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    ends = " ".join(map(str, configured_ids(generation_ends(source)))) or "none"
+    # What a run takes (`configured_ends`), then what generation_config.json says; once only the latter was recorded.
+    own = " ".join(map(str, configured_ids(generation_ends(source)))) or "none"
+    ends = f"{' '.join(map(str, configured_ids(_end_of(config)))) if own == 'none' else own}/{own}"
     parts: dict[str, str | None] = {"config": f"{_of_files(folder, 'config.json')}/{_short(fields)}", "ends": ends}
     with contextlib.suppress(ImportError, OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(**source)
         parts["tokenizer"] = f"{_of_files(folder, *TOKENIZER_FILES)}/{_contents(tokenizer)}"
         parts["template"] = _short(tokenizer.chat_template)
     return parts
+
+
+def _end_of(config: Any) -> Any:
+    return getattr(config.get_text_config(), "eos_token_id", None)
 
 
 OUTSIDE = (
@@ -236,4 +242,5 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any], what: str = BAS
 def _same(before: str | None, now: str | None, *, or_absent: bool) -> bool:
     if before is None or now is None or before == now:
         return or_absent or before == now
-    return any(one and one == other for one, other in zip(before.split("/"), now.split("/"), strict=True))
+    pairs = zip(before.split("/")[::-1], now.split("/")[::-1], strict=False)
+    return any(one and one == other for one, other in pairs)

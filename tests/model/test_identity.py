@@ -162,6 +162,8 @@ SAME: Mapping[str, Callable[..., None]] = {
     "template moved": moved_template,
     "stray files": stray,
     "sampling defaults": json_of("generation_config.json", lambda fields: fields.update(temperature=0.3, top_k=7)),
+    "no ends but the config's": json_of("generation_config.json", lambda fields: fields.pop("eos_token_id")),
+    "no generation config": lambda folder, form, tensors: (folder / "generation_config.json").unlink(),
     "eos as a list": json_of("generation_config.json", lambda fields: fields.update(eos_token_id=[2])),
 }
 OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
@@ -175,7 +177,6 @@ OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
     "rope": (json_of("config.json", lambda fields: fields["rope_parameters"].update(rope_theta=10001.0)), "config"),
     "norm": (json_of("config.json", lambda fields: fields.update(rms_norm_eps=1e-5)), "config"),
     "two ends": (json_of("generation_config.json", lambda fields: fields.update(eos_token_id=[2, 5])), "ends"),
-    "no ends": (json_of("generation_config.json", lambda fields: fields.pop("eos_token_id")), "ends"),
     "ids swapped": (json_of("tokenizer.json", swapped_ids), "tokenizer"),
     "a merge more": (json_of("tokenizer.json", another_merge), "tokenizer"),
     "the end's name": (json_of("tokenizer_config.json", lambda f: f.update(eos_token="<|im_start|>")), "tokenizer"),
@@ -234,7 +235,7 @@ def test_changes_together_change_their_parts(
     before = parts_of(folder, base)
     of_weights = [name for name, (_, part) in OTHERS.items() if part == "weights"]  # which write all of them again
     names = [draw.choice(of_weights), *draw.sample(sorted(OTHERS.keys() - of_weights), 2)][draw.randrange(2) :]
-    for name in draw.sample(sorted(SAME.keys() - {"written again"}), 3):
+    for name in draw.sample(sorted(SAME.keys() - {"written again", "no generation config"}), 3):
         SAME[name](folder, form, tensors)
     for name in names:
         OTHERS[name][0](folder, form, tensors)
