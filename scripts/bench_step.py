@@ -171,7 +171,7 @@ class Kept:
 
 
 def rates(results: list[Result]) -> dict[str, float]:
-    """By work's name, the seconds that its products would take at the device's rate; on a CPU bench_limit.py tells."""
+    """By work's name, the seconds that its products would take at the device's rate; of a CPU that is not known."""
     if default_dtype() != "bfloat16":
         return {}
     rate = peak_rate(*device_and_dtype())

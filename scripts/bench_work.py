@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -15,8 +16,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from compare_algorithms import machine
 
 from rlft.commands.doctor.work import Workload, write_prompts
 from rlft.logger.jsonl import METRICS, read_lines
@@ -180,6 +179,31 @@ def where() -> str:
         with suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
     return f"{machine(device)}, {', '.join(versions)}, commit {run_folder.commit()}"
+
+
+def machine(device: str) -> str:
+    """The processors a run had, and the GPU if it used one."""
+    text = f"{num_cores()} CPU cores ({processor()})"
+    if device.startswith("cpu") or shutil.which("nvidia-smi") is None:
+        return text
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+    return f"{found}, {text}" if found else text
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's model, as the system names it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def default_dtype() -> str:

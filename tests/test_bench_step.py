@@ -11,7 +11,6 @@ from pathlib import Path
 import bench_report
 import bench_step
 import bench_trainers
-import bench_trl
 import pytest
 from bench_report import Result, report
 from bench_trainers import Setting
@@ -53,6 +52,28 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> None:
     bench_step.main()
 
 
+def test_a_step_is_measured_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--only", "rlft", "--shapes", "tiny", "--groups", "2", "--rounds", "1", "--steps", "2"]
+    words += ["--out", str(tmp_path), "--override", "model.device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
+    bench_step.main()
+    said = capsys.readouterr().out
+    [result] = json.loads((tmp_path / "step.json").read_text())
+    [measured] = result["runs"]["rlft"]
+    assert len(measured["seconds"]) == 2, "the first step is left out"
+    assert measured["peak"] > 2**27
+    for step in measured["seconds"]:
+        stages = [step[name] for name in ("sample", "score", "credit", "update", "publish")]
+        assert min(stages) > 0
+        assert 0.8 * step["step"] < sum(stages) <= step["step"], "the stages are the step"
+    told = (tmp_path / "step.md").read_text()
+    assert told.strip() in said
+    assert "| tiny G2 | rlft |" in told
+    assert "of 1 processes x 2 steps, engine transformers." in told
+
+
 # -- after an interruption -------------------------------------------------------------------------------------------
 def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(monkeypatch, processes, tmp_path) -> None:
     benchmark(monkeypatch, tmp_path, "--rounds", "2")
@@ -64,18 +85,6 @@ def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(monkey
     assert (tmp_path / "step.md").read_text() == table
     benchmark(monkeypatch, tmp_path, "--rounds", "3")
     assert processes == [("rlft", None), ("trl", 8)]
-
-
-def test_what_was_cut_in_the_middle_of_a_line_is_measured_again(monkeypatch, processes, tmp_path) -> None:
-    benchmark(monkeypatch, tmp_path, "--rounds", "1")
-    file = tmp_path / "measurements.jsonl"
-    file.write_text(file.read_text()[:-30])
-    processes.clear()
-    benchmark(monkeypatch, tmp_path, "--rounds", "1")
-    assert processes == [("trl", 8)]
-    processes.clear()
-    benchmark(monkeypatch, tmp_path, "--rounds", "1")
-    assert processes == []
 
 
 @pytest.mark.parametrize("change", ["steps", "engine", "override", "place"])
@@ -123,19 +132,6 @@ def test_one_option_is_the_whole_table_of_a_card(monkeypatch, tmp_path) -> None:
     lengths = [(128, 128), (512, 256), (512, 768)]
     assert of_each == [*((*pair, 8) for pair in lengths), *((128, 128, group) for group in (4, 16, 32, 64))]
     assert len(works) == 2 * len(of_each)
-
-
-def test_unsloth_is_a_trainer_where_it_is_installed(monkeypatch) -> None:
-    assert "unsloth" not in bench_trainers.trainers_for("vllm")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert bench_trainers.trainers_for("vllm")[-1] == "unsloth"
-    assert bench_trainers.trainers_for("transformers") == ["rlft", "trl"]
-
-
-def test_trl_samples_with_the_engine_that_is_compared() -> None:
-    found = bench_trl.engine_options("vllm", WORK)
-    assert (found["use_vllm"], found["vllm_mode"], found["vllm_max_model_length"]) == (True, "colocate", 20)
-    assert "use_vllm" not in bench_trl.engine_options("transformers", WORK)
 
 
 def test_the_fastest_micro_batch_is_one_that_fits() -> None:
@@ -217,8 +213,3 @@ def test_without_a_card_nothing_is_said_of_it(monkeypatch) -> None:
     with CardMemory() as card:
         pass
     assert card.peak is None
-
-
-def test_measurements_can_be_read_again() -> None:
-    found = measured(3.0, card=5)
-    assert Measured(**json.loads(found.dump())) == found

@@ -328,3 +328,14 @@ def test_the_batch_script_ends_with_the_runs_own_code(tmp_path: Path) -> None:
     code, calls = run_script(tmp_path, "exit 2")
     assert code == 2
     assert calls[-1] == "ray stop"
+
+
+def test_every_script_that_a_page_names_is_run_by_a_test_or_was_there_at_the_commit_beside_it() -> None:
+    tests = "".join(file.read_text() for file in Path(__file__).parent.rglob("test_*.py"))
+    for page in [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "recipes" / "README.md"]:
+        for paragraph in page.read_text().split("\n\n"):
+            for name in re.findall(r"scripts/(\w+)\.py", paragraph):
+                if (REPOSITORY / "scripts" / f"{name}.py").exists():
+                    assert name in tests, name
+                else:
+                    assert re.search(r"commit [0-9a-f]{7}", paragraph.replace("\n", " ")), (page.name, name)

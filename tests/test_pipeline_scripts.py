@@ -1,4 +1,4 @@
-"""The pipelines' scripts: what they check before the first stage, what each stage is, and how they are repeated."""
+"""The pipelines' scripts: what they check before the first stage, what each stage is, and what it reached."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import repeat_pipeline
 import stage_table
 import torch
 import yaml
@@ -240,89 +237,6 @@ def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
     assert "0.875 ± 0.010" in printed
     assert "7 of 9, 3 prompts" in printed
     assert "in common" in printed
-
-
-# -- repetitions -------------------------------------------------------------------------------------------------------
-# A pipeline of two stages, whose results depend on the seed, the threads and the instructions.
-FAKE = """#!/bin/bash
-echo "$SEED $OMP_NUM_THREADS ${ATEN_CPU_CAPABILITY:-own}" >> "$(dirname "$1")/begun"
-[ ! -e "$(dirname "$1")/fail" ] || exit 7
-echo '[{"stage": "first", "kept": 2, "sampled": 4, "prompts": 2},
- {"stage": "second", "accuracy": 0.'$SEED$OMP_NUM_THREADS', "accuracy_se": 0.01}]' > "$1/stages.json"
-"""
-
-
-@pytest.fixture
-def repeat(tmp_path: Path) -> Callable[..., int]:
-    """Runs repeat_pipeline on the pipeline above, in tmp_path/out."""
-    run = repeat_pipeline.run
-    (tmp_path / "out").mkdir()
-    script = program(tmp_path / "fake.sh", FAKE)
-    return lambda *words: run([str(script), "--out", str(tmp_path / "out"), *words])
-
-
-def begun(tmp_path: Path) -> list[str]:
-    return sorted((tmp_path / "out" / "begun").read_text().splitlines())
-
-
-def test_repetitions_give_mean_deviation_and_range(repeat: Callable[..., int], tmp_path: Path) -> None:
-    assert repeat("--seeds", "1", "3", "--threads", "1", "2") == 0
-    assert begun(tmp_path) == ["1 1 own", "1 2 own", "3 1 own", "3 2 own"]
-    text = (tmp_path / "out" / "repetitions.md").read_text()
-    # 0.11, 0.12, 0.31, 0.32: mean 0.215, squares of the differences 2 (0.105^2 + 0.095^2) = 0.0401, / 3 = 0.11562^2.
-    assert "| second | 0.215 ± 0.116 (0.110 to 0.320) |  |" in text
-    assert "| first |  | 2 ± 0 (2 to 2) |" in text
-    assert "| 3 | 2 | automatic | 0.320 |" in text
-
-
-def test_finished_repetitions_are_not_repeated_and_instructions_are_set(
-    repeat: Callable[..., int], tmp_path: Path
-) -> None:
-    assert repeat("--seeds", "1") == 0
-    assert repeat("--seeds", "1", "2", "--instructions", "automatic", "default") == 0
-    assert begun(tmp_path) == ["1 1 default", "1 1 own", "2 1 default", "2 1 own"]
-    (tmp_path / "fake.sh").write_text(FAKE + "# another recipe\n")
-    assert repeat("--seeds", "1") == 0
-    assert begun(tmp_path).count("1 1 own") == 2
-
-
-def test_a_pipeline_that_fails_is_named_with_its_log_and_goes_on_when_repeated(
-    repeat: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out" / "fail").touch()
-    assert repeat("--seeds", "1") == 1
-    log = tmp_path / "out" / "seed_1-threads_1" / "pipeline.log"
-    assert f"seed_1-threads_1 ended with exit code 7; see {log}" in capsys.readouterr().err
-    assert log.exists()
-    (tmp_path / "out" / "fail").unlink()
-    assert repeat("--seeds", "1") == 0
-
-
-def test_a_script_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert repeat_pipeline.run([str(tmp_path / "none.sh")]) == 2
-    assert "there is no such script" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_waits_for_the_stage_that_runs_and_starts_no_other(tmp_path: Path, number: int) -> None:
-    """A stage that is told to stop finishes its step and saves: repeated at once, the command must not meet it."""
-    folder = tmp_path / "seed_1-threads_1"
-    saves = f'trap "sleep 1; echo saved > {folder}/saved; exit 130" TERM\ntouch "{folder}/begun"; sleep 60 & wait\n'
-    stage = program(tmp_path / "stage", "#!/bin/bash\n" + saves)
-    stages = f'set -e; out=$1; . {SCRIPTS / "pipeline.sh"}\nlearn train 1-first\ntouch "$out/second"\n'
-    script = program(tmp_path / "slow.sh", stages)
-    command = [sys.executable, str(SCRIPTS / "repeat_pipeline.py"), str(script), "--seeds", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "RLFT": str(stage), "PYTHON": sys.executable}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (folder / "begun").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "the same command goes on from here" in errors
-    assert (folder / "saved").exists()
-    assert not (folder / "second").exists()
 
 
 # -- results that last bits do not decide ------------------------------------------------------------------------------
