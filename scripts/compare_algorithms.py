@@ -10,7 +10,7 @@ With --task chains every recipe gets the keys that recipes/grpo_chains.yaml give
 <out>/<name>/seed_<k>. Stopped by Ctrl-C or killed, the same command goes on: finished runs are not repeated, begun ones
 are resumed. In <out> it leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
 
-Exit codes: 0 done and all checks hold, 1 a check or a run failed, 2 a mistake the user can fix, 130 stopped.
+Exit codes: 0 done, 1 a run failed, 2 a mistake the user can fix, 130 stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from bench_work import machine, num_cores
 from bench_work import table as markdown
-from significance import all_differences, half_interval, letters, report
+from significance import all_differences, half_interval, report
 
 from rlft.config import catalog
 from rlft.config import compose as config
@@ -70,11 +70,6 @@ OVERRIDES = {
     ("chains", "a2c"): {"algorithm.entropy_coef": "0"},
 }
 
-# What is asked of the recipes on their own task; it is for comparing that there are others.
-MIN_GAIN = 0.15
-MIN_ACCURACY = 0.90
-MUST_REACH = ("grpo", "gspo", "ppo", "rloo")
-
 REFERENCE = "grpo"
 """The algorithm that every other is compared with."""
 
@@ -86,16 +81,6 @@ HALF = 0.5
 
 # What may differ between a run that is there and the one that is asked for: it changes no number.
 FREE = ("resume", "logger", "checkpoint")
-
-# Class of the algorithm, in the order of table and picture: its words in the legend, its colour. Okabe and Ito's
-# colours, which people with any colour vision tell apart; classes that are not listed are black.
-FAMILIES = {
-    "GRPO": ("group-relative (GRPO)", "#0072B2"),
-    "Reinforce": ("REINFORCE, no critic", "#009E73"),
-    "PPO": ("actor and critic (PPO)", "#D55E00"),
-    "Kimi": ("mirror descent (Kimi)", "#CC79A7"),
-}
-OTHER_COLOUR = "#000000"
 
 
 def main() -> None:
@@ -154,14 +139,9 @@ class Job:
     def key(self) -> str:
         return f"{self.name}/seed_{self.seed}"
 
-    @property
-    def family(self) -> str:
-        """The class of the algorithm."""
-        return self.config["algorithm"]["_target_"].rpartition(".")[2]
-
 
 def make_jobs(options: argparse.Namespace) -> list[Job]:
-    """A job for each recipe and seed, those of a family together, the seeds of a recipe in a row.
+    """A job for each recipe and seed.
 
     Raises:
         UserError: no such recipe, a config that is refused, or one that is never evaluated.
@@ -185,7 +165,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
             if not plain["eval"]["every"]:
                 raise UserError("eval.every", f"{name} is never evaluated", got=0, remedy="--override eval.every=10")
             jobs.append(Job(name=name, seed=seed, folder=folder, overrides=words, config=plain))
-    return sorted(jobs, key=lambda job: order(job.family, job.name))  # stable: seeds stay as given
+    return jobs
 
 
 def task_overrides(task: str) -> dict[str, str]:
@@ -229,12 +209,6 @@ def is_algorithm(name: str) -> bool:
     """Whether the recipe shows an algorithm, or is a user's own; others are other commands' or pipelines' stages."""
     of_rlft = name + SUFFIX in catalog.choices("recipe")
     return name != LEFT_OUT and (not of_rlft or name.removeprefix("iterative_") in catalog.choices("algorithm"))
-
-
-def order(family: str, name: str) -> tuple[int, str, str]:
-    """Where an algorithm stands in table and picture."""
-    known = list(FAMILIES)
-    return (known.index(family) if family in known else len(known)), family, name
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -311,26 +285,21 @@ def train_one(job: Job, options: argparse.Namespace, running: set[int], stopped:
 def refuse_changed(jobs: Sequence[Job]) -> None:
     """Refuses runs of another config than is asked for now: they would be old numbers under a new name."""
     for job in jobs:
-        if keys := changed_keys(job):
+        if not run_folder.config_file(job.folder).exists():
+            continue
+        saved, now = run_folder.read(job.folder), flatten(job.config)
+        saved.pop(run_folder.ORIGIN, None)
+        before = flatten(saved)
+        if now.get("model.date") == AUTO_DATE:  # a run goes on with its own
+            before["model.date"] = AUTO_DATE
+        keys = [
+            f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
+            for key in sorted(before.keys() | now.keys())
+            if key.partition(".")[0] not in FREE and before.get(key, "absent") != now.get(key, "absent")
+        ]
+        if keys:
             problem = f"a run there is of another config ({'; '.join(keys)})"
             raise UserError("--out", problem, got=job.folder, remedy="delete it, or choose another folder")
-
-
-def changed_keys(job: Job) -> list[str]:
-    """`key: old -> new` of what differs between the job and the run in its folder; nothing where there is no run."""
-    if not run_folder.config_file(job.folder).exists():
-        return []
-    saved = run_folder.read(job.folder)
-    saved.pop(run_folder.ORIGIN, None)
-    before, now = flatten(saved), flatten(job.config)
-    absent = object()
-    return [
-        f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key, absent) != now.get(key, absent)
-        and key.partition(".")[0] not in FREE
-        and (key, now.get(key)) != ("model.date", AUTO_DATE)  # a run goes on with its own
-    ]
 
 
 def is_finished(job: Job) -> bool:
@@ -365,17 +334,15 @@ def last_words(log: Path) -> str:
 class Run:
     """What a finished run measured.
 
-    completions, reward, seconds: an entry a step; the completions are those sampled up to and with the step, also
+    completions, seconds: an entry a step; the completions are those sampled up to and with the step, also
     those that dynamic sampling threw away. evaluated_at (completions sampled by then), accuracy, in_format (share of
     the completions), kl_base (nats per token): an entry per evaluation, None where it was not measured.
     processor_seconds: of the whole process, evaluations and start included; None where the run was resumed.
     """
 
     name: str
-    family: str
     seed: int
     completions: list[int]
-    reward: list[float | None]
     seconds: list[float]
     evaluated_at: list[int]
     accuracy: list[float]
@@ -414,10 +381,8 @@ def read_run(job: Job) -> Run:
     noted = json.loads(record.read_text()) if record.exists() else {}
     return Run(
         name=job.name,
-        family=job.family,
         seed=job.seed,
         completions=completions,
-        reward=[line.get("reward/mean") for line in metrics],
         seconds=[line.get("time/step") or 0.0 for line in metrics],
         evaluated_at=[completions[line["step"] - 1] if line["step"] else 0 for line in evaluations],
         accuracy=[accuracy_of(line, job) for line in evaluations],
@@ -462,60 +427,28 @@ def read_comparison(file: Path) -> Comparison:
 
 
 def publish(comparison: Comparison, out: Path) -> int:
-    """Writes raw numbers, table and picture, prints the table; 1 if a check fails, else 0."""
+    """Writes raw numbers, table and picture, prints the table; 1 if a run failed, else 0."""
     out.mkdir(parents=True, exist_ok=True)
     write_comparison(comparison, out / NUMBERS)
-    rows = make_rows(comparison)
+    rows = make_rows(comparison.runs)
     text = table(rows, comparison)
     (out / TABLE).write_text(text)
     print(f"\n{text}")
     if rows:
         make_figure(rows).savefig(out / PICTURE, metadata={"Software": None})
-    return int(bool(comparison.failures) or any(row.problems for row in rows))
+    return int(bool(comparison.failures))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """An algorithm: its finished runs. is_checked: whether anything is asked of its accuracy."""
-
-    name: str
-    family: str
-    runs: list[Run]
-    is_checked: bool
-
-    @property
-    def before(self) -> list[float]:
-        return [run.accuracy[0] for run in self.runs]
-
-    @property
-    def after(self) -> list[float]:
-        return [run.accuracy[-1] for run in self.runs]
-
-    @property
-    def problems(self) -> list[str]:
-        """The checks that do not hold, in words; they are of the means over seeds."""
-        if not self.is_checked:
-            return []
-        after = statistics.fmean(self.after)
-        gain, found = after - statistics.fmean(self.before), []
-        if round(gain, 9) < MIN_GAIN:
-            found.append(f"gain {gain:.4f} < {MIN_GAIN:.2f}")
-        if self.name in MUST_REACH and round(after, 9) < MIN_ACCURACY:
-            found.append(f"after {after:.4f} < {MIN_ACCURACY:.2f}")
-        return found
+Rows = Mapping[str, Sequence[Run]]
+"""The finished runs of each algorithm by its name."""
 
 
-def make_rows(comparison: Comparison) -> list[Row]:
-    """A row for each algorithm that has a finished run, in the order of table and picture."""
-    found: dict[tuple[str, str], list[Run]] = {}
-    for one in comparison.runs:
-        found.setdefault((one.family, one.name), []).append(one)
-    is_checked = comparison.task == TASKS[0]
-    return [
-        Row(name=name, family=family, runs=found[family, name], is_checked=is_checked)
-        for family, name in sorted(found, key=lambda algorithm: order(*algorithm))
-    ]
+def make_rows(runs: Sequence[Run]) -> Rows:
+    found: dict[str, list[Run]] = {}
+    for one in sorted(runs, key=lambda run: run.name):
+        found.setdefault(one.name, []).append(one)
+    return found
 
 
 def completions_to(accuracy: float, evaluated_at: Sequence[int], measured: Sequence[float]) -> float | None:
@@ -537,7 +470,6 @@ COLUMNS = (
     "recipe",
     "held-out accuracy before",
     "after",
-    "group",
     f"completions to {HALF}",
     "in format after",
     "KL to the base (nats per token)",
@@ -545,18 +477,14 @@ COLUMNS = (
     "seconds of steps",
     "processor seconds",
     "peak memory",
-    "checks",
 )
 
 
-def table(rows: Sequence[Row], comparison: Comparison) -> str:
+def table(rows: Rows, comparison: Comparison) -> str:
     """Markdown: a line an algorithm, then what the columns are, what failed, and where it was measured."""
-    num_columns = len(COLUMNS) - (comparison.task != TASKS[0])
-    differences = all_differences({row.name: {run.seed: run.accuracy[-1] for run in row.runs} for row in rows})
-    groups = letters(differences)
-    lines = [cells(row, groups.get(row.name, "-"))[:num_columns] for row in rows]
+    differences = all_differences({name: {run.seed: run.accuracy[-1] for run in runs} for name, runs in rows.items()})
     parts = [
-        markdown(list(COLUMNS[:num_columns]), lines),
+        markdown(list(COLUMNS), [cells(name, runs) for name, runs in rows.items()]),
         legend(comparison),
         *(f"{key}: {why}" for key, why in comparison.failures.items()),
         *([report(differences, REFERENCE)] if differences else []),
@@ -567,43 +495,37 @@ def table(rows: Sequence[Row], comparison: Comparison) -> str:
 
 def legend(comparison: Comparison) -> str:
     """What the columns are, in sentences."""
-    keys = " ".join(f"{key}={value}" for key, value in task_overrides(comparison.task).items())
-    names = sorted({run.name for run in comparison.runs})
-    own = {name: OVERRIDES[comparison.task, name] for name in names if (comparison.task, name) in OVERRIDES}
-    also = [f"`{name}` with {' '.join(f'{k}={v}' for k, v in changed.items())}" for name, changed in own.items()]
-    task = f"Each row is `rlft train +recipe=<name>{SUFFIX} {keys}`{'; '.join(['', *also])}. " if keys else ""
-    checks = (
-        f" Checks (of the means): a gain of at least {MIN_GAIN:.2f}, and {MIN_ACCURACY:.2f} after training for "
-        f"{', '.join(MUST_REACH)}."
-    )
+    keys = "".join(f" {key}={value}" for key, value in task_overrides(comparison.task).items())
+    names, seeds = ({getattr(run, key) for run in comparison.runs} for key in ("name", "seed"))
+    own = [
+        f"; `{name}` with {' '.join(f'{key}={value}' for key, value in changed.items())}"
+        for (task, name), changed in OVERRIDES.items()
+        if task == comparison.task and name in names
+    ]
     return (
-        f"{task}Seeds {', '.join(map(str, sorted({run.seed for run in comparison.runs})))}; mean ± half of its 95 % "
-        "interval (Student's t over the seeds), seconds the median, memory the largest. "
-        f"Completions to {HALF} are those sampled until the first evaluation at or above it, on the line "
-        "between it and the one before. Seconds of steps are the sum of `time/step`: sampling, scoring and training; "
-        "processor seconds are of the whole process, its start and evaluations included. KL(policy || base) is of the "
-        "held-out completions at the end. Completions that dynamic sampling threw away count as sampled."
-        + checks
-        * (comparison.task == TASKS[0])
+        f"Each row is `rlft train +recipe=<name>{SUFFIX}{keys}`{''.join(own)}. "
+        f"Seeds {', '.join(map(str, sorted(seeds)))}; mean ± half of its 95 % interval (Student's t over the seeds), "
+        f"seconds the median, memory the largest. Completions to {HALF}: until the first evaluation at or above it, on "
+        "the line between it and the one before; those that dynamic sampling threw away count. Seconds of steps: "
+        "sampling, scoring and training; processor seconds: of the whole process. KL(policy || base): of the held-out "
+        "completions at the end."
     )
 
 
-def cells(row: Row, group: str) -> list[str]:
-    """The row's texts, in the order of COLUMNS. group: its letters, see `significance.letters`."""
-    processor = [run.processor_seconds for run in row.runs if run.processor_seconds is not None]
+def cells(name: str, runs: Sequence[Run]) -> list[str]:
+    """A row's texts, in the order of COLUMNS."""
+    processor = [run.processor_seconds for run in runs if run.processor_seconds is not None]
     return [
-        f"`{row.name}{SUFFIX if row.is_checked else ''}`",
-        with_interval(row.before, 3),
-        with_interval(row.after, 3),
-        group,
-        price(row.runs),
-        with_interval([run.in_format[-1] for run in row.runs], 3),
-        with_interval([run.kl_base[-1] for run in row.runs], 3),
-        f"{statistics.fmean(run.completions[-1] for run in row.runs):,.0f}",
-        f"{statistics.median(sum(run.seconds) for run in row.runs):.0f}",
+        f"`{name}`",
+        with_interval([run.accuracy[0] for run in runs], 3),
+        with_interval([run.accuracy[-1] for run in runs], 3),
+        price(runs),
+        with_interval([run.in_format[-1] for run in runs], 3),
+        with_interval([run.kl_base[-1] for run in runs], 3),
+        f"{statistics.fmean(run.completions[-1] for run in runs):,.0f}",
+        f"{statistics.median(sum(run.seconds) for run in runs):.0f}",
         f"{statistics.median(processor):.0f}" if processor else "-",
-        f"{max(run.peak_bytes for run in row.runs) / 1e9:.2f} GB",
-        "; ".join(row.problems) or "hold",
+        f"{max(run.peak_bytes for run in runs) / 1e9:.2f} GB",
     ]
 
 
@@ -641,6 +563,7 @@ def machine_line(runs: Sequence[Run]) -> str:
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------
+COLOUR = "#0072B2"
 Curve = tuple[list[float], list[float]]
 
 
@@ -650,43 +573,36 @@ def curve(runs: Sequence[Run]) -> Curve:
     return at, [statistics.fmean(values) for values in zip(*(run.accuracy for run in runs), strict=True)]
 
 
-def make_figure(rows: Sequence[Row]) -> Figure:
-    """A panel an algorithm: mean and range of the seeds in its family's colour, all others faint behind it."""
+def make_figure(rows: Rows) -> Figure:
+    """A panel an algorithm: mean and range of the seeds, all others faint behind it."""
     from matplotlib.figure import Figure
 
-    curves = {row.name: curve(row.runs) for row in rows}
+    curves = {name: curve(runs) for name, runs in rows.items()}
     columns = min(4, len(rows))
     height = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(max(5.0, 2.6 * columns), max(3.6, 2.05 * height + 1.15)), dpi=150, layout="constrained")
     panels = figure.subplots(height, columns, sharex=True, sharey=True, squeeze=False)
     for panel in panels.flat[len(rows) :]:
         panel.set_axis_off()
-    handles: dict[str, Any] = {}
-    for panel, row in zip(panels.flat, rows, strict=False):
-        words, colour = FAMILIES.get(row.family, (row.family, OTHER_COLOUR))
-        handles[words] = draw_panel(panel, row, curves, colour)
+    for panel, (name, runs) in zip(panels.flat, rows.items(), strict=False):
+        draw_panel(panel, name, runs, curves)
     figure.supxlabel("completions sampled", fontsize=10)
     figure.supylabel("held-out accuracy: mean and range of the seeds", fontsize=10)
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns, fontsize=9, frameon=False)
     return figure
 
 
-def draw_panel(panel: Axes, row: Row, curves: Mapping[str, Curve], colour: str) -> Any:
-    """Returns the line of its own curve."""
-    for name, other in curves.items():
-        if name != row.name:
+def draw_panel(panel: Axes, name: str, runs: Sequence[Run], curves: Mapping[str, Curve]) -> None:
+    for another, other in curves.items():
+        if another != name:
             panel.plot(*other, zorder=1, linewidth=0.8, color="#D4D4D4")
-    if row.is_checked and row.name in MUST_REACH:
-        panel.axhline(MIN_ACCURACY, zorder=2, linewidth=0.8, color="#666666", linestyle=(0, (4, 3)))
-    at, mean = curves[row.name]
-    seeds = [*zip(*(run.accuracy for run in row.runs), strict=True)]
-    panel.fill_between(at, [*map(min, seeds)], [*map(max, seeds)], color=colour, alpha=0.35, linewidth=0, zorder=3)
-    [own] = panel.plot(at, mean, color=colour, zorder=4, linewidth=1.5, marker="o", markersize=3)
-    panel.set_title(f"{row.name}: {mean[0]:.3f} → {mean[-1]:.3f}", fontsize=9, loc="left", pad=4)
+    at, mean = curves[name]
+    seeds = [*zip(*(run.accuracy for run in runs), strict=True)]
+    panel.fill_between(at, [*map(min, seeds)], [*map(max, seeds)], color=COLOUR, alpha=0.35, linewidth=0, zorder=3)
+    panel.plot(at, mean, color=COLOUR, zorder=4, linewidth=1.5, marker="o", markersize=3)
+    panel.set_title(f"{name}: {mean[0]:.3f} → {mean[-1]:.3f}", fontsize=9, loc="left", pad=4)
     panel.grid(color="#EEEEEE", linewidth=0.6, zorder=0)
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=8, length=2.5)
-    return own
 
 
 if __name__ == "__main__":

@@ -95,13 +95,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="compare_commits.py",
-        description=(__doc__ or "").strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="compare_commits.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("a", metavar="A", nargs="?", default="HEAD", help="a commit (default: HEAD)")
     parser.add_argument(
-        "b", metavar="B", nargs="?", default=WORKTREE[0], help="another, or WORKTREE, the files as they are (default)"
+        "b", metavar="B", nargs="?", default=WORKTREE[0], help="another; WORKTREE: the files as they are"
     )
     parser.add_argument("--only", metavar="CASE,..", help="these cases")
     parser.add_argument("--list", action="store_true", help="print the cases")

@@ -1,4 +1,4 @@
-"""Loads that a run meets in one place: many completions, long ones, a reward that prints, large data, many runs.
+"""Loads that a run meets in one place: many completions, long ones, large data.
 
 Each is a function that is called in a process of its own, so that what it holds is its own: it prints one line of JSON.
 
@@ -12,7 +12,6 @@ import io
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 MB = 10**6
-REWARDS = ("exact_match", "format", "length", "repetition", "math", "choice")
 
 
 def scoring(prompts: int, group: int, workers: int, rewards: list[str], characters: int = 120) -> dict[str, Any]:
@@ -68,49 +66,6 @@ def scoring(prompts: int, group: int, workers: int, rewards: list[str], characte
         "worker_peak": max(peak.values(), default=0) / MB,
         "means": means,
     }
-
-
-def loud(megabytes: int, out: str) -> dict[str, Any]:
-    """A run of two steps whose reward prints so much to stdout, to stderr and to a logger, its output in a file."""
-    from load_processes import Watcher, last_step
-
-    folder = Path(out)
-    folder.mkdir(parents=True)
-    (folder / "loud.py").write_text(LOUD.format(number=megabytes))
-    (folder / "mine" / "reward").mkdir(parents=True)
-    (folder / "mine" / "reward" / "loud.yaml").write_text("loud:\n  _target_: loud.loud\n  weight: 1.0\n")
-    import subprocess
-
-    words = ["train", "--config-dir", "mine", "+recipe=grpo_arithmetic", "reward=[exact_match,loud]", "steps=2"]
-    words += ["prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=8"]
-    words += ["model.device=cpu", "lora.rank=2", "data.size=16", "eval.every=0", "scoring.timeout=120"]
-    words += ["scoring.workers=1", "hydra.run.dir=run"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
-    with (folder / "log").open("wb") as log:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "rlft.cli", *words], cwd=folder, env=environ, stdout=log, stderr=log
-        )
-        with Watcher(run.pid, lambda: last_step(folder / "run" / "metrics.jsonl"), 0.2) as watcher:
-            code = run.wait(600)
-    peaks: dict[str, float] = {}
-    for sample in watcher.samples:
-        peaks[sample.role] = max(peaks.get(sample.role, 0.0), sample.rss / MB)
-    size = (folder / "log").stat().st_size / MB
-    return {"code": code, "seconds": time.monotonic() - began, "log": size, "peaks": peaks}
-
-
-LOUD = """
-import logging, sys
-
-def loud(group):
-    line = "x" * 999
-    for _ in range({number} * 250):  # a quarter of it in each of two steps of two groups
-        print(line)
-        print(line, file=sys.stderr) if _ % 3 == 1 else None
-        logging.getLogger("mine").warning(line) if _ % 3 == 2 else None
-    return [1.0 for _ in group.rollouts]
-"""
 
 
 def write_data(file: str, gigabytes: float, characters: int) -> dict[str, Any]:
@@ -168,40 +123,6 @@ def data(file: str, max_tokens: int, tokenised: bool) -> dict[str, Any]:
     }
 
 
-def many_runs(source: str, out: str, number: int, steps: int) -> dict[str, Any]:
-    """So many copies of a run, cut to so many steps; what `rlft runs` takes of them."""
-    from rlft.commands.watch import runs
-
-    root, run = Path(out) / "runs", Path(source)
-    heads = {
-        name: run.joinpath(name).read_bytes().splitlines(keepends=True) for name in ("metrics.jsonl", "eval.jsonl")
-    }
-    rollouts = sorted((run / "rollouts").iterdir())[:20]
-    for i in range(number):
-        folder = root / f"experiment_{i % 20}" / f"2026-11-22_{i:06}"
-        (folder / "rollouts").mkdir(parents=True)
-        for name, lines in heads.items():
-            (folder / name).write_bytes(b"".join(line for line in lines if json.loads(line)["step"] <= steps))
-        config = (run / "config.yaml").read_text().replace("\nseed: 0\n", f"\nseed: {i}\n")
-        (folder / "config.yaml").write_text(config)
-        shutil.copy(run / "status.json", folder)
-        for file in rollouts:
-            os.link(file, folder / "rollouts" / file.name)
-        for checkpoint in (run / "checkpoints").iterdir():
-            shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name, copy_function=os.link)
-    began, used = time.monotonic(), processor_seconds()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runs.command([str(root)])
-    shown = len(printed.getvalue().splitlines()) - 1
-    return {
-        "runs": shown,
-        "seconds": time.monotonic() - began,
-        "processor_seconds": processor_seconds() - used,
-        "peak": peak_bytes() / MB,
-    }
-
-
 # -- measuring --------------------------------------------------------------------------------------------------------
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -235,10 +156,8 @@ def peak_of_workers() -> Iterator[dict[int, int]]:
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "scoring": scoring,
-    "loud": loud,
     "write_data": write_data,
     "data": data,
-    "many_runs": many_runs,
 }
 
 if __name__ == "__main__":

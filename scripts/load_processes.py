@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -193,9 +192,3 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     if len(set(x)) < 2:
         return 0.0
     return statistics.linear_regression(x, y).slope
-
-
-def read_samples(file: Path) -> list[Sample]:
-    """What a Watcher has kept."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
-    return [Sample(**row) for row in rows]

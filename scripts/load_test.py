@@ -1,12 +1,9 @@
 """Loads that a run must bear: what they take of memory, open files, temporary files and time, beside what is allowed.
 
-    python scripts/load_test.py long-run                 # 2,000 steps, with reports and a browser beside
-    python scripts/load_test.py long-run --steps 300 --no-browser
+    python scripts/load_test.py long-run                 # 2,000 steps of every reward that starts something
     python scripts/load_test.py scoring                  # 10,000 prompts x 64 completions by two workers
     python scripts/load_test.py large-completions        # 64 prompts x 8 completions of 1 MB
-    python scripts/load_test.py loud-reward              # a reward that prints 100 MB
     python scripts/load_test.py large-data --gigabytes 2 # --tokenised: as a run reads it, some 1 MB a second and core
-    python scripts/load_test.py many-runs                # `rlft runs` of 1,000
 
 Each part prints a table and exits with 1 where something is over its bound. What it writes goes to --out, which is to
 be empty; a run of 2,000 steps takes about half an hour of one core.
@@ -15,18 +12,22 @@ be empty; a run of 2,000 steps takes about half an hour of one core.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from load_long_run import run_and_watch
-from load_processes import MAIN, MB, SANDBOX, WORKER, Sample, trends
+from bench_work import table
+from load_processes import MB, SANDBOX, Sample, Watcher, last_step, trends
 
 SLOPE_MB = 1.0
 """What a process may grow by, in MB a 100 steps."""
@@ -35,8 +36,8 @@ MB_BESIDE = 120
 """For what a library allocates on its first use."""
 
 MB_OF_WORKER = 60
-SECONDS_OF_RUNS = 2.0
 LONGEST_S = 6 * 3600.0
+NUM_PROMPTS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,67 +53,111 @@ class Finding:
 def main() -> None:
     asked = arguments()
     with tempfile.TemporaryDirectory(prefix="rlft-load-") as temporary:
-        out = Path(temporary) if asked.out is None else asked.out
-        findings = PARTS[asked.part](asked, out)
-    print(table(findings))
+        findings = PARTS[asked.part](asked, asked.out or Path(temporary))
+    verdicts = {None: "", True: "holds", False: "DOES NOT HOLD"}
+    rows = [[finding.what, finding.value, finding.allowed, verdicts[finding.holds]] for finding in findings]
+    print(table(["what", "measured", "allowed", ""], rows))
     sys.exit(any(finding.holds is False for finding in findings))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True)
-    part = parts.add_parser("long-run")
-    part.add_argument("--steps", type=int, default=2000)
-    part.add_argument("--warm-up", type=int, default=None, help="steps that no slope counts (a fifth of all)")
-    part.add_argument("--sample-every", type=float, default=2.0, help="seconds")
-    part.add_argument("--report-every", type=float, default=60.0, help="seconds")
-    part.add_argument("--no-browser", action="store_true")
-    data = parts.add_parser("large-data")
-    data.add_argument("--gigabytes", type=float, default=2.0)
-    data.add_argument("--tokenised", action="store_true")
-    others = [parts.add_parser(name) for name in ("scoring", "large-completions", "loud-reward", "many-runs")]
-    for each in (part, data, *others):
-        each.add_argument("--out", type=Path, default=None, help="an empty folder; by default a temporary one")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--steps", type=int, default=2000, help="of the long run")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the large data")
+    parser.add_argument("--tokenised", action="store_true", help="read the large data as a run does")
+    parser.add_argument("--out", type=Path, default=None, help="an empty folder; by default a temporary one")
     return parser.parse_args()
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """As Markdown."""
-    rows = [("what", "measured", "allowed", "")]
-    for finding in findings:
-        verdict = "" if finding.holds is None else "holds" if finding.holds else "DOES NOT HOLD"
-        rows.append((finding.what, finding.value, finding.allowed, verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3]))
-    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+# -- a long run --------------------------------------------------------------------------------------------------------
+class Rater(BaseHTTPRequestHandler):
+    """A reward server: a completion's score is its number of letters modulo 7, as a share of 6."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = json.dumps({"scores": [len(text) % 7 / 6 for text in body["completions"]]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@contextlib.contextmanager
+def rater() -> Iterator[str]:
+    """Serves in a thread; gives the address to post to."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Rater)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/score"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def write_prompts(file: Path, number: int = NUM_PROMPTS) -> None:
+    """Sums with tests: what a completion is as a program has to print nothing, or the sum."""
+    with file.open("w") as lines:
+        for i in range(number):
+            a, b = 10 + i % 83, 10 + i // 7 % 71
+            tests = [{"input": "", "output": "" if i % 2 else str(a + b)}]
+            row = {"prompt": f"What is {a} + {b}? ({i})", "answer": str(a + b), "tests": tests}
+            lines.write(json.dumps(row) + "\n")
+
+
+def words(data: Path, url: str, steps: int, run: Path) -> list[str]:
+    """What is said to `rlft train`: steps as small as they come, and everything that a run can do beside them."""
+    return [
+        *("train", "name=load", f"steps={steps}", "prompts_per_step=2", "group_size=2", "generation=transformers"),
+        *("generation.max_tokens=12", "model.device=cpu", "lora.rank=2", "lora.alpha=2", "trainer.lr=1e-5"),
+        *("data=jsonl", f"data.path={data}", "data.metadata_fields=[tests]", "prompts.max_tokens=64"),
+        *("reward=[exact_match,code,http]", "reward.code.tests_field=tests", "reward.code.program_in=text"),
+        *(f"reward.http.url={url}", "scoring.timeout=60", "scoring.on_error=0"),
+        *("reward.code.seconds=20", "reward.code.cpu_seconds=5"),
+        *("eval.every=25", "eval.num_prompts=2", "eval.num_samples=1", "checkpoint.every=25", "checkpoint.keep=2"),
+        *("snapshot.reference=ema", "snapshot.ema_decay=0.95", "algorithm.kl_coef=0.01", f"hydra.run.dir={run}"),
+    ]
 
 
 def long_run(asked: argparse.Namespace, out: Path) -> list[Finding]:
-    seen = run_and_watch(out, asked.steps, asked.sample_every, asked.report_every, not asked.no_browser)
-    warm_up = asked.steps // 5 if asked.warm_up is None else asked.warm_up
-    findings = [
-        Finding(what="steps", value=f"{seen['steps']}", allowed=f"{asked.steps}", holds=seen["code"] == 0),
-        Finding(what="seconds", value=f"{seen['seconds']:.0f} ({seen['processor_seconds']:.0f} of processors)"),
-        *process_findings(seen["samples"], warm_up, asked.steps // 2),
-        Finding(what="processes of sandboxes at once, at most", value=f"{seen['most_sandboxed']}"),
+    """The run from its first step to its last, with `rlft watch` beside it."""
+    temporary, run, data = out / "temporary", out / "run", out / "sums.jsonl"
+    temporary.mkdir(parents=True)
+    write_prompts(data)
+    # One thread, as the model is small; torch makes an empty cache folder wherever it is imported.
+    kept = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(out / "torch")}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **kept}
+    rlft, began, metrics = [sys.executable, "-m", "rlft.cli"], time.monotonic(), run / "metrics.jsonl"
+    with rater() as url, (out / "run.log").open("w") as log:
+        process = subprocess.Popen([*rlft, *words(data, url, asked.steps, run)], env=environ, stdout=log, stderr=log)
+        while not metrics.exists() and process.poll() is None:
+            time.sleep(0.2)
+        watching = subprocess.Popen([*rlft, "watch", str(run)], env=environ, stdout=log, stderr=log)
+        more, file = {"rlft watch": watching.pid}, out / "samples.jsonl"
+        with Watcher(process.pid, lambda: last_step(metrics), 1.0, more=more, file=file) as watcher:
+            code = process.wait()
+        try:
+            watching.wait(60)
+        finally:
+            watching.kill()
+    steps, left = last_step(metrics), sorted(path.name for path in temporary.iterdir())
+    return [
+        Finding(what="steps", value=f"{steps}", allowed=f"{asked.steps}", holds=code == 0 and steps == asked.steps),
+        Finding(what="seconds", value=f"{time.monotonic() - began:.0f}"),
+        *process_findings(watcher.samples, asked.steps // 5, asked.steps // 2),
+        Finding(what="processes of sandboxes at once, at most", value=f"{watcher.most_sandboxed}"),
         Finding(
-            what="left in the temporary folder",
-            value=", ".join(seen["left"]) or "nothing",
-            allowed="nothing",
-            holds=not seen["left"],
+            what="left in the temporary folder", value=", ".join(left) or "nothing", allowed="nothing", holds=not left
         ),
     ]
-    reports: Any = seen["reports"]
-    if reports.number:
-        seconds, peaks, pages = reports.seconds, reports.peak_bytes, reports.page_bytes
-        findings += [
-            Finding(what="reports made, shown by a browser", value=f"{reports.number}, {reports.pages}"),
-            Finding(what="seconds of a report, first and last", value=f"{seconds[0]:.1f}, {seconds[-1]:.1f}"),
-            Finding(what="peak of a report, first and last", value=f"{peaks[0] / MB:.0f}, {peaks[-1] / MB:.0f} MB"),
-            Finding(what="report.html, first and last", value=f"{pages[0] / MB:.2f}, {pages[-1] / MB:.2f} MB"),
-        ]
-    return findings
 
 
 def process_findings(samples: Sequence[Sample], warm_up: int, min_steps: int) -> list[Finding]:
@@ -135,13 +180,13 @@ def process_findings(samples: Sequence[Sample], warm_up: int, min_steps: int) ->
     return findings
 
 
+# -- parts in processes of their own ---------------------------------------------------------------------------------
 def measured(part: str, **arguments: Any) -> dict[str, Any]:
     """What a part of load_parts.py says in a process of its own."""
     command = [sys.executable, str(Path(__file__).with_name("load_parts.py")), part, json.dumps(arguments)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return json.loads(
-        subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=LONGEST_S).stdout
-    )
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=LONGEST_S)
+    return json.loads(done.stdout)
 
 
 def of_scoring(prompts: int, group: int, characters: int) -> list[Finding]:
@@ -165,30 +210,6 @@ def of_scoring(prompts: int, group: int, characters: int) -> list[Finding]:
     ]
 
 
-def scoring(asked: argparse.Namespace, out: Path) -> list[Finding]:
-    return of_scoring(10_000, 64, 120)
-
-
-def large_completions(asked: argparse.Namespace, out: Path) -> list[Finding]:
-    return of_scoring(64, 8, 10**6)
-
-
-def loud_reward(asked: argparse.Namespace, out: Path) -> list[Finding]:
-    found = measured("loud", megabytes=100, out=str(out / "loud"))
-    peaks = found["peaks"]
-    return [
-        Finding(what="the run", value=f"exit code {found['code']}, {found['seconds']:.1f} s", holds=found["code"] == 0),
-        Finding(what="printed", value=f"{found['log']:.0f} MB", allowed="100 MB or more", holds=found["log"] >= 100),
-        Finding(what="main", value=f"peak {peaks[MAIN]:.0f} MB"),
-        Finding(
-            what="the reward worker",
-            value=f"peak {peaks[WORKER]:.0f} MB",
-            allowed=f"{MB_OF_WORKER} MB",
-            holds=peaks[WORKER] < MB_OF_WORKER,
-        ),
-    ]
-
-
 def large_data(asked: argparse.Namespace, out: Path) -> list[Finding]:
     file = str(out / "large.jsonl")
     written = measured("write_data", file=file, gigabytes=asked.gigabytes, characters=1000)
@@ -207,27 +228,11 @@ def large_data(asked: argparse.Namespace, out: Path) -> list[Finding]:
     ]
 
 
-def many_runs(asked: argparse.Namespace, out: Path) -> list[Finding]:
-    source = out / "source"
-    run_and_watch(source, 100, 5.0, 1e9, False)
-    findings = []
-    for number in (50, 1000):
-        found = measured("many_runs", source=str(source / "run"), out=str(out / str(number)), number=number, steps=100)
-        seconds = found["processor_seconds"]
-        holds = seconds < SECONDS_OF_RUNS and found["runs"] == number
-        value = f"{found['seconds']:.1f} s, {seconds:.2f} of processor, peak {found['peak']:.0f} MB"
-        allowed = f"{SECONDS_OF_RUNS} s of processor"
-        findings.append(Finding(what=f"rlft runs of {number}", value=value, allowed=allowed, holds=holds))
-    return findings
-
-
-PARTS = {
+PARTS: dict[str, Callable[[argparse.Namespace, Path], list[Finding]]] = {
     "long-run": long_run,
-    "scoring": scoring,
-    "large-completions": large_completions,
-    "loud-reward": loud_reward,
+    "scoring": lambda asked, out: of_scoring(10_000, 64, 120),
+    "large-completions": lambda asked, out: of_scoring(64, 8, 10**6),
     "large-data": large_data,
-    "many-runs": many_runs,
 }
 
 

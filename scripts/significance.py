@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from string import ascii_lowercase
 
 LEVEL = 0.05
 """A difference is significant if its p value after Holm's correction is below this."""
@@ -38,13 +37,7 @@ def two_sided_p(t: float, dof: int) -> float:
 
 @cache
 def t_quantile(share: float, dof: int) -> float:
-    """The value that Student's t with `dof` degrees of freedom stays below with probability `share`, 0.5 < share < 1.
-
-    Raises:
-        ValueError: a share out of that range, or no degree of freedom.
-    """
-    if not 0.5 < share < 1 or dof < 1:
-        raise ValueError(f"no quantile of share {share} with {dof} degrees of freedom")
+    """The value that Student's t with `dof` degrees of freedom stays below with this probability, 0.5 to 1."""
     low, high = 0.0, 1.0
     while two_sided_p(high, dof) > 2 * (1 - share):
         high *= 2
@@ -66,16 +59,10 @@ def half_interval(values: Sequence[float], confidence: float = 0.95) -> float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The difference between two methods, over the seeds that both have.
+    """The first method less the second, over the seeds that both have.
 
-    Attributes:
-        first: name of the method.
-        second: name of the method that is subtracted.
-        seeds: number of seeds.
-        mean: mean of the differences.
-        half: half the width of its 95 % interval, not corrected for the number of comparisons.
-        p: p value of the paired t test, two-sided.
-        corrected: the same after Holm's correction over all comparisons that were made together.
+    half: half the width of the mean's 95 % interval, not corrected for the number of comparisons. p: of the paired t
+    test, two-sided. corrected: the same after Holm's correction over all comparisons that were made together.
     """
 
     first: str
@@ -162,26 +149,6 @@ def against(reference: str, differences: Sequence[Difference]) -> list[Differenc
     return sorted(rows, key=lambda pair: -pair.mean)
 
 
-def letters(differences: Sequence[Difference]) -> dict[str, str]:
-    """{method: its letters}: two methods share a letter exactly if they do not differ significantly.
-
-    The compact letter display of Piepho (2004), by insertion and absorption: beginning with one set of all methods,
-    each significant pair splits every set that holds both; a set inside another one says nothing and is dropped. The
-    set with the best methods is a.
-    """
-    pairs = [frozenset((pair.first, pair.second)) for pair in differences]
-    names = list(dict.fromkeys(name for pair in differences for name in (pair.first, pair.second)))
-    # Of every method the sum of its differences from all others puts the methods in the order of their means.
-    lead = {name: sum(p.mean * ((p.first == name) - (p.second == name)) for p in differences) for name in names}
-    names.sort(key=lambda name: -lead[name])
-    sets = [frozenset(names)]
-    for pair in (pair for pair, of in zip(pairs, differences, strict=True) if of.is_significant):
-        split = [part for one in sets for part in ([one - {name} for name in pair] if pair <= one else [one])]
-        sets = [one for one in dict.fromkeys(split) if not any(one < other for other in split)]
-    sets.sort(key=lambda one: [names.index(name) for name in sorted(one, key=names.index)])
-    return {name: "".join(ascii_lowercase[i] for i, one in enumerate(sets) if name in one) for name in names}
-
-
 def report(differences: Sequence[Difference], reference: str) -> str:
     """Markdown: each method against the reference, how many of all pairs differ, and how that was tested."""
     rows = against(reference, differences)
@@ -215,6 +182,6 @@ def method_text(differences: Sequence[Difference], num_against: int) -> str:
     return (
         f"Paired t tests over {seeds} seeds, which assume that the differences between seeds are normally distributed. "
         f"{planned}Of all {len(differences)} pairs {significant} differ significantly after Holm's correction over all "
-        "of them: those without a common letter in the column `group`. Intervals are of one difference alone. Methods "
-        "whose difference is not significant may still differ by less than this number of seeds can show."
+        "of them. Intervals are of one difference alone. Methods whose difference is not significant may still "
+        "differ by less than this number of seeds can show."
     )

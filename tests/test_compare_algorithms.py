@@ -1,10 +1,11 @@
-"""The comparison of the algorithms: what it trains, its table, checks and picture from made-up runs, and a real run."""
+"""The comparison of the algorithms: what it trains, its table and picture from made-up runs, and a real run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,13 +71,11 @@ def jobs_of(asked: Asked, *words: str) -> list[Any]:
     return compare.make_jobs(asked("--only", "grpo", *words, "--override", "steps=2", "eval.every=1"))
 
 
-def made_up_run(name: str, seed: int, accuracy: list[float], family: str = "GRPO") -> Any:
+def made_up_run(name: str, seed: int, accuracy: list[float]) -> Any:
     return compare.Run(
         name=name,
-        family=family,
         seed=seed,
         completions=[256, 512],
-        reward=[0.5, 0.6],
         seconds=[1.0, 1.0],
         evaluated_at=[0, 256, 512],
         accuracy=accuracy,
@@ -182,7 +181,7 @@ def test_finished_runs_are_not_repeated_and_a_failed_one_does_not_stop_the_other
     assert why in (tmp_path / "comparison.md").read_text()
 
 
-# -- table and checks --------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 def test_the_table_has_means_spreads_and_sums_over_the_seeds(asked: Asked) -> None:
     jobs = jobs_of(asked)
     before, after, kl = [0.40, 0.42, 0.44], [0.90, 0.94, 0.98], [0.1, 0.2, 0.3]
@@ -192,16 +191,14 @@ def test_the_table_has_means_spreads_and_sums_over_the_seeds(asked: Asked) -> No
         peak = (1 + job.seed) * 10**8
         make_up(job, [first, 0.7, last], seconds=seconds, processor=processor, peak=peak, kl=divergence)
     comparison = made_up(*map(compare.read_run, jobs))
-    (row,) = compare.make_rows(comparison)
     # Deviations of three evenly spaced values are -d, 0, d: the sample standard deviation is d, the interval 4.302653 x
     # d / sqrt(3) = 2.484138 d to either side. Evaluations at 0, 256, 512: 0.5 is at 256 (0.5 - first) / (0.7 - first):
     # 85.33, 73.14, 59.08: mean 72.5, deviation 13.14, half an interval 32.6. Two steps of 2, 3 or 10 s: the median of
     # 4, 6, 20. Two steps of 256 completions. Of 5 and 8 processor seconds the median is 6.5, which rounds to even.
-    assert compare.cells(row, "ab") == [
-        "`grpo_arithmetic`",
+    assert compare.cells("grpo", comparison.runs) == [
+        "`grpo`",
         "0.420 ± 0.050",
         "0.940 ± 0.099",
-        "ab",
         "73 ± 33",
         "0.750 ± 0.000",
         "0.200 ± 0.248",
@@ -209,10 +206,9 @@ def test_the_table_has_means_spreads_and_sums_over_the_seeds(asked: Asked) -> No
         "6",
         "6",
         "0.30 GB",
-        "hold",
     ]
-    text = compare.table([row], comparison)
-    assert text.splitlines()[0].count("|") == text.splitlines()[2].count("|") == 13
+    text = compare.table(compare.make_rows(comparison.runs), comparison)
+    assert text.splitlines()[0].count("|") == text.splitlines()[2].count("|") == 11
     assert "2 CPU cores (made up), torch 2.13.0, commit abc123, 2026-01-02." in text
 
 
@@ -229,19 +225,16 @@ def test_the_price_of_an_accuracy_is_on_the_line_to_the_first_evaluation_that_ha
     assert compare.price(runs[1:2]) == "not reached"
 
 
-def test_accuracies_after_training_are_compared_by_seed_and_nothing_is_asked_of_another_task() -> None:
+def test_accuracies_after_training_are_compared_by_seed() -> None:
     after = {"grpo": [0.90, 0.92, 0.94], "kimi": [0.95, 0.80, 0.87]}
     runs = [made_up_run(name, seed, [0.4, 0.5, last]) for name in after for seed, last in enumerate(after[name])]
     comparison = made_up(*runs[:3], *reversed(runs[3:]), task="chains")
-    rows = compare.make_rows(comparison)
-    assert [row.problems for row in rows] == [[], []]
+    rows = compare.make_rows(comparison.runs)
     text = compare.table(rows, comparison)
     assert "| `kimi` | -0.047 | " in text, "by seed 0.05, -0.12, -0.07: mean -0.14 / 3"
-    assert [line.split(" | ")[3] for line in text.splitlines()[2:4]] == ["a", "a"], "they do not differ"
-    assert "checks" not in text.casefold()
     assert "Each row is `rlft train +recipe=<name>_arithmetic data=chains epochs=1 minibatches=4 " in text
     alone = made_up(runs[0], runs[3])
-    assert "Holm" not in compare.table(compare.make_rows(alone), alone), "a seed alone says nothing"
+    assert "Holm" not in compare.table(compare.make_rows(alone.runs), alone), "a seed alone says nothing"
 
 
 def test_what_dynamic_sampling_threw_away_counts_and_accuracy_is_exact_match_also_where_another_reward_decides(
@@ -259,37 +252,17 @@ def test_what_dynamic_sampling_threw_away_counts_and_accuracy_is_exact_match_als
         compare.read_run(absent)
 
 
-@pytest.mark.parametrize(
-    ("name", "accuracies", "problems"),
-    [
-        # Means over the seeds: 0.40 -> 0.55, a gain of exactly 0.15, which holds.
-        ("kimi", [[0.40, 0.5, 0.56], [0.40, 0.5, 0.54]], []),
-        # 0.40 -> 0.545
-        ("kimi", [[0.40, 0.5, 0.55], [0.40, 0.5, 0.54]], ["gain 0.1450 < 0.15"]),
-        # grpo must reach 0.90 as well: (0.88 + 0.92) / 2 = 0.90 does, (0.88 + 0.91) / 2 = 0.895 doesn't.
-        ("grpo", [[0.40, 0.5, 0.88], [0.40, 0.5, 0.92]], []),
-        ("rloo", [[0.80, 0.5, 0.88], [0.80, 0.5, 0.91]], ["gain 0.0950 < 0.15", "after 0.8950 < 0.90"]),
-    ],
-)
-def test_the_checks_are_of_the_means_over_seeds(name: str, accuracies: list[list[float]], problems: list[str]) -> None:
-    runs = [made_up_run(name, seed, accuracy) for seed, accuracy in enumerate(accuracies)]
-    (row,) = compare.make_rows(made_up(*runs))
-    assert row.problems == problems
-
-
 # -- picture and raw numbers -------------------------------------------------------------------------------------------
 def test_every_algorithm_has_a_panel_with_its_own_curve_before_the_others(tmp_path: Path) -> None:
-    classes = {"ppo": "PPO", "kimi": "Kimi", "grpo": "GRPO", "a2c": "PPO", "mine": "Mine"}
-    runs = [made_up_run(name, seed, [0.4, 0.5, 0.8 + seed / 5], classes[name]) for name in classes for seed in (0, 1)]
+    names = ["a2c", "grpo", "kimi", "mine", "ppo"]
+    runs = [made_up_run(name, seed, [0.4, 0.5, 0.8 + seed / 5]) for name in names for seed in (0, 1)]
     comparison = made_up(*runs)
-    panels = [panel for panel in compare.make_figure(compare.make_rows(comparison)).axes if panel.axison]
-    names = ["grpo", "a2c", "ppo", "kimi", "mine"]
+    panels = [panel for panel in compare.make_figure(compare.make_rows(comparison.runs)).axes if panel.axison]
     assert [panel.get_title(loc="left") for panel in panels] == [f"{name}: 0.400 → 0.900" for name in names]
-    for name, panel in zip(names, panels, strict=True):
+    for panel in panels:
         (own,) = [line for line in panel.lines if line.get_marker() == "o"]
         assert list(own.get_ydata()) == [0.4, 0.5, pytest.approx(0.9)]
-        # The four others are faint; grpo and ppo have the line of 0.90 as well.
-        assert len(panel.lines) == 5 + (name in ("grpo", "ppo"))
+        assert len(panel.lines) == 5, "the four others are faint"
     compare.publish(comparison, tmp_path)
     names = ("comparison.md", "comparison.png", "comparison.json")
     first = {name: (tmp_path / name).read_bytes() for name in names}
@@ -302,9 +275,10 @@ def test_every_algorithm_has_a_panel_with_its_own_curve_before_the_others(tmp_pa
 def test_the_page_has_the_numbers_that_were_measured() -> None:
     recipes = SCRIPT.parents[1] / "recipes"
     page = (recipes / "README.md").read_text().replace("| TRL's GRPO |", "| `trl_grpo` |")
+    page = re.sub(r" (group|[ab]) \| (?=completions to|not reached|[\d,]+ ±)", " ", page)  # a column of that time
     comparison = compare.read_comparison(recipes / "chains.json")
-    rows = compare.make_rows(comparison)
-    assert {len(row.runs) for row in rows} == {5}
+    rows = compare.make_rows(comparison.runs)
+    assert {len(runs) for runs in rows.values()} == {5}
     lines = [line for line in compare.table(rows, comparison).splitlines() if line.startswith("| ")]
     lines = [line for line in lines if not line.startswith("| ---")]
     assert len(lines) == 1 + 20 + 1 + 19, "two heads, the methods, and those against grpo"
@@ -330,7 +304,7 @@ def test_a_real_run_is_stopped_resumed_and_then_not_repeated(tmp_path: Path) -> 
     assert 1 <= len(steps) < 12, "stopped on its way, after a whole step"
 
     second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert second.returncode in (0, 1), second.stderr  # so few completions teach little: the checks may fail
+    assert second.returncode == 0, second.stderr
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 13)]
     (run,) = json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"]
     assert run["evaluated_at"] == [0, 6 * 8, 12 * 8]
@@ -341,6 +315,6 @@ def test_a_real_run_is_stopped_resumed_and_then_not_repeated(tmp_path: Path) -> 
 
     before = metrics.stat().st_mtime_ns
     third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert third.returncode == second.returncode
+    assert third.returncode == 0
     assert "runs: 1, 1 finished already" in third.stdout
     assert metrics.stat().st_mtime_ns == before

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 
 import pytest
 import significance
@@ -35,12 +33,6 @@ def test_p_values_are_those_of_the_closed_forms(t: float) -> None:
     assert significance.two_sided_p(t, 2) == pytest.approx(1 - abs(t) / math.sqrt(2 + t * t), abs=1e-12)
     s = abs(t) / math.sqrt(4 + t * t)
     assert significance.two_sided_p(t, 4) == pytest.approx(1 - s * (1 + (1 - s * s) / 2), abs=1e-12)
-
-
-def test_what_is_not_a_quantile_is_refused() -> None:
-    for share, dof in ((0.5, 4), (1.0, 4), (0.975, 0)):
-        with pytest.raises(ValueError, match="no quantile"):
-            significance.t_quantile(share, dof)
 
 
 def test_an_interval_is_the_quantile_times_the_standard_error() -> None:
@@ -126,35 +118,6 @@ def test_a_report_without_the_reference_or_a_finding_says_so() -> None:
     assert "Of all 1 pairs 0 differ significantly" in significance.report(pairs, "grpo")
     # p is a third of it, 0.0500001: the level itself is not reached.
     assert "| -0.010 | -0.030 to +0.010 | 0.050 | 0.050 | not significant |" in significance.report(pairs, "kimi")
-
-
-def significant(first: str, second: str, mean: float) -> significance.Difference:
-    return pair(first, second, mean, 0.01)
-
-
-def test_methods_share_a_letter_exactly_if_they_do_not_differ() -> None:
-    # Means 9, 8, 5, 1: a differs from c and d, b from d alone, c from none but a.
-    pairs = [
-        pair("a", "b", 1.0, 0.9), significant("a", "c", 4.0), significant("a", "d", 8.0),
-        pair("b", "c", 3.0, 0.2), significant("b", "d", 7.0), pair("c", "d", 4.0, 0.4),
-    ]  # fmt: skip
-    assert significance.letters(pairs) == {"a": "a", "b": "ab", "c": "bc", "d": "c"}
-    assert significance.letters([pair("x", "y", 1.0, 0.9)]) == {"x": "a", "y": "a"}
-    assert significance.letters([significant("x", "y", -1.0)]) == {"y": "a", "x": "b"}
-    assert significance.letters([]) == {}
-
-
-def test_letters_tell_any_pattern_of_differences() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        means = {name: rng.random() for name in "abcdefgh"}
-        pairs = [
-            pair(first, second, means[first] - means[second], rng.choice((0.01, 0.9)))
-            for first, second in itertools.combinations(means, 2)
-        ]
-        letters = significance.letters(pairs)
-        for one in pairs:
-            assert bool(set(letters[one.first]) & set(letters[one.second])) != one.is_significant
 
 
 def test_all_pairs_are_corrected_together_and_seen_from_either_side() -> None:

@@ -117,10 +117,10 @@ def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> 
 # -- the text that ships -----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def maker():
-    """The module of scripts/make_arithmetic_text.py."""
+    """The module of scripts/make_arithmetic_examples.py."""
     sys.path.insert(0, str(SCRIPTS))
     try:
-        return importlib.import_module("make_arithmetic_text")
+        return importlib.import_module("make_arithmetic_examples")
     finally:
         sys.path.remove(str(SCRIPTS))
 

@@ -17,8 +17,8 @@ from slow_cases import slow
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from load_long_run import rater, words, write_prompts  # noqa: E402
 from load_processes import MAIN, SANDBOX, WORKER, Sample, Trend, Watcher, last_step, trends  # noqa: E402
+from load_test import rater, words, write_prompts  # noqa: E402
 from run_processes import Nursery, Started, environment, start_fresh  # noqa: E402
 
 from rlft.config.compose import compose  # noqa: E402
@@ -153,6 +153,24 @@ def test_many_completions_are_scored_without_a_copy_of_them(tmp_path: Path) -> N
     # 130 bytes each, their tokens 48 x 8 x 2 where they are sent. Tasks of all at once would be 35 MB.
     assert large["peak"] - large["before"] < 10
     assert large["worker_peak"] - small["worker_peak"] < 5, "a worker keeps nothing of a group"
+
+
+@pytest.mark.slow
+def test_a_part_of_the_load_test_prints_what_is_allowed_and_whether_it_holds(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(SCRIPTS / "load_test.py"),
+        "large-data",
+        "--gigabytes",
+        "0.01",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Lines of 1 kB, written a thousand at a time: 10,000 are 10 MB.
+    assert "| the file | 10 MB, 10,000 rows |" in done.stdout
+    assert " MB | 121 MB | holds |" in done.stdout  # 120 and 10,000 rows of 58.5 bytes
 
 
 MEGABYTE = 10**6
