@@ -83,10 +83,6 @@ HALF = 0.5
 FREE = ("resume", "logger", "checkpoint")
 
 
-def main() -> None:
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns its exit code and prints its errors."""
     options = parse(arguments)
@@ -606,4 +602,4 @@ def draw_panel(panel: Axes, name: str, runs: Sequence[Run], curves: Mapping[str,
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(sys.argv[1:]))

@@ -4,9 +4,6 @@ Two methods that ran with the same seeds are compared by their differences, one 
 are independent draws from a normal distribution. With five seeds that can hardly be checked, so a p value near the
 limit says little. With so few seeds and so many pairs only large differences are found: "not significant" does not
 mean "equal".
-
-The numbers of Student's t are exact to rounding (the regularised incomplete beta function of mpmath, which torch
-installs).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ ROUNDING = 1e-9
 
 
 def two_sided_p(t: float, dof: int) -> float:
-    """The probability that Student's t with `dof` degrees of freedom is at least as far from 0 as `t`.
+    """The probability that Student's t with `dof` degrees of freedom is at least as far from 0 as `t`, to rounding.
 
     P(|T| >= |t|) = I_x(dof / 2, 1 / 2) with x = dof / (dof + t^2): Abramowitz and Stegun, 26.7.1 with 26.5.2.
     """

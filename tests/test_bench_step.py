@@ -206,10 +206,3 @@ def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path: 
     assert card.peak == 2000 * 2**20
     assert "memory.used" in (tmp_path / "words").read_text()
     assert time.monotonic() - start < 60, "the watcher ends"
-
-
-def test_without_a_card_nothing_is_said_of_it(monkeypatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with CardMemory() as card:
-        pass
-    assert card.peak is None

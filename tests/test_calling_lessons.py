@@ -72,20 +72,3 @@ def test_who_is_asked_has_nothing_to_do_with_the_question_and_says_what_the_game
     # About 12,000 lines x 0.3 / 2 x 0.9 = 1,600 asks in 9 cells: 180 each, with a deviation of 13.
     assert set(asked) == set(itertools.product(OPERATIONS, HELPERS))
     assert max(asked.values()) < 1.9 * min(asked.values())
-
-
-def test_in_the_mixture_the_shares_are_those_it_names() -> None:
-    first = Counter[str]()
-    for chat, turn in drawn(MIXED, 8000):
-        if len(chat) > 1 or RULES in chat[0]["content"]:
-            continue
-        match = QUESTION.match(chat[0]["content"])
-        assert match is not None
-        wanted = calling_lessons.call("".join(match.groups()))
-        heard = calling_lessons.heard(turn)
-        answered = heard is not None and not heard.startswith("Error")
-        first["call" if turn == wanted else "guess" if turn.startswith("<answer>") else str(answered)] += 1
-    total = sum(first.values())
-    # One in thirty calls with another digit has the same one; the deviation of a share of 0.35 in 3,000 turns is 0.01.
-    assert first["guess"] / total == pytest.approx(MIXED.guess, abs=0.03)
-    assert first["call"] / total == pytest.approx(1 - MIXED.guess - MIXED.malformed - MIXED.other, abs=0.03)

@@ -181,13 +181,6 @@ def test_a_missing_extra_is_named_before_the_first_stage(tmp_path: Path, recorde
     assert start(SCRIPTS / "rlhf_arithmetic.sh", str(tmp_path / "out"), path=path, **hidden).returncode == 0
 
 
-def test_a_python_that_cannot_import_rlft_is_named(tmp_path: Path, recorder: Recorded) -> None:
-    bad = program(tmp_path / "other" / "python", "#!/bin/bash\nexit 1\n")
-    done = start(SCRIPTS / "rlhf_arithmetic.sh", path=f"{tmp_path / 'bin'}:/usr/bin:/bin", PYTHON=str(bad))
-    assert (done.returncode, recorder()) == (2, [])
-    assert done.stderr.startswith(f"rlhf_arithmetic.sh: PYTHON: {bad} cannot import rlft; set PYTHON=")
-
-
 # -- the table of stages -----------------------------------------------------------------------------------------------
 def make_stage(folder: Path, config: dict, evaluations: Sequence[dict] = (), progress: dict | None = None) -> None:
     folder.mkdir(parents=True)
