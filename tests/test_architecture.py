@@ -35,7 +35,7 @@ LEVELS = (
     ("cli",),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 9, 150
+MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 9, 98
 
 # {library: where it may be imported}; what is imported by name (trackers, see logger/scalars.py) has no place.
 PLACES = {
