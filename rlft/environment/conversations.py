@@ -214,7 +214,7 @@ class Conversations(GeneratorOver):
         if not self.environment.keeps_state:
             return
         orders = [
-            [c.order(Kind.reset, seed=derive(c.group_seed, 0, "reset"), values=row_of(c.data_prompt))]
+            [c.order("reset", seed=derive(c.group_seed, 0, "reset"), values=row_of(c.data_prompt))]
             for c in conversations
         ]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
@@ -278,7 +278,7 @@ class Conversations(GeneratorOver):
                 conversation.end = conversation.end or FinishReason.stop
             conversation.calls += len(turn_calls)
             possible = [] if conversation.end else [call for call in turn_calls if not call.problem]
-            orders.append([conversation.order(Kind.call, name=c.name, values=c.arguments) for c in possible])
+            orders.append([conversation.order("call", name=c.name, values=c.arguments) for c in possible])
         replies = self._replies(conversations, orders)
         for conversation, turn_calls, turn_replies in zip(conversations, calls, replies, strict=True):
             answered = list(_answered_calls(turn_calls, iter(turn_replies), ended=conversation.end))
@@ -290,7 +290,7 @@ class Conversations(GeneratorOver):
     # -- games ---------------------------------------------------------------------------------------------------------
     def _answer_moves(self, conversations: Sequence[Conversation]) -> None:
         """A turn that the limit has cut is answered, too: it is a move, though the last one."""
-        orders = [[c.order(Kind.step, text=c.opening.tail + c.turns[-1].text)] for c in conversations]
+        orders = [[c.order("step", text=c.opening.tail + c.turns[-1].text)] for c in conversations]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
             if reply.done and not conversation.end:
                 conversation.end = FinishReason.stop
@@ -348,9 +348,7 @@ class Conversations(GeneratorOver):
         """Gives the environment's reward for each conversation as a whole to its last turn."""
         if self.environment.plays_a_game or not self.environment.rewards_turns:
             return
-        jobs = [
-            Job(key=c.key, orders=[c.order(Kind.reward)], left_s=self.environment.call_timeout) for c in conversations
-        ]
+        jobs = [Job(key=c.key, orders=[c.order("reward")], left_s=self.environment.call_timeout) for c in conversations]
         for conversation, [reply] in zip(conversations, self._pool.run(jobs), strict=True):
             if reply.cause is not None:
                 problem = f"environment: cannot say the reward of prompt {conversation.data_prompt.id!r} ({reply.text})"

@@ -20,10 +20,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
+from rlft.environment.pool import begun
 from rlft.environment.protocol import Environment, Play
 from rlft.system.terminal import pip_install
-from rlft.types import EnvironmentFailure, require
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
@@ -69,7 +69,15 @@ class Mcp(Environment):
             require(isinstance(value, str), f"environment.env.{name}", problem, got=value, remedy=remedy)
 
     def schemas(self) -> list[dict[str, Any]]:
-        return [_schema_of(tool) for tool in listed(json.dumps(asdict(self)))]
+        shown = [
+            {
+                "name": tool["name"],
+                "description": tool["description"],
+                "parameters": {"properties": {}, **tool["input_schema"]},
+            }
+            for tool in listed(json.dumps(asdict(self)))
+        ]
+        return [{"type": "function", "function": function} for function in shown]
 
     def start(self) -> None:
         import mcp  # noqa: F401 (takes seconds)
@@ -107,54 +115,34 @@ def listed(keys: str) -> list[dict[str, Any]]:
     Raises:
         UserError: the server does not answer, or its tools cannot be shown.
     """
-    environment = Listing(**json.loads(keys) | {"workers": 1, "max_answer": LONGEST_LIST, "shared": False})
-    command = " ".join(environment.command)
-    pool = EnvironmentPool(environment)
-    try:
-        [[reply]] = pool.run([Job(key=0, orders=[Order(kind=Kind.reset, seed=0)], left_s=environment.timeout)])
-        problem, text = reply.text if reply.cause is not None else None, reply.text
-    except EnvironmentFailure as failure:
-        problem, text = str(failure), ""
-    finally:
-        pool.close()
-    refusal, remedy = f"its server does not list its tools ({problem})", "try that command by itself: it must speak MCP"
-    require(problem is None, KEY, refusal, got=command, remedy=f"{remedy} over stdio")
-    return checked(json.loads(text), command)
+    environment = Listing(**json.loads(keys) | {"max_answer": LONGEST_LIST, "shared": False})
+    command, reply = " ".join(environment.command), begun(environment)
+    problem = f"its server does not list its tools ({reply.text})"
+    remedy = "try that command by itself: it must speak MCP over stdio"
+    require(reply.cause is None, KEY, problem, got=command, remedy=remedy)
+    return checked(json.loads(reply.text), command)
 
 
 def checked(tools: list[dict[str, Any]], command: str) -> list[dict[str, Any]]:
     """The tools of the server that this command starts, unless they cannot be shown or called. Raises UserError."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
     require(tools, KEY, "its server lists no tool", got=command, remedy="use one that has tools")
     remedy = "fix it in the server"
     names = [tool["name"] for tool in tools]
     for tool in tools:
-        name = tool["name"]
+        name, schema = tool["name"], tool["input_schema"]
         require(name, KEY, "its server lists a tool without a name", got=command, remedy=remedy)
         require(names.count(name) == 1, KEY, f"its server lists two tools called {name}", got=command, remedy=remedy)
-        problem = _problem_of(tool["input_schema"])
-        require(problem is None, KEY, f"the arguments of its tool {name} {problem}", got=command, remedy=remedy)
+        problem = f"the arguments of its tool {name} are not an object, but of type {schema.get('type')!r:.80}"
+        require(schema.get("type") == "object", KEY, problem, got=command, remedy=remedy)
+        try:
+            validator_for(schema).check_schema(schema)
+        except SchemaError as error:
+            problem = f"the arguments of its tool {name} have no valid JSON schema ({error.message:.200})"
+            raise UserError(KEY, problem, got=command, remedy=remedy) from None
     return tools
-
-
-def _problem_of(schema: dict[str, Any]) -> str | None:
-    """What is wrong with the schema of a tool's arguments, as the end of a sentence; None if nothing is."""
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-
-    if schema.get("type") != "object":
-        return f"are not an object, but of type {schema.get('type')!r:.80}"
-    try:
-        validator_for(schema).check_schema(schema)
-    except SchemaError as error:
-        return f"have no valid JSON schema ({error.message:.200})"
-    return None
-
-
-def _schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates show it."""
-    parameters = {"properties": {}, **tool["input_schema"]}
-    function = {"name": tool["name"], "description": tool["description"], "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from rlft.environment.arguments import Checker
 from rlft.environment.protocol import Cause, Environment, Malformed, Play
@@ -34,12 +33,8 @@ MAX_ERROR = 500
 """The most characters of an error that the policy reads."""
 
 
-class Kind(StrEnum):
-    reset = "reset"
-    call = "call"
-    step = "step"
-    reward = "reward"
-    play = "play"  # a whole conversation, which an agent holds by itself
+Kind = Literal["reset", "call", "step", "reward", "play"]
+"""What a conversation's `Play` is to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +228,19 @@ class EnvironmentPool:
         job.left_s -= job.replies[-1].seconds
 
 
+def begun(environment: Environment) -> Reply:
+    """The reply to a reset in a worker of its own, or why none starts: how an environment is tried before a run."""
+    pool = EnvironmentPool(replace(environment, workers=1))
+    try:
+        order = Order(kind="reset", seed=0, values={})
+        [[reply]] = pool.run([Job(key=0, orders=[order], left_s=environment.timeout)])
+        return reply
+    except EnvironmentFailure as failure:
+        return Reply(text=str(failure), cause=Cause.died)
+    finally:
+        pool.close()
+
+
 # -- in a worker -------------------------------------------------------------------------------------------------------
 def serve(connection: Connection, environment: Environment, schemas: Sequence[Schema]) -> None:
     """Runs in a worker process: obeys orders until the parent closes its end of the connection or dies.
@@ -271,13 +279,13 @@ def obeyed(
 ) -> Reply:
     """The reply to an order; whatever the environment's code does, the reply has a text for the policy."""
     start, alarm = time.monotonic(), Alarm()
-    reply: Reply | None = None
+    late = reply = Reply(text=out_of_time(limit_s), cause=Cause.time)
     try:
         with alarm.set(limit_s):
             seeded(order.seed)
-            if order.kind is Kind.reset or key not in plays:
+            if order.kind == "reset" or key not in plays:
                 plays[key] = environment.make()
-            if checker is not None and order.kind is Kind.call:
+            if checker is not None and order.kind == "call":
                 order = replace(order, values=checker.checked(order.name, order.values or {}))
             reply = _done(plays[key], order, environment.max_answer)
     except OutOfTime:
@@ -286,25 +294,23 @@ def obeyed(
         reply = Reply(text=f"Error: {error}"[:MAX_ERROR], cause=Cause.malformed)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
         reply = Reply(text=_error_text(error), cause=Cause.raised)
-    if alarm.rang or reply is None:
-        reply = Reply(text=out_of_time(limit_s), cause=Cause.time)
-    return replace(reply, seconds=time.monotonic() - start)
+    return replace(late if alarm.rang else reply, seconds=time.monotonic() - start)
 
 
 def _done(play: Play, order: Order, max_answer: int) -> Reply:
     values = order.values or {}
     match order.kind:
-        case Kind.reset:
+        case "reset":
             return Reply(text=answered(play.reset(values, order.seed), max_answer))
-        case Kind.call:
+        case "call":
             return Reply(text=answered(play.call(order.name, values), max_answer))
-        case Kind.step:
+        case "step":
             step = play.step(order.text)
             text = answered(step.observation, max_answer)
             return Reply(text=text, reward=finite(step.reward), done=step.done)
-        case Kind.play:
+        case "play":
             return Reply(reward=finite(play.play(**values)))
-        case Kind.reward:
+        case "reward":
             return Reply(reward=finite(play.reward()))
 
 

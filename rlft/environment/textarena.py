@@ -9,15 +9,15 @@ import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import locate
-from rlft.environment.pool import EnvironmentPool, Job, Kind, Order
+from rlft.environment.pool import begun
 from rlft.environment.protocol import Environment, Play, Step
 from rlft.system.terminal import pip_install
-from rlft.types import EnvironmentFailure, UserError, require
+from rlft.types import UserError, require
 
 Player = Callable[[str], str]
 """(all that the game has told this player, also in earlier turns) -> its move, like an agent of TextArena."""
@@ -51,22 +51,10 @@ class TextArena(Environment):
             near = difflib.get_close_matches(self.game, known, n=3) or ["GuessTheNumber-v0"]
             problem = f"is none of TextArena's {len(known)} games"
             raise UserError(GAME, problem, got=self.game, remedy=f"try {' or '.join(near)}")
-        self._try_to_begin()
-
-    def _try_to_begin(self) -> None:
-        """Begins the game once, in a worker and under its time limit: a game may want other players, or a download."""
-        pool = EnvironmentPool(replace(self, workers=1))
-        try:
-            order = Order(kind=Kind.reset, seed=0, values={})
-            [[reply]] = pool.run([Job(key=0, orders=[order], left_s=self.timeout)])
-            problem = reply.text if reply.cause is not None else None
-        except EnvironmentFailure as failure:
-            problem = str(failure)
-        finally:
-            pool.close()
-        told = f"does not begin with {1 + len(self.opponents)} players ({problem})"
+        reply = begun(self)  # under its time limit: a game may want other players, or a download
+        told = f"does not begin with {1 + len(self.opponents)} players ({reply.text})"
         remedy = "name as many environment.opponents as it wants beside the policy, or fix its environment.arguments"
-        require(problem is None, GAME, told, got=self.game, remedy=remedy)
+        require(reply.cause is None, GAME, told, got=self.game, remedy=remedy)
 
     def start(self) -> None:
         import textarena  # noqa: F401 (it takes most of a second)

@@ -16,7 +16,7 @@ from run_processes import happens, is_alive
 
 from rlft import cli
 from rlft.environment.mcp import Mcp, checked
-from rlft.environment.pool import EnvironmentPool, Job, Kind, Order, Reply
+from rlft.environment.pool import EnvironmentPool, Job, Order, Reply
 from rlft.environment.protocol import Cause
 from rlft.types import UserError
 from tests.environment.test_conversations import LIMITS
@@ -32,7 +32,7 @@ def bare(how: str, **changed: Any) -> Mcp:
 
 
 def job(key: int, *calls: tuple[str, dict[str, Any]]) -> Job:
-    orders = [Order(kind=Kind.call, seed=0, name=name, values=values) for name, values in calls]
+    orders = [Order(kind="call", seed=0, name=name, values=values) for name, values in calls]
     return Job(key=key, orders=orders, left_s=SERVER.timeout)
 
 

@@ -13,7 +13,7 @@ import pytest
 from broken_environments import CannotStart
 from run_processes import happens
 
-from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Kind, Order, Reply
+from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Order, Reply
 from rlft.environment.protocol import Cause
 from rlft.environment.tools import Tools
 from rlft.types import EnvironmentFailure
@@ -24,7 +24,7 @@ TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.mis
 
 def job(key: int, text: str, tool: str = "say", left_s: float = 60.0) -> Job:
     values: dict[str, Any] = {"how" if tool == "misbehave" else "text": text}
-    return Job(key=key, orders=[Order(kind=Kind.call, seed=0, name=tool, values=values)], left_s=left_s)
+    return Job(key=key, orders=[Order(kind="call", seed=0, name=tool, values=values)], left_s=left_s)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_every_worker_hashes_texts_alike_and_as_the_user_has_set_it(monkeypatch:
     def found() -> str:
         pool = EnvironmentPool(TOOLS)
         try:
-            order = Order(kind=Kind.call, seed=0, name="hashed", values={})
+            order = Order(kind="call", seed=0, name="hashed", values={})
             [[reply]] = pool.run([Job(key=0, orders=[order], left_s=60.0)])
         finally:
             pool.close()

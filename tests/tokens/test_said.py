@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from rlft.data.prompts import scan
 from rlft.environment.endpoint.bodies import Chat, Refusal, read
-from rlft.environment.endpoint.fields import normal
 from rlft.environment.endpoint.speech import Speech
 from rlft.tokens.said import unread
 from rlft.tokens.text import rendered_if_taken
@@ -149,7 +148,7 @@ def served(tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any) -> boo
     """Whether the endpoint takes the request."""
     body = read(Chat, json.dumps({"messages": messages, **({"tools": tools} if tools else {})}).encode())
     try:
-        Speech(tokenizer, "template", "serve.syntax").of(body).prompt(normal(body.messages))
+        Speech(tokenizer, "template", "serve.syntax").of(body).prompt([message.plain for message in body.messages])
     except Refusal as refusal:
         if (refusal.status, refusal.code) not in {(400, "left_out"), (400, "unsupported_template")}:
             raise
@@ -200,5 +199,9 @@ def test_tools_that_a_template_does_not_show_are_written_into_the_question_by_th
     tools[0]["function"]["description"] = "Sums."
     assert not trained(TEMPLATES["tools"], [(messages, tools)])
     body = read(Chat, json.dumps({"messages": messages, "tools": tools}).encode())
-    ids = Speech(TEMPLATES["tools"], "template", "serve.syntax").of(body).prompt(normal(body.messages))
+    ids = (
+        Speech(TEMPLATES["tools"], "template", "serve.syntax")
+        .of(body)
+        .prompt([message.plain for message in body.messages])
+    )
     assert json.dumps(tools[0]["function"]) in TEMPLATES["tools"].decode(ids)

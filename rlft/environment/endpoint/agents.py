@@ -71,23 +71,22 @@ class Endpoint(Environment):
             locate(self.agent, AGENT)
 
     def make(self) -> Agent:
-        if self.agent is not None:
-            return Agent(function=locate(self.agent, AGENT))
-        return Agent(command=self.command)
+        return Agent(self)
 
 
 class Agent(Play):
     """A conversation's side that leaves the whole conversation to the agent."""
 
-    def __init__(self, *, function: Any = None, command: Sequence[str] | None = None) -> None:
-        self.function, self.command = function, command
+    def __init__(self, environment: Endpoint) -> None:
+        self.environment = environment
 
     def play(self, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
         """The reward of the conversation. Raises whatever the agent raises."""
         endpoint = {"base_url": base_url, "api_key": api_key, "model": model}
-        if self.command is not None:
-            return _run(self.command, row, endpoint)
-        return awaited(self.function(**accepted(self.function, {**row, **endpoint})))
+        if self.environment.agent is None:
+            return _run(self.environment.command or (), row, endpoint)
+        function = locate(self.environment.agent, AGENT)
+        return awaited(function(**accepted(function, {**row, **endpoint})))
 
 
 def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, str]) -> float | None:
@@ -96,10 +95,8 @@ def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, 
     It stays in the worker's process group, with which it ends. What is wrong with it is raised.
     """
     variables = {
-        "OPENAI_BASE_URL": endpoint["base_url"],
-        "OPENAI_API_KEY": endpoint["api_key"],
-        "OPENAI_MODEL": endpoint["model"],
-    }
+        f"OPENAI_{name.upper()}": value for name, value in endpoint.items()
+    }  # OPENAI_BASE_URL, _API_KEY, _MODEL
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(row, default=str).encode())
         stdin.seek(0)

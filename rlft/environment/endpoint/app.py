@@ -12,7 +12,7 @@ import importlib.util
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 RETRY_AFTER_S = 1
 START_S, END_S = 30.0, 5.0
@@ -66,6 +67,7 @@ def make_app(
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
@@ -86,26 +88,27 @@ def make_app(
             raise Refusal(401, f"the key is wrong or no longer in use; {remedy}", "invalid_api_key")
         return key
 
-    def serving(work: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
-        async def serve(http: HttpRequest) -> Response:
+    def within_limit(app: ASGIApp) -> ASGIApp:
+        """The app, which counts as under way until the last byte of its response."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             nonlocal under_way
             if under_way >= limits.requests:
                 requests = counted(limits.requests, "request")
                 problem = f"{requests} {are(limits.requests)} under way ({limits.section}.requests)"
-                return refused(Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True))
+                raise Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True)
             under_way += 1
             try:
-                return await work(http)
-            except Refusal as refusal:
-                return refused(refusal)
+                await app(scope, receive, send)
             finally:
-                leave()
+                under_way -= 1
 
         return serve
 
-    def leave() -> None:
-        nonlocal under_way
-        under_way -= 1
+    def route(
+        path: str, work: Callable[[HttpRequest], Awaitable[Response]], methods: Sequence[str] = ("GET",)
+    ) -> Route:
+        return Route(path, work, methods=methods, middleware=[Middleware(within_limit)])
 
     def answering(kind: type[Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
@@ -116,21 +119,14 @@ def make_app(
                 problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
                 raise Refusal(404, problem, "model_not_found", param="model")
             if isinstance(body, Chat) and body.stream:
-                return await streamed(http, key, body)
+                events = _events(http, key, body, inbox, limits, Stream(model))
+                first = await anext(events)  # a refusal before the first token is no stream, and has its status
+                return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
             request = Request(key=key, body=body)
             inbox.put(request)
             return JSONResponse(await _reply(http, request, limits))
 
-        return serving(answer)
-
-    async def streamed(http: HttpRequest, key: str, body: Chat) -> Response:
-        nonlocal under_way
-        at_end = contextlib.ExitStack()
-        events = _events(http, key, body, inbox, limits, Stream(model), at_end)
-        first = await anext(events)  # a refusal before the first token is no stream, and has its status
-        under_way += 1  # for the stream; what `serving` counts ends with this function
-        at_end.callback(leave)
-        return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
+        return answer
 
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)
@@ -145,6 +141,9 @@ def make_app(
     async def healthy(http: HttpRequest) -> Response:
         return JSONResponse({})
 
+    async def turned_down(http: HttpRequest, refusal: Refusal) -> Response:
+        return refused(refusal)
+
     async def not_served(http: HttpRequest, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         what = {404: "there is no such path here", 405: "this path takes another method"}.get(status, "an error")
@@ -154,16 +153,15 @@ def make_app(
     async def crashed(http: HttpRequest, error: Exception) -> Response:
         return refused(Refusal(500, f"an error of the server: {type(error).__name__}", "server_error"))
 
-    handlers: Mapping[Any, Any] = {HTTPException: not_served, Exception: crashed}
+    bodies = {"/v1/chat/completions": Chat, "/inference/v1/generate": Generate, "/tokenize": Tokenize}
+    bodies |= {"/v1/completions": Complete} if completes else {}
+    handlers: Mapping[Any, Any] = {Refusal: turned_down, HTTPException: not_served, Exception: crashed}
     return Starlette(
         routes=[
             Route("/health", healthy),
-            Route("/v1/models", serving(list_models)),
-            Route("/v1/models/{name:path}", serving(one_model)),
-            *([Route("/v1/completions", answering(Complete), methods=["POST"])] if completes else []),
-            Route("/v1/chat/completions", answering(Chat), methods=["POST"]),
-            Route("/inference/v1/generate", answering(Generate), methods=["POST"]),
-            Route("/tokenize", answering(Tokenize), methods=["POST"]),
+            route("/v1/models", list_models),
+            route("/v1/models/{name:path}", one_model),
+            *(route(path, answering(kind), ["POST"]) for path, kind in bodies.items()),
         ],
         exception_handlers=handlers,
     )
@@ -226,19 +224,13 @@ async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[st
 
 
 async def _events(
-    http: HttpRequest,
-    key: str,
-    body: Chat,
-    inbox: Inbox,
-    limits: Limits,
-    stream: Stream,
-    at_end: contextlib.ExitStack,
+    http: HttpRequest, key: str, body: Chat, inbox: Inbox, limits: Limits, stream: Stream
 ) -> AsyncGenerator[bytes]:
-    """The reply as events, of which the first is sent with the first token; `at_end` is closed after the last one.
+    """The reply as events, of which the first is sent with the first token.
 
     Raises Refusal: as in `_reply`; once the stream has begun, a refusal becomes an event of it instead.
     """
-    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str]()
+    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str | None]()  # None: the reply is there
 
     def on_text(piece: str) -> None:  # called by the thread that samples
         with contextlib.suppress(RuntimeError):  # the server has ended
@@ -247,16 +239,12 @@ async def _events(
     request = Request(key=key, body=body, on_text=on_text)
     inbox.put(request)
     reply = asyncio.ensure_future(_reply(http, request, limits))
+    reply.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
-        while not reply.done() or not pieces.empty():
-            piece = asyncio.ensure_future(pieces.get())
-            await asyncio.wait({reply, piece}, return_when=asyncio.FIRST_COMPLETED)
-            if not piece.done():
-                piece.cancel()
-                continue
+        while (piece := await pieces.get()) is not None:
             if not stream.sent:
                 yield stream.start()
-            yield stream.piece(piece.result())
+            yield stream.piece(piece)
         try:
             whole = reply.result()
         except Refusal as refusal:
@@ -271,7 +259,6 @@ async def _events(
             yield event
     finally:
         reply.cancel()
-        at_end.close()
 
 
 async def _with_first(first: bytes, others: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
@@ -311,19 +298,16 @@ def bound(host: str, port: int, section: str) -> socket.socket:
             listening.close()
             raise
     except OSError as error:
-        key, got, problem, remedy = _why_not(error, host, port, section)
+        key, got, problem = f"{section}.host", host, f"is no address of this machine ({error.strerror or error})"
+        remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all of its addresses"
+        if error.errno == errno.EADDRINUSE:
+            key, got, problem = f"{section}.port", port, "is in use by another process"
+            remedy = f"end that, or choose another one ({section}.port=0: one that is free)"
+        elif error.errno == errno.EACCES:
+            key, got, problem = f"{section}.port", port, "may not be used by this user"
+            remedy = "choose one above 1023"
         raise UserError(key, problem, got=got, remedy=remedy) from None
     return listening
-
-
-def _why_not(error: OSError, host: str, port: int, section: str) -> tuple[str, object, str, str]:
-    if error.errno == errno.EADDRINUSE:
-        remedy = f"end that, or choose another one ({section}.port=0: one that is free)"
-        return f"{section}.port", port, "is in use by another process", remedy
-    if error.errno == errno.EACCES:
-        return f"{section}.port", port, "may not be used by this user", "choose one above 1023"
-    remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all of its addresses"
-    return f"{section}.host", host, f"is no address of this machine ({error.strerror or error})", remedy
 
 
 class Server:
@@ -352,7 +336,8 @@ class Server:
                 timeout_graceful_shutdown=1,
             )
         )
-        self._thread = threading.Thread(target=self._run, name="rlft-endpoint", daemon=True)
+        serving = self._server.serve(sockets=[listening])
+        self._thread = threading.Thread(target=asyncio.run, args=(serving,), name="rlft-endpoint", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + START_S
         while not self._server.started:
@@ -365,6 +350,3 @@ class Server:
         self._server.should_exit = True
         self._thread.join(END_S)
         self._listening.close()
-
-    def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listening]))

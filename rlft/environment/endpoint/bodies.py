@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -86,20 +86,18 @@ class Drawn(Fields):
 
     def sampling(self, usual: Sampling, max_tokens: int) -> Sampling:
         """The server's sampling, changed by what this request says; its stops are added to the server's."""
+        given = {
+            name: value for name in ("temperature", "top_p", "min_p") if (value := getattr(self, name)) is not None
+        }
+        given |= {} if self.top_k is None else {"top_k": max(0, self.top_k)}
+        include_stop = self.include_stop_str_in_output or usual.include_stop_str_in_output
+        return replace(self.with_stops(usual, max_tokens), **given, include_stop_str_in_output=include_stop)
 
-        def value_or(value: float | None, default: float) -> float:
-            return default if value is None else value
-
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=value_or(self.temperature, usual.temperature),
-            top_p=value_or(self.top_p, usual.top_p),
-            top_k=usual.top_k if self.top_k is None else max(0, self.top_k),
-            min_p=value_or(self.min_p, usual.min_p),
-            stop=tuple(dict.fromkeys((*usual.stop, *self.stops))),
-            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *(self.stop_token_ids or ())))),
-            include_stop_str_in_output=self.include_stop_str_in_output or usual.include_stop_str_in_output,
-        )
+    def with_stops(self, usual: Sampling, max_tokens: int) -> Sampling:
+        """The server's sampling with this request's stops as well."""
+        stop = tuple(dict.fromkeys((*usual.stop, *self.stops)))
+        stop_ids = tuple(dict.fromkeys((*usual.stop_token_ids, *(self.stop_token_ids or ()))))
+        return replace(usual, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_ids)
 
 
 class Chat(Body, Drawn):
@@ -355,22 +353,18 @@ def chat_reply(
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """The reply to a `Chat`; the ids of calls derive from `seed`, the seed of the first completion."""
-    choices = []
-    for index, (completion, message) in enumerate(zip(completions, said, strict=True)):
-        choices.append(
-            {
-                "index": index,
-                "message": as_message(message, seed + index),
-                "finish_reason": "tool_calls" if message.calls else finish_of(completion),
-                "logprobs": _chat_logprobs(body, completion, tokenizer),
-                **({"token_ids": list(completion.token_ids)} if body.return_token_ids else {}),
-            }
-        )
+    choices = [
+        {
+            "index": index,
+            "message": as_message(message, seed + index),
+            "finish_reason": "tool_calls" if message.calls else finish_of(completion),
+            "logprobs": _chat_logprobs(body, completion, tokenizer),
+            **({"token_ids": list(completion.token_ids)} if body.return_token_ids else {}),
+        }
+        for index, (completion, message) in enumerate(zip(completions, said, strict=True))
+    ]
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
+        **head("chatcmpl", "chat.completion", model),
         "choices": choices,
         "usage": usage(len(prompt), completions),
         **({"prompt_token_ids": list(prompt)} if body.return_token_ids else {}),
@@ -402,9 +396,7 @@ class Stream:
     """The reply to a `Chat` as server-sent events: pieces of its text, then the rest of the reply."""
 
     def __init__(self, model: str) -> None:
-        self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk"}
-        self._common |= {"created": int(time.time()), "model": model}
-        self.sent = ""
+        self._common, self.sent = head("chatcmpl", "chat.completion.chunk", model), ""
 
     def start(self) -> bytes:
         return self._delta({"role": "assistant", "content": ""})
@@ -464,14 +456,12 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
     }
 
 
-def tokenize_reply(
-    body: Tokenize, ids: Sequence[int], most_tokens: int, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    strings = tokenizer.convert_ids_to_tokens(list(ids)) if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
-
-
 # -- details -----------------------------------------------------------------------------------------------------------
+def head(name: str, kind: str, model: str) -> dict[str, Any]:
+    """The beginning of replies of OpenAI's API, with an id of its own."""
+    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
 def finish_of(completion: Completion) -> str:
     return "length" if completion.finish_reason.is_limit else "stop"
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.endpoint.bodies import LEAST_LOGPROB, Complete, Refusal, finish_of, usage
+from rlft.environment.endpoint.bodies import LEAST_LOGPROB, Complete, Refusal, finish_of, head, usage
 from rlft.generation.engine import Generator
 from rlft.types import Completion
 
@@ -84,10 +82,7 @@ def complete_reply(
                 }
             )
     return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
+        **head("cmpl", "text_completion", model),
         "choices": choices,
         "usage": usage(sum(len(ids) for _, ids in prompts), [each for some in answers for each in some]),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -224,8 +224,3 @@ class StreamOptions(Fields):
     neutral: ClassVar[Neutral] = only("continuous_usage_stats", False)
 
     include_usage: bool = False
-
-
-def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as chat templates take them."""
-    return [message.plain for message in messages]

@@ -27,7 +27,7 @@ from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Tokenize
 from rlft.environment.endpoint.service import Draw, Inbox, Request, drawn, tokenized
 from rlft.environment.endpoint.speech import Speech
 from rlft.environment.endpoint.trajectory import Trajectory
-from rlft.environment.pool import EnvironmentPool, Job, Kind
+from rlft.environment.pool import EnvironmentPool, Job
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.logger.jsonl import completion_of, conversation_fields
 from rlft.system.files import write_atomically
@@ -141,7 +141,7 @@ class AgentGenerator(GeneratorOver):
                 model=MODEL,
             )
             values = {"row": row_of(conversation.data_prompt), "base_url": url, "api_key": key, "model": MODEL}
-            order = conversation.order(Kind.play, values=values)
+            order = conversation.order("play", values=values)
             jobs.append(Job(key=conversation.key, orders=[order], left_s=conversation.left_s))
         self._open.update(trajectories)
         try:

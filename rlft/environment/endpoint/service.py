@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rlft.environment.endpoint.bodies import (
@@ -26,13 +27,11 @@ from rlft.environment.endpoint.bodies import (
     Tokenize,
     chat_reply,
     generate_reply,
-    tokenize_reply,
     unfit,
 )
 from rlft.environment.endpoint.continuations import complete_reply, scored_prompt
-from rlft.environment.endpoint.fields import normal
 from rlft.environment.endpoint.speech import Speech
-from rlft.generation.engine import Generator, TokenCallback
+from rlft.generation.engine import Generator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
 from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted
@@ -145,7 +144,7 @@ def drawn(
     groups: dict[int, Group] = {}
     for (n, sampling), indices in alike.items():
         if n == 1 and on_token:
-            generator.token_callback = _teller([on_token.get(i) for i in indices])
+            generator.token_callback = partial(_tell, [on_token.get(i) for i in indices])
         try:
             prompts, seeds = [draws[i].prompt for i in indices], [draws[i].seed for i in indices]
             longest = max(draws[i].sampling.max_tokens for i in indices)
@@ -156,13 +155,9 @@ def drawn(
     return [groups[index] for index in range(len(draws))]
 
 
-def _teller(listeners: Sequence[Callable[[int], None] | None]) -> TokenCallback:
-
-    def tell(row: int, token: int) -> None:
-        if (listener := listeners[row]) is not None:
-            listener(token)
-
-    return tell
+def _tell(listeners: Sequence[Callable[[int], None] | None], row: int, token: int) -> None:
+    if (listener := listeners[row]) is not None:
+        listener(token)
 
 
 # -- answering ---------------------------------------------------------------------------------------------------------
@@ -246,7 +241,7 @@ class Service:
     def _draws(self, body: Body) -> Iterator[Draw]:
         """What a request needs from the engine. Raises Refusal if it cannot be answered."""
         if isinstance(body, Chat):
-            messages = normal(body.messages)
+            messages = [message.plain for message in body.messages]
             yield self._draw(body.drawn, self._speech.of(body).prompt(messages), body.most_tokens, messages)
         elif isinstance(body, Generate):
             yield self._draw(body.drawn, check_ids(body.token_ids, self._vocabulary), body.most_tokens)
@@ -317,10 +312,12 @@ def reply_of(
 def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any]:
     """The reply to a request for tokens."""
     if body.messages is not None:
-        ids = speech.of(body).prompt(normal(body.messages), start=body.add_generation_prompt is not False)
+        messages = [message.plain for message in body.messages]
+        ids = speech.of(body).prompt(messages, start=body.add_generation_prompt is not False)
     else:
         ids = ids_of_text(body.prompt or "", speech, with_special=body.add_special_tokens is not False)
-    return tokenize_reply(body, ids, most_tokens, speech.tokenizer)  # type: ignore[arg-type]
+    strings = speech.tokenizer.convert_ids_to_tokens(list(ids)) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
 
 
 def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:

@@ -14,7 +14,6 @@ from rlft.environment.conversations import Conversation, Transcript, say
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, arguments_of, as_message, unfit
 from rlft.environment.endpoint.fields import Message as Sent
-from rlft.environment.endpoint.fields import normal
 from rlft.environment.endpoint.service import Draw, check_ids, reply_of
 from rlft.environment.endpoint.speech import Message, Speech
 from rlft.environment.pool import Reply
@@ -73,7 +72,7 @@ class Trajectory:
             conversation.end = FinishReason.turns
         if conversation.end is not None:
             raise self._over(conversation.end)
-        messages = normal(body.messages) if isinstance(body, Chat) else None
+        messages = [message.plain for message in body.messages] if isinstance(body, Chat) else None
         context, answers = self._read(body, messages)
         if not self.has_begun:
             self._begin(context, messages)
@@ -83,16 +82,14 @@ class Trajectory:
         self.shown = _shown(body) if isinstance(body, Chat) else ([], {})
         limit = min(filter(None, (left, self.environment.turn_tokens, body.most_tokens)))
         turn, seed = len(conversation.turns), conversation.seed
-        stops = tuple(dict.fromkeys((*self.sampling.stop, *body.drawn.stops)))
-        asked_ids = check_ids(body.drawn.stop_token_ids or (), len(self.speech.tokenizer), "stop_token_ids")
-        stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *asked_ids)))
+        check_ids(body.drawn.stop_token_ids or (), len(self.speech.tokenizer), "stop_token_ids")
         next_turn = NextTurn(turn=turn, seed=seed, max_tokens=limit)
         read = tuple(conversation.transcript.context)
         return Draw(
             prompt=replace(conversation.opening, token_ids=read, next_turn=next_turn),
             n=1,
             seed=derive(seed, turn, "turn") if turn else seed,
-            sampling=replace(self.sampling, max_tokens=limit, stop=stops, stop_token_ids=stop_ids),
+            sampling=body.drawn.with_stops(self.sampling, limit),
         )
 
     def add_turn(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
@@ -114,7 +111,7 @@ class Trajectory:
         for said in messages:
             self._note_calls(said)
             assert self.known is not None, "a chat has messages"
-            self.known.extend(normal([Sent.model_validate(as_message(said, draw.seed))]))
+            self.known.append(Sent.model_validate(as_message(said, draw.seed)).plain)
         return reply
 
     def finish(self, reply: Reply, end_token: int) -> None:
@@ -213,10 +210,10 @@ class Trajectory:
         if not turns or not messages:
             return
         answers = [message["content"] for message in messages]
-        calls = list(turns[-1].calls)
-        for index, (call, answer) in enumerate(zip(calls, answers, strict=False)):
-            calls[index] = replace(call, answer=answer)
-        turns[-1] = replace(turns[-1], calls=tuple(calls), answer="\n".join(answers))
+        calls = turns[-1].calls
+        answered = [replace(call, answer=answer) for call, answer in zip(calls, answers, strict=False)]
+        calls = (*answered, *calls[len(answered) :])
+        turns[-1] = replace(turns[-1], calls=calls, answer="\n".join(answers))
 
     def _over(self, end: FinishReason) -> Refusal:
         key = {
