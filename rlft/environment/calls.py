@@ -13,17 +13,15 @@ from rlft.environment.template_calls import (
     NOT_JSON,
     SAID,
     CallReader,
+    CallTemplate,
     call_of,
     decoded,
-    explained_form,
-    form_of,
     is_call_of,
     json_or_text,
     names_of,
+    properties_of,
     unreadable,
     well_formed,
-    writes_without_showing,
-    written_turn,
 )
 from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.types import NOTHING, Schema, Shown, UserError
@@ -49,49 +47,36 @@ You can call tools. Tools:
 """
 
 
-def shown_by(
-    syntax: Syntax,
-    tokenizer: PreTrainedTokenizerBase,
-    schemas: Sequence[Schema],
-    opening: Sequence[Mapping[str, Any]],
-) -> Shown:
-    """What prompts show of these tools: the chat template shows them, or else a text before the first question does."""
-    if not schemas:
+def shown_by(syntax: Syntax, template: CallTemplate) -> Shown:
+    """What prompts show of the tools: the chat template shows them, or else a text before the first question does."""
+    if not template.schemas:
         return NOTHING
-    lines = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)
+    lines = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in template.schemas)
     if syntax != "template":
         return Shown(preamble={"json": AS_JSON, "xml": AS_XML}[syntax] + lines)
-    if writes_without_showing(tokenizer, schemas, opening):
+    if template.writes_without_showing():
         return Shown(preamble=AS_TEMPLATE + lines)
-    return Shown(tools=tuple(schemas))
+    return Shown(tools=tuple(template.schemas))
 
 
-def reader_of(
-    syntax: Syntax,
-    tokenizer: PreTrainedTokenizerBase,
-    schemas: Sequence[Schema],
-    opening: Sequence[Mapping[str, Any]],
-) -> CallReader:
+def reader_of(syntax: Syntax, template: CallTemplate) -> CallReader:
     """A reader of calls in this syntax; how a template writes calls is found out by having it write one.
 
     UserError: the template's calls cannot be read.
     """
     if syntax == "json":
-        return JsonCalls(schemas)
+        return JsonCalls(template.schemas)
     if syntax == "xml":
-        return XmlCalls(schemas)
-    if getattr(tokenizer, "response_template", None) is not None:
-        described = DescribedCalls(tokenizer, schemas)
+        return XmlCalls(template.schemas)
+    if getattr(template.tokenizer, "response_template", None) is not None:
+        described = DescribedCalls(template.tokenizer, template.schemas)
         if not described.calls(""):  # otherwise the description itself cannot be used
             return described
-    form = form_of(tokenizer, schemas, opening)
+    form = template.form()
     if form is None:
-        raise UserError(
-            "environment.syntax",
-            "the chat template writes calls of tools in a form that is not known here",
-            got="template",
-            remedy="use environment.syntax=json or xml",
-        )
+        problem = "the chat template writes calls of tools in a form that is not known here"
+        remedy = "use environment.syntax=json or xml"
+        raise UserError("environment.syntax", problem, got="template", remedy=remedy)
     return form
 
 
@@ -133,9 +118,7 @@ class XmlCalls(CallReader):
     EXAMPLE = '<call tool="<tool>"><argument>value</argument></call>'
 
     def __init__(self, schemas: Sequence[Schema]) -> None:
-        self.properties = {
-            schema["function"]["name"]: schema["function"]["parameters"].get("properties", {}) for schema in schemas
-        }
+        self.properties = properties_of(schemas)
 
     def calls(self, text: str) -> list[Call]:
         calls: list[Call] = []
@@ -185,14 +168,7 @@ class DescribedCalls(CallReader):
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
-def written(
-    syntax: Syntax,
-    tokenizer: PreTrainedTokenizerBase,
-    schemas: Sequence[Schema],
-    opening: Sequence[Mapping[str, Any]],
-    name: str,
-    arguments: Mapping[str, Any],
-) -> str:
+def written(syntax: Syntax, template: CallTemplate, name: str, arguments: Mapping[str, Any]) -> str:
     """A turn with this call, as the policy has to write it; a template's turn includes the tokens that end it."""
     if syntax == "json":
         return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
@@ -202,7 +178,7 @@ def written(
             for key, value in arguments.items()
         )
         return f'<call tool="{name}">{"".join(values)}</call>'
-    turn = written_turn(tokenizer, schemas, opening, [(name, arguments)]).replace(SAID, "", 1).strip()
-    if name not in turn and (form := explained_form(tokenizer, schemas, opening)) is not None:
+    turn = template.turn((name, arguments)).replace(SAID, "", 1).strip()
+    if name not in turn and (form := template.explained()) is not None:
         return form.written(name, arguments)
     return turn

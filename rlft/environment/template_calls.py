@@ -11,7 +11,7 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,7 @@ from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.reasoning import search_outside, without_reasoning
-from rlft.tokens.text import CALL_ID, render, rendered_if_taken
+from rlft.tokens.text import CALL_ID, rendered_if_taken
 from rlft.types import Schema
 
 if TYPE_CHECKING:
@@ -207,38 +207,56 @@ class ListedCalls(CallReader):
 
 
 # -- finding the form --------------------------------------------------------------------------------------------------
-def form_of(
-    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
-) -> CallReader | None:
-    """The form in which the tokenizer's template writes calls; None if it is not known."""
-    tool = schemas[0]["function"]["name"]
-    one = written_turn(tokenizer, schemas, opening, [(tool, PAIR)])
-    if tool not in one:
-        return explained_form(tokenizer, schemas, opening)
-    two = written_turn(tokenizer, schemas, opening, [(tool, PAIR), (tool, PAIR)])
-    special = special_pattern(special_tokens(tokenizer))
-    prompt = render(tokenizer, opening, tools=schemas, start=True)
-    for form in (_json_form(one, tool), _named_form(one, two, tool, special, prompt),
-                 _listed_form(one, two, tool, special, prompt, schemas)):  # fmt: skip
-        if form is not None and [(c.name, c.arguments, c.problem) for c in form.calls(one)] == [(tool, PAIR, "")]:
-            return replace(form, tools=names_of(schemas)) if isinstance(form, TemplateCalls) else form
-    return None
+@dataclass(frozen=True, slots=True)
+class CallTemplate:
+    """A tokenizer's chat template with tools of these schemas, for conversations that begin like `opening`."""
 
+    tokenizer: PreTrainedTokenizerBase
+    schemas: Sequence[Schema]
+    opening: Sequence[Mapping[str, Any]]
 
-def writes_without_showing(
-    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Whether the template writes calls of tools in a known form, but no schemas, which DeepSeek-V3.1 has in a text."""
-    prompt, name = rendered_if_taken(tokenizer, opening, tools=schemas, start=True), schemas[0]["function"]["name"]
-    return prompt is not None and name not in prompt and form_of(tokenizer, schemas, opening) is not None
+    @property
+    def prompt(self) -> str | None:
+        """What it shows before the first turn; None if it fails."""
+        return rendered_if_taken(self.tokenizer, self.opening, tools=self.schemas, start=True)
 
+    def form(self) -> CallReader | None:
+        """The form in which it writes calls; None if it is not known."""
+        tool = self.schemas[0]["function"]["name"]
+        one = self.turn((tool, PAIR))
+        if tool not in one:
+            return self.explained()
+        two, prompt = self.turn((tool, PAIR), (tool, PAIR)), self.prompt or ""
+        special = special_pattern(special_tokens(self.tokenizer))
 
-def explained_form(
-    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
-) -> TemplateCalls | None:
-    """The form that the template explains in the prompt, where it writes no calls itself; None if there is none."""
-    match = EXPLAINED.search(rendered_if_taken(tokenizer, opening, tools=schemas, start=True) or "")
-    return None if match is None else TemplateCalls(**match.groupdict(), tools=names_of(schemas))
+        def prefix_at(at: int) -> str:
+            return _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
+
+        for form in (_json_form(one, tool), _named_form(one, tool, special, prefix_at),
+                     _listed_form(one, tool, prefix_at, properties_of(self.schemas))):  # fmt: skip
+            if form is not None and [(c.name, c.arguments, c.problem) for c in form.calls(one)] == [(tool, PAIR, "")]:
+                return replace(form, tools=names_of(self.schemas)) if isinstance(form, TemplateCalls) else form
+        return None
+
+    def writes_without_showing(self) -> bool:
+        """Whether it writes calls of tools in a known form, but no schemas, which DeepSeek-V3.1 has in a text."""
+        name = self.schemas[0]["function"]["name"]
+        return self.prompt is not None and name not in self.prompt and self.form() is not None
+
+    def explained(self) -> TemplateCalls | None:
+        """The form that it explains in the prompt, where it writes no calls itself; None if there is none."""
+        match = EXPLAINED.search(self.prompt or "")
+        return None if match is None else TemplateCalls(**match.groupdict(), tools=names_of(self.schemas))
+
+    def turn(self, *calls: tuple[str, Mapping[str, Any]]) -> str:
+        """The turn with these calls, (name, arguments), as the template writes it; "" if it fails."""
+        made = [
+            {"type": "function", "id": f"{number:09d}", "function": {"name": name, "arguments": dict(arguments)}}
+            for number, (name, arguments) in enumerate(calls)
+        ]
+        turn = {"role": "assistant", "content": SAID, "tool_calls": made}
+        prompt, text = self.prompt, rendered_if_taken(self.tokenizer, [*self.opening, turn], tools=self.schemas)
+        return "" if prompt is None or text is None else text[num_common(prompt, text) :]
 
 
 def _json_form(one: str, tool: str) -> TemplateCalls | None:
@@ -250,10 +268,10 @@ def _json_form(one: str, tool: str) -> TemplateCalls | None:
     return None
 
 
-def _named_form(one: str, two: str, tool: str, special: re.Pattern[str], prompt: str) -> NamedCalls | None:
+def _named_form(one: str, tool: str, special: re.Pattern[str], prefix_at: Callable[[int], str]) -> NamedCalls | None:
     for match in re.finditer(r"\{", one):
         if decoded(one[match.start() :])[0] == PAIR and (at := one.rfind(tool, 0, match.start())) >= 0:
-            prefix = _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
+            prefix = prefix_at(at)
             between = one[at + len(tool) : match.start()]
             tokens = [*special.finditer(between)]
             pattern = re.sub(r"\d+", r"\\d+", _spaced(between))
@@ -278,7 +296,7 @@ def _id_in(between: str, special: re.Pattern[str]) -> str:
 
 
 def _listed_form(
-    one: str, two: str, tool: str, special: re.Pattern[str], prompt: str, schemas: Sequence[Schema]
+    one: str, tool: str, prefix_at: Callable[[int], str], properties: Mapping[str, Mapping[str, Any]]
 ) -> ListedCalls | None:
     places = re.search(".*?".join(f"({text})" for pair in PAIR.items() for text in pair), one, re.DOTALL)
     at = -1 if places is None else one.rfind(tool, 0, places.start())
@@ -287,11 +305,10 @@ def _listed_form(
     between, after = one[places.end(2) : places.start(3)], one[places.end(4) :]
     cut = between.rfind("<")
     closing, opening = between[:cut], between[cut:]
-    separator, prefix = one[places.end(1) : places.start(2)], _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
+    separator, prefix = one[places.end(1) : places.start(2)], prefix_at(at)
     if cut < 0 or not closing.strip() or not separator.strip() or not prefix:
         return None
     end = re.match(r"\s*(</[^<>\n]+>)", after[num_common(closing, after) :])
-    properties = {s["function"]["name"]: s["function"]["parameters"].get("properties", {}) for s in schemas}
     return ListedCalls(
         prefix=prefix,
         opening=opening,
@@ -316,25 +333,6 @@ def _prefix(before: str, before_second: str, special: re.Pattern[str], prompt: s
 def _spaced(text: str) -> str:
     """A regular expression of this text, in which white space may differ."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
-
-
-def written_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    schemas: Sequence[Schema],
-    opening: Sequence[Mapping[str, Any]],
-    calls: Sequence[tuple[str, Mapping[str, Any]]],
-) -> str:
-    """The turn with these calls, (name, arguments), as the template writes it; "" if it fails."""
-    made = [
-        {"type": "function", "id": f"{number:09d}", "function": {"name": name, "arguments": dict(arguments)}}
-        for number, (name, arguments) in enumerate(calls)
-    ]
-    turn = {"role": "assistant", "content": SAID, "tool_calls": made}
-    prompt_text = rendered_if_taken(tokenizer, opening, tools=schemas, start=True)
-    text = rendered_if_taken(tokenizer, [*opening, turn], tools=schemas)
-    if prompt_text is None or text is None:
-        return ""
-    return text[len(prompt_text) :] if text.startswith(prompt_text) else text[num_common(prompt_text, text) :]
 
 
 def _keys(value: Any, tool: str) -> tuple[str, str] | None:
@@ -421,6 +419,11 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 def names_of(schemas: Sequence[Schema]) -> frozenset[str]:
     return frozenset(schema["function"]["name"] for schema in schemas)
+
+
+def properties_of(schemas: Sequence[Schema]) -> dict[str, Mapping[str, Any]]:
+    """{tool: {argument: its schema}}."""
+    return {each["function"]["name"]: each["function"]["parameters"].get("properties", {}) for each in schemas}
 
 
 def unreadable(written: str, problem: str, name: str = "") -> Call:

@@ -18,6 +18,7 @@ from jinja2.exceptions import TemplateError
 
 from rlft.environment.calls import Syntax, reader_of, shown_by, written
 from rlft.environment.protocol import Call, Environment
+from rlft.environment.template_calls import CallTemplate
 from rlft.tokens.ends import closing_of, num_common, special_pattern, special_tokens
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import CALL_ID, decode, render
@@ -142,7 +143,7 @@ class TurnTemplate:
         [cut], tools, gap = self._plain.cut([answers], self._tools)
         number = next(n for n in range(10**6) if not any(_mark(n) in answer["content"] for answer in cut))
         numbered = [
-            {**answer} | ({} if role == "user" else {"tool_call_id": _call_id(answer, k)})
+            {**answer} | ({} if role == "user" else {"tool_call_id": answer.get("tool_call_id") or f"{k:09d}"})
             for k, answer in enumerate(cut)
         ]
         first_id = numbered[0].get("tool_call_id", CALL_ID)
@@ -202,7 +203,10 @@ class TurnTemplate:
         try:
             text = self._rendered([*self._opening, self._turn(role, _mark(0)), _answer(role)], start=True)
             if READING in self._after(text, _mark(0), role)[1]:
-                self._runs[role] = self._run(role)
+                eos, rendered = str(self._tokenizer.eos_token or ""), partial(self._rendered, start=False)
+                asked, turn, answer = self._opening, self._turn(role, _mark(0)), _answer(role)
+                ends = closing_of(rendered, asked, turn, answer, _mark(0), READING, self._special, eos)
+                self._runs[role] = ends.run
                 return
         except UserError:
             raise
@@ -211,13 +215,6 @@ class TurnTemplate:
         if role == "tool":
             raise self._no_tools(why)
         raise self._refused(f"chat template takes no user's turn after an assistant's {why}", "chat template that does")
-
-    def _run(self, role: Role) -> str:
-        """The special tokens that end a turn which this role answers, as text."""
-        turn, answer = self._turn(role, _mark(0)), _answer(role)
-        eos = str(self._tokenizer.eos_token or "")
-        render = partial(self._rendered, start=False)
-        return closing_of(render, self._opening, turn, answer, _mark(0), READING, self._special, eos).run
 
     def _rewrites(self, role: Role, roles: Collection[Role]) -> bool:
         """Whether the prompt or an earlier turn, whoever has answered it, changes once `role` has answered."""
@@ -255,7 +252,8 @@ class Dialect:
         self, environment: Environment, tokenizer: PreTrainedTokenizerBase, opening: Sequence[Mapping[str, Any]]
     ) -> None:
         schemas = environment.schemas()
-        self.shown = shown_by(environment.syntax, tokenizer, schemas if environment.show_tools else (), opening)
+        visible = schemas if environment.show_tools else ()
+        self.shown = shown_by(environment.syntax, CallTemplate(tokenizer, visible, opening))
         self._as_messages_of_tools = environment.syntax == "template" and not environment.plays_a_game
         shown_opening = self.shown.messages(opening)
         roles: set[Role] = {"tool" if self._as_messages_of_tools else "user"}
@@ -268,10 +266,8 @@ class Dialect:
             raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
         self._tokenizer = tokenizer
         self._syntax: Syntax = environment.syntax
-        self._schemas, self._opening = schemas, shown_opening
-        self._reader = None
-        if not environment.plays_a_game:
-            self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
+        self._calls = CallTemplate(tokenizer, schemas, shown_opening)
+        self._reader = None if environment.plays_a_game else reader_of(environment.syntax, self._calls)
 
     def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
         """(messages, tokens) of a prompt to which the environment adds this text."""
@@ -284,9 +280,7 @@ class Dialect:
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as the policy has to write it."""
-        return self.template.stripped(
-            written(self._syntax, self._tokenizer, self._schemas, self._opening, name, arguments)
-        )
+        return self.template.stripped(written(self._syntax, self._calls, name, arguments))
 
     def suffix(self, sampled: Sequence[int], answers: Sequence[tuple[str, str]]) -> tuple[int, ...]:
         """The tokens between this turn and the next: the answers, and the start of the policy's next turn.
@@ -366,7 +360,3 @@ def _mark(number: int) -> str:
 
 def _answer(role: Role) -> dict[str, Any]:
     return {"role": role, "content": READING} | ({} if role == "user" else {"name": "tool", "tool_call_id": CALL_ID})
-
-
-def _call_id(answer: Mapping[str, Any], index: int) -> str:
-    return answer.get("tool_call_id") or f"{index:09d}"

@@ -13,7 +13,7 @@ from in_one_test import each
 from slow_cases import slow
 
 from rlft.environment.calls import DescribedCalls, JsonCalls, XmlCalls, reader_of
-from rlft.environment.template_calls import CallReader, TemplateCalls
+from rlft.environment.template_calls import CallReader, CallTemplate, TemplateCalls
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
@@ -58,7 +58,7 @@ def written(family: str, number: int) -> str:
     [(family, n) for family in FORMS for n in (1, 2) if (family, n) != ("llama-3", 2)],  # which writes one call a turn
 )
 def test_what_a_template_writes_is_read(family: str, number: int) -> None:
-    reader = reader_of("template", family_tokenizer(family), [ADD], OPENING)
+    reader = reader_of("template", CallTemplate(family_tokenizer(family), [ADD], OPENING))
     assert reader == FORMS[family]
     calls = reader.calls(written(family, number))
     assert [(c.name, c.arguments, c.problem) for c in calls] == [
@@ -68,7 +68,7 @@ def test_what_a_template_writes_is_read(family: str, number: int) -> None:
 
 @each("family", FORMS)
 def test_text_without_a_call_has_none(family: str) -> None:
-    reader = reader_of("template", family_tokenizer(family), [ADD], OPENING)
+    reader = reader_of("template", CallTemplate(family_tokenizer(family), [ADD], OPENING))
     for text in ("", "It is 5.", '{"answer": 5}', "a {b} c", "<think>{</think>"):
         assert reader.calls(text) == []
 
@@ -240,7 +240,7 @@ def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> Non
     }  # fmt: skip
     try:
         tokenizer.response_template = template  # type: ignore[attr-defined]
-        reader = reader_of("template", tokenizer, [ADD], OPENING)
+        reader = reader_of("template", CallTemplate(tokenizer, [ADD], OPENING))
         assert isinstance(reader, DescribedCalls)
         [call] = reader.calls('Yes.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
         assert (call.name, call.arguments, call.problem) == ("add", {"a": 1}, "")
@@ -253,4 +253,4 @@ def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> Non
 def test_a_template_with_a_form_of_its_own_is_refused() -> None:
     tokenizer = family_tokenizer("smollm2")  # its template shows no calls at all
     with pytest.raises(UserError, match=r"environment.syntax: .* not known here, got template; use .*json or xml"):
-        reader_of("template", tokenizer, [ADD], OPENING)
+        reader_of("template", CallTemplate(tokenizer, [ADD], OPENING))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlft.environment.calls import Syntax, reader_of, shown_by, written
 from rlft.environment.endpoint.bodies import Chat, Refusal, Said, Tokenize, unfit
+from rlft.environment.template_calls import CallTemplate
 from rlft.environment.turn_template import OPENING, TurnTemplate
 from rlft.tokens.said import unread
 from rlft.tokens.text import VARIABLES, with_variables
@@ -66,13 +67,13 @@ class Spoken:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, tools: Sequence[Mapping[str, Any]], key: str
     ) -> None:
-        self._tokenizer, self._tools, self._key = tokenizer, list(tools), key
+        self._tokenizer, self._key, self._calls = tokenizer, key, CallTemplate(tokenizer, tools, OPENING)
         self._syntax: Syntax = syntax
         self._by_template = syntax == "template"
-        self._shown = shown_by(syntax, tokenizer, tools, OPENING)
+        self._shown = shown_by(syntax, self._calls)
         roles: set[Literal["tool", "user"]] = {"user", "tool"} if tools and self._by_template else {"user"}
         self._template = TurnTemplate(tokenizer, roles, tools=self._shown.tools, may_rewrite=roles)
-        self._reader = reader_of(syntax, tokenizer, tools, OPENING) if tools else None
+        self._reader = reader_of(syntax, self._calls) if tools else None
 
     def prompt(self, messages: Sequence[Message], *, start: bool = True) -> tuple[int, ...]:
         """The tokens of a whole conversation; with `start`, up to the start of the policy's next turn.
@@ -150,5 +151,5 @@ class Spoken:
         for call in message["tool_calls"]:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             call_arguments = arguments if isinstance(arguments, dict) else {"": arguments}
-            texts.append(written(self._syntax, self._tokenizer, self._tools, OPENING, name, call_arguments))
+            texts.append(written(self._syntax, self._calls, name, call_arguments))
         return "\n".join(texts)
