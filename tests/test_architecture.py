@@ -69,7 +69,7 @@ LIGHT_COMMANDS = (
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
     "commands": {"dpo", "recipes", "rm", "sft", "train"},
-    "environment": {"endpoint/continuations", "endpoint/trajectory"},
+    "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip
 

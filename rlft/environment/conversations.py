@@ -296,8 +296,7 @@ class Conversations(GeneratorOver):
                 conversation.end = FinishReason.stop
             turn = replace(conversation.turns[-1], answer=reply.text, reward=reply.reward)
             if reply.cause is not None:
-                call = ToolCall(name="step", arguments="", answer=reply.text, failed=True, cause=str(reply.cause))
-                turn = replace(turn, calls=(call,))
+                turn = replace(turn, calls=(tool_call("step", "", reply.text, reply.cause),))
             conversation.turns[-1] = turn
             self._go_on(conversation, [("", reply.text)])
 
@@ -429,10 +428,12 @@ def _answered_calls(
         else:
             reply = next(replies)
             text, cause = reply.text, reply.cause
-        failed = cause is not None
-        yield ToolCall(
-            name=call.name, arguments=call.written, answer=text, failed=failed, cause=str(cause) if cause else ""
-        )
+        yield tool_call(call.name, call.written, text, cause)
+
+
+def tool_call(name: str, arguments: str, answer: str, cause: Cause | None) -> ToolCall:
+    """A call as it is recorded; with a cause it has failed."""
+    return ToolCall(name=name, arguments=arguments, answer=answer, failed=cause is not None, cause=str(cause or ""))
 
 
 def group_of(conversations: Sequence[Conversation]) -> Group:

@@ -82,11 +82,10 @@ def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:
     remedy = "give it a docstring with an Args: line for each parameter, and each parameter a type"
     try:
         return _of_names(get_json_schema(function), function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise UserError(key, f"cannot be shown as a tool ({error})", got=path, remedy=remedy) from None
     except Exception as error:  # annotations are evaluated, and may raise anything
-        problem = f"cannot be shown as a tool ({type(error).__name__}: {error})"
-        raise UserError(key, problem, got=path, remedy=remedy) from None
+        is_explained = isinstance(error, DocstringParsingException | TypeHintParsingException)
+        problem = f"{error}" if is_explained else f"{type(error).__name__}: {error}"
+        raise UserError(key, f"cannot be shown as a tool ({problem})", got=path, remedy=remedy) from None
 
 
 def _of_names(schema: dict[str, Any], function: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 VARIABLES = "chat_template_kwargs."
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity in JSON, as in vLLM."""
+Scored = tuple[str, float | None, dict[str, float] | None]
+"""A token, its log-prob (None: nothing stands before it), and those that are known of its place, by text."""
 
 
 class Refusal(Exception):
@@ -456,6 +459,44 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
     }
 
 
+def complete_reply(
+    body: Complete,
+    model: str,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    echoes: Sequence[Sequence[Scored]],
+    answers: Sequence[Sequence[Completion]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """The reply to a `Complete`, whose texts are continued as they are: choices by prompt, `n` of each.
+
+    Args:
+        prompts: (text, token ids) of each.
+        echoes: the scored tokens of each, where a client asks for them; else empty.
+        answers: the completions of each; a prompt that is only scored has none of them.
+    """
+    choices = []
+    for (text, _), echo, completions in zip(prompts, echoes, answers, strict=True):
+        for completion in completions or [None]:
+            text_after, finish, tokens = "", "length", list(echo)
+            if completion is not None:
+                text_after, finish = completion.text, finish_of(completion)
+                pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+                tokens += [scored(tokenizer, token, logprob) for token, logprob in pairs]
+            choices.append(
+                {
+                    "index": len(choices),
+                    "text": (text if body.echo else "") + text_after,
+                    "finish_reason": finish,
+                    "logprobs": None if body.logprobs is None else _text_logprobs(tokens),
+                }
+            )
+    return {
+        **head("cmpl", "text_completion", model),
+        "choices": choices,
+        "usage": usage(sum(len(ids) for _, ids in prompts), [each for some in answers for each in some]),
+    }
+
+
 # -- details -----------------------------------------------------------------------------------------------------------
 def head(name: str, kind: str, model: str) -> dict[str, Any]:
     """The beginning of replies of OpenAI's API, with an id of its own."""
@@ -481,6 +522,24 @@ def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedToke
         entry = {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode("utf-8", "replace"))}
         content.append({**entry, "top_logprobs": [entry] if body.top_logprobs else []})
     return {"content": content}
+
+
+def scored(
+    tokenizer: PreTrainedTokenizerBase, token: int, logprob: float, best: tuple[int, float] | None = None
+) -> Scored:
+    """The token beside the most likely one of its place; if both have the same text, the larger log-prob is known."""
+    text, value = str(tokenizer.decode([token])), max(LEAST_LOGPROB, logprob)
+    others = {} if best is None or best[0] == token else {str(tokenizer.decode([best[0]])): best[1]}
+    return text, value, {**others, text: max(value, others.get(text, value))}
+
+
+def _text_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "tokens": [text for text, _, _ in tokens],
+        "token_logprobs": [logprob for _, logprob, _ in tokens],
+        "top_logprobs": [top for _, _, top in tokens],
+        "text_offset": list(accumulate((len(text) for text, _, _ in tokens[:-1]), initial=0)),
+    }
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,26 +107,22 @@ class AgentGenerator(GeneratorOver):
         return self._inbox.fileno()
 
     def attend(self) -> None:
-        draws: list[tuple[Request, Trajectory, Draw]] = []
+        asked: list[tuple[Request, Trajectory, Chat | Generate, Draw]] = []
         for request in self._inbox.take(most=min(self.environment.workers, len(self._open))):
+            trajectory, body = self._open.get(request.key), request.body
             try:
-                draws += self._asked(request)
+                if trajectory is None:
+                    raise Refusal(401, "this conversation is over", "invalid_api_key")
+                if isinstance(body, Tokenize):
+                    request.reply.set_result(tokenized(body, self._speech, self._longest_row))
+                    continue
+                assert isinstance(body, Chat | Generate), "there are three kinds of requests"
+                asked.append((request, trajectory, body, trajectory.ask(body)))
             except Refusal as refusal:
                 request.reply.set_exception(refusal)
-        groups = drawn(self.generator, [draw for _, _, draw in draws])
-        for (request, trajectory, draw), group in zip(draws, groups, strict=True):
-            assert isinstance(request.body, Chat | Generate), "others are answered without the engine"
-            request.reply.set_result(trajectory.add_turn(request.body, draw, group.rollouts[0]))
-
-    def _asked(self, request: Request) -> Iterator[tuple[Request, Trajectory, Draw]]:
-        trajectory, body = self._open.get(request.key), request.body
-        if trajectory is None:
-            raise Refusal(401, "this conversation is over", "invalid_api_key")
-        if isinstance(body, Tokenize):
-            request.reply.set_result(tokenized(body, self._speech, self._longest_row))
-            return
-        assert isinstance(body, Chat | Generate), "there are three kinds of requests"
-        yield request, trajectory, trajectory.ask(body)
+        groups = drawn(self.generator, [draw for *_, draw in asked])
+        for (request, trajectory, body, draw), group in zip(asked, groups, strict=True):
+            request.reply.set_result(trajectory.add_turn(body, draw, group.rollouts[0]))
 
     def _play(self, conversations: Sequence[Conversation], sampling: Sampling) -> None:
         url, jobs, trajectories = f"{self._address()}/v1", [], dict[str, Trajectory]()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlft.environment.endpoint.bodies import (
     Body,
@@ -24,17 +24,22 @@ from rlft.environment.endpoint.bodies import (
     Generate,
     Refusal,
     Said,
+    Scored,
     Tokenize,
     chat_reply,
+    complete_reply,
     generate_reply,
+    scored,
     unfit,
 )
-from rlft.environment.endpoint.continuations import complete_reply, scored_prompt
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
 from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TICK_S = 0.01
 """How long a request waits for others to be sampled with it: short in comparison with sampling."""
@@ -318,6 +323,23 @@ def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any
         ids = ids_of_text(body.prompt or "", speech, with_special=body.add_special_tokens is not False)
     strings = speech.tokenizer.convert_ids_to_tokens(list(ids)) if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
+
+
+def scored_prompt(generator: Generator, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[Scored]:
+    """The tokens of a prompt with their log-probs at temperature 1, and those of the most likely tokens.
+
+    Raises Refusal: the engine does not say which they are.
+    """
+    first: Scored = (str(tokenizer.decode([ids[0]])), None, None)
+    if len(ids) == 1:
+        return [first]
+    [best] = generator.best_tokens([list(ids)]) or [None]
+    if best is None:
+        problem = "echo: with logprobs it needs an engine that gives the most likely tokens of a prompt"
+        raise Refusal(400, f"{problem}; serve with generation=transformers", "unsupported_value")
+    [logprobs] = generator.score([list(ids)])
+    tokens = zip(ids[1:], logprobs, best, strict=True)
+    return [first, *(scored(tokenizer, token, logprob, best=most) for token, logprob, most in tokens)]
 
 
 def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlft.environment.calls import Syntax, reader_of, shown_by, written
@@ -133,18 +134,13 @@ class Spoken:
         if self._by_template:
             yield from messages
             return
-        answers: list[str] = []
-        for message in messages:
-            if message["role"] == "tool":
-                answers.append(message["content"])
+        for are_answers, neighbours in groupby(messages, lambda message: message["role"] == "tool"):
+            if are_answers:
+                yield {"role": "user", "content": "\n".join(message["content"] for message in neighbours)}
                 continue
-            if answers:
-                yield {"role": "user", "content": "\n".join(answers)}
-                answers = []
-            others = {field: value for field, value in message.items() if field != "tool_calls"}
-            yield {**others, "content": self._with_calls(message)} if message.get("tool_calls") else message
-        if answers:
-            yield {"role": "user", "content": "\n".join(answers)}
+            for message in neighbours:
+                others = {field: value for field, value in message.items() if field != "tool_calls"}
+                yield {**others, "content": self._with_calls(message)} if message.get("tool_calls") else message
 
     def _with_calls(self, message: Message) -> str:
         texts = [message["content"]] if message["content"] else []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlft.environment.conversations import Conversation, Transcript, say
+from rlft.environment.conversations import Conversation, Transcript, say, tool_call
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, arguments_of, as_message, unfit
 from rlft.environment.endpoint.fields import Message as Sent
@@ -20,7 +20,7 @@ from rlft.environment.pool import Reply
 from rlft.environment.protocol import Cause
 from rlft.system.seeds import derive
 from rlft.tokens.text import decode
-from rlft.types import FinishReason, NextTurn, Rollout, Sampling, ToolCall, counted
+from rlft.types import FinishReason, NextTurn, Rollout, Sampling, counted
 
 DOES_NOT_CONTINUE = "does_not_continue"
 """The code for a request that cannot be the next turn of its conversation."""
@@ -128,8 +128,7 @@ class Trajectory:
             return
         last = conversation.turns[-1]
         if reply.cause is not None:
-            failed = ToolCall(name=AGENT, arguments="", answer=reply.text, failed=True, cause=str(reply.cause))
-            last = replace(last, calls=(*last.calls, failed))
+            last = replace(last, calls=(*last.calls, tool_call(AGENT, "", reply.text, reply.cause)))
         conversation.turns[-1] = replace(last, reward=reply.reward)
         if conversation.end is None:
             conversation.end = FinishReason.length if self.was_cut else FinishReason.stop
@@ -187,16 +186,9 @@ class Trajectory:
 
     # -- what is recorded of turns -------------------------------------------------------------------------------------
     def _note_calls(self, said: Said) -> None:
-        calls = tuple(
-            ToolCall(
-                name=call.name,
-                arguments=arguments_of(call),
-                answer=f"Error: {call.problem}" if call.problem else "",
-                failed=bool(call.problem),
-                cause=str(Cause.malformed) if call.problem else "",
-            )
-            for call in said.calls
-        )
+        answers = [(f"Error: {call.problem}", Cause.malformed) if call.problem else ("", None) for call in said.calls]
+        pairs = zip(said.calls, answers, strict=True)
+        calls = tuple(tool_call(call.name, arguments_of(call), *answer) for call, answer in pairs)
         conversation = self.conversation
         conversation.turns[-1] = replace(conversation.turns[-1], calls=calls)
         conversation.calls += len(calls)
