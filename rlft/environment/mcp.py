@@ -69,15 +69,7 @@ class Mcp(Environment):
             require(isinstance(value, str), f"environment.env.{name}", problem, got=value, remedy=remedy)
 
     def schemas(self) -> list[dict[str, Any]]:
-        shown = [
-            {
-                "name": tool["name"],
-                "description": tool["description"],
-                "parameters": {"properties": {}, **tool["input_schema"]},
-            }
-            for tool in listed(json.dumps(asdict(self)))
-        ]
-        return [{"type": "function", "function": function} for function in shown]
+        return [{"type": "function", "function": tool} for tool in listed(json.dumps(asdict(self)))]
 
     def start(self) -> None:
         import mcp  # noqa: F401 (takes seconds)
@@ -107,7 +99,7 @@ class Listing(Mcp):
 
 @cache
 def listed(keys: str) -> list[dict[str, Any]]:
-    """The server's tools, {name, description, input_schema} of each; it is started in a worker, under its limits.
+    """The server's tools, {name, description, parameters} of each; it is started in a worker, under its limits.
 
     Args:
         keys: the environment's keys as JSON.
@@ -132,7 +124,7 @@ def checked(tools: list[dict[str, Any]], command: str) -> list[dict[str, Any]]:
     remedy = "fix it in the server"
     names = [tool["name"] for tool in tools]
     for tool in tools:
-        name, schema = tool["name"], tool["input_schema"]
+        name, schema = tool["name"], tool["parameters"]
         require(name, KEY, "its server lists a tool without a name", got=command, remedy=remedy)
         require(names.count(name) == 1, KEY, f"its server lists two tools called {name}", got=command, remedy=remedy)
         problem = f"the arguments of its tool {name} are not an object, but of type {schema.get('type')!r:.80}"
@@ -198,7 +190,7 @@ class Server:
     """A server process and its client.
 
     Attributes:
-        tools: name, description and input_schema of each tool.
+        tools: name, description and parameters of each tool.
         ended: why no call is made any more; "" while there are calls.
     """
 
@@ -266,7 +258,7 @@ class Server:
                     page = await client.list_tools(cursor=cursor)
                     for tool in page.tools:
                         about = {"name": tool.name, "description": tool.description or ""}
-                        self.tools.append({**about, "input_schema": tool.input_schema})
+                        self.tools.append({**about, "parameters": {"properties": {}, **tool.input_schema}})
                     if (cursor := page.next_cursor) is None:
                         break
                 self._client = client

@@ -261,10 +261,13 @@ class CallTemplate:
 
 def _json_form(one: str, tool: str) -> TemplateCalls | None:
     for match in re.finditer(r"\{", one):
-        value, _, error = decoded(one[match.start() :])
-        if not error and (keys := _keys(value, tool)) is not None:
+        value = decoded(one[match.start() :])[0]
+        fields = value.items() if isinstance(value, dict) else ()
+        names = [key for key, each in fields if each == tool]
+        arguments = [key for key, each in fields if each in (PAIR, json.dumps(PAIR))]
+        if names and arguments:
             marker = one[: match.start()].rpartition(SAID)[2].strip()
-            return TemplateCalls(marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1])
+            return TemplateCalls(marker=marker.removesuffix("[").strip(), name=names[0], arguments=arguments[0])
     return None
 
 
@@ -333,15 +336,6 @@ def _prefix(before: str, before_second: str, special: re.Pattern[str], prompt: s
 def _spaced(text: str) -> str:
     """A regular expression of this text, in which white space may differ."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
-
-
-def _keys(value: Any, tool: str) -> tuple[str, str] | None:
-    """The keys of name and arguments in a call as a template has written it."""
-    if not isinstance(value, dict):
-        return None
-    names = [key for key, each in value.items() if each == tool]
-    arguments = [k for k, each in value.items() if each in (PAIR, json.dumps(PAIR))]
-    return (names[0], arguments[0]) if names and arguments else None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_a_server_that_does_not_list_its_tools_is_refused(how: str, fragment: st
         bare(how, call_timeout=3.0 if how == "hangs" else 300.0).schemas()
 
 
-TOOL = {"name": "add", "description": "", "input_schema": {"type": "object"}}
+TOOL = {"name": "add", "description": "", "parameters": {"type": "object"}}
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ TOOL = {"name": "add", "description": "", "input_schema": {"type": "object"}}
         ([], "its server lists no tool"),
         ([TOOL, TOOL], "its server lists two tools called add"),
         ([TOOL | {"name": ""}], "its server lists a tool without a name"),
-        ([TOOL | {"input_schema": {}}], "the arguments of its tool add are not an object, but of type None"),
-        ([TOOL | {"input_schema": {"type": "array"}}], "add are not an object, but of type 'array'"),
+        ([TOOL | {"parameters": {}}], "the arguments of its tool add are not an object, but of type None"),
+        ([TOOL | {"parameters": {"type": "array"}}], "add are not an object, but of type 'array'"),
         (
-            [TOOL | {"input_schema": {"type": "object", "properties": {"x": {"type": "int"}}}}],
+            [TOOL | {"parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}],
             "the arguments of its tool add have no valid JSON schema",
         ),
     ],
