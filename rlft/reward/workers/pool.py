@@ -16,22 +16,22 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.worker import (
     NOWHERE,
+    Answer,
     Cause,
     Failure,
     Progress,
     Reply,
     Task,
     answer,
+    last_read,
     load,
     out_of_time,
     pack,
-    programs_ended,
     progress_in,
     unpack,
 )
@@ -40,8 +40,6 @@ from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec
 from rlft.system.process.running_time import TICK_S, RunningTime
 
 StopWhen = Callable[[Reply], bool]
-Answer = tuple[Reply, bool]
-"""(the reply to a task, whether its rewards have run programs meanwhile)."""
 
 
 class RewardError(RuntimeError):
@@ -155,10 +153,10 @@ class WorkerPool(Pool):
 
     def _failed(self, worker: RewardWorker, task: Task, ended: Ended) -> Reply:
         """The reply for a worker that has died or is out of time: the failure of the reward that it was computing."""
-        reward, completion = worker.progress[0], worker.progress[1]
-        at = None if completion == NOWHERE else completion
+        at = last_read(worker.progress)
         died = Failure(cause=Cause.died, problem=f"took its worker process with it, which {ended.how},", completion=at)
-        return {task.rewards[max(0, reward)]: out_of_time(self._timeout_s, at) if ended.is_late else died}
+        reward = task.rewards[max(0, worker.progress[0])]
+        return {reward: out_of_time(self._timeout_s, at) if ended.is_late else died}
 
 
 # -- without workers ---------------------------------------------------------------------------------------------------
@@ -171,9 +169,7 @@ class InProcess:
 
     def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
         for task in tasks:
-            programs_before = programs_ended()
-            reply = answer(task, self._rewards, self._timeout_s, [NOWHERE, NOWHERE])
-            self.ran_programs = programs_ended() != programs_before
+            reply, self.ran_programs = answer(task, self._rewards, self._timeout_s, [NOWHERE, NOWHERE])
             yield task, reply
             if stop_when(reply):
                 return
@@ -197,15 +193,13 @@ class RewardHost:
         return reply, self._pool.ran_programs
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Scoring:
-    """The work of a member, by its number, on a task: it may take `limit_s` seconds, of which `left_s` are left."""
+class Scoring(NamedTuple):
+    """The work of a member on a task: it may take `limit_s` seconds, up to `end_s` by the clock of the members."""
 
-    number: int
     task: Task
     future: Future[Any]
     limit_s: float
-    left_s: float
+    end_s: float
 
 
 class RewardMembers(Pool):
@@ -233,7 +227,7 @@ class RewardMembers(Pool):
         self._launcher, self._timeout_s, self._answer_s, self._note = launcher, timeout_s, answer_s, note
         self._members: list[Member] = [launcher.start(spec) for spec in self._specs]
         self._answered: set[Member] = set()
-        self._busy: list[Scoring] = []
+        self._busy: dict[int, Scoring] = {}  # by the member's number
         self._failures_in_a_row = 0
         self._clock = RunningTime()
 
@@ -242,38 +236,36 @@ class RewardMembers(Pool):
             member.kill()
 
     def _begin(self) -> None:
-        for unfinished in self._busy:
-            self._replace(unfinished.number)
-        self._busy = []
-        self._clock.since_last()
+        for number in self._busy:
+            self._replace(number)
+        self._busy = {}
 
     def _is_busy(self) -> bool:
         return bool(self._busy)
 
     def _dispatch(self, waiting: deque[Task]) -> None:
-        busy_members = {scoring.number for scoring in self._busy}
-        for number in [number for number in range(len(self._members)) if number not in busy_members]:
+        for number, member in enumerate(self._members):
             if not waiting:
                 return
-            task, member = waiting.popleft(), self._members[number]
+            if number in self._busy:
+                continue
+            task = waiting.popleft()
             limit_s = self._answer_s + self._timeout_s * len(task.rewards) + GRACE_S
             if member not in self._answered:
                 limit_s += MAX_FAILED_STARTS * START_LIMIT_S
             future = member.call("answer", packed_task(task))
-            self._busy.append(Scoring(number=number, task=task, future=future, limit_s=limit_s, left_s=limit_s))
+            self._busy[number] = Scoring(task, future, limit_s, self._clock() + limit_s)
 
     def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
-        wait([scoring.future for scoring in self._busy], timeout=TICK_S, return_when=FIRST_COMPLETED)
-        passed = self._clock.since_last()
-        for scoring in self._busy:
-            scoring.left_s -= passed
-        for scoring in [scoring for scoring in self._busy if scoring.future.done() or scoring.left_s <= 0]:
-            self._busy.remove(scoring)
-            yield scoring.task, self._answer(scoring)
+        wait([scoring.future for scoring in self._busy.values()], timeout=TICK_S, return_when=FIRST_COMPLETED)
+        now = self._clock()
+        for number in [n for n, scoring in self._busy.items() if scoring.future.done() or scoring.end_s <= now]:
+            scoring = self._busy.pop(number)
+            yield scoring.task, self._answer(number, scoring)
 
-    def _answer(self, scoring: Scoring) -> Answer | None:
+    def _answer(self, number: int, scoring: Scoring) -> Answer | None:
         """The member's answer; None if the member is lost, and another one has taken its place."""
-        member = self._members[scoring.number]
+        member = self._members[number]
         if scoring.future.done():
             try:
                 answered: Answer = scoring.future.result()
@@ -289,7 +281,7 @@ class RewardMembers(Pool):
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILED_STARTS:
             raise RewardError(f"reward workers were lost {MAX_FAILED_STARTS} times in a row; the last time {problem}")
-        self._replace(scoring.number)
+        self._replace(number)
         self._note(f"{member.name} is replaced: {problem.splitlines()[0]}")
         return None
 

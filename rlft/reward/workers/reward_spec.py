@@ -85,22 +85,6 @@ class RewardSpec:
         """Whether the trainer computes it, never a worker: its class or function has `runs_in_trainer = True`."""
         return self._says("runs_in_trainer")
 
-    def note(self) -> str | None:
-        """What the reward's method `note()` reports when a run begins; None without one."""
-        note = getattr(self.build(), "note", None)
-        return f"reward.{self.name}: {note()}" if callable(note) else None
-
-    def examine(self, prompts: Sequence[Prompt]) -> str | None:
-        """What the reward's method `examine(prompts)` reports about the data; UserError for bad data."""
-        examine = getattr(self.build(), "examine", None)
-        if not callable(examine):
-            return None
-        try:
-            note = examine(prompts)
-        except UserError as error:
-            raise _below(f"reward.{self.name}", error) from None
-        return None if note is None else f"reward.{self.name}: {note}"
-
     def _says(self, attribute: str) -> bool:
         return getattr(locate(self.target, f"reward.{self.name}._target_"), attribute, False) is True
 
@@ -121,13 +105,24 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
 
 
 def notes(rewards: Mapping[str, RewardSpec]) -> tuple[str, ...]:
-    """What these rewards report when a run begins, such as how untrusted code is isolated."""
-    return tuple(note for spec in rewards.values() if (note := spec.note()) is not None)
+    """What the rewards' methods `note()` report when a run begins, such as how untrusted code is isolated."""
+    return tuple(_reported(rewards, "note"))
 
 
 def check_with_rewards(rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """What these rewards report about the data before a run; UserError if one of them cannot score these prompts."""
-    return tuple(note for spec in rewards.values() if (note := spec.examine(prompts)) is not None)
+    """What the rewards' methods `examine(prompts)` report about the data before a run; UserError for bad data."""
+    return tuple(_reported(rewards, "examine", prompts))
+
+
+def _reported(rewards: Mapping[str, RewardSpec], method: str, *arguments: Any) -> Iterator[str]:
+    for name, spec in rewards.items():
+        report = getattr(spec.build(), method, None)
+        try:
+            note = report(*arguments) if callable(report) else None
+        except UserError as error:
+            raise _below(f"reward.{name}", error) from None
+        if note is not None:
+            yield f"reward.{name}: {note}"
 
 
 def _spec(name: str, config: Any) -> RewardSpec:
@@ -140,13 +135,14 @@ def _spec(name: str, config: Any) -> RewardSpec:
     has_form = is_trl(target.__call__ if isinstance(target, type) else target)
     scorer_keys = (*SCORER_KEYS, FORM) if has_form else SCORER_KEYS
     kwargs = {k: v for k, v in config.items() if k not in scorer_keys}
+    on_error = config.get("on_error")
     check_keys(_parameters(target), kwargs, key, also=scorer_keys[1:])
     spec = RewardSpec(
         name=name,
         target=config["_target_"],
         kwargs=_typed(target, kwargs, key),
         weight=_number(config.get("weight"), f"{key}.weight"),
-        on_error=_on_error(config.get("on_error"), f"{key}.on_error"),
+        on_error=on_error if on_error in (None, "stop") else _number(on_error, f"{key}.on_error"),
         form=convert(Form, config.get(FORM, "messages"), f"{key}.{FORM}") if FORM in scorer_keys else "messages",
     )
     _try_build(spec, key)
@@ -190,10 +186,6 @@ def _number(value: Any, key: str) -> float:
         got = "nothing" if value is None else repr(value)
         raise UserError(key, "must be a finite number", got=got, remedy="try 1.0")
     return float(value)
-
-
-def _on_error(value: Any, key: str) -> OnError | None:
-    return value if value in (None, "stop") else _number(value, key)
 
 
 def _try_build(spec: RewardSpec, key: str) -> None:

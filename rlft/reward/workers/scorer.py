@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +67,6 @@ class Scorer:
         *,
         allow_unscorable: bool = False,
     ) -> None:
-        if workers < 0 or timeout_s <= 0:
-            raise ValueError(f"needs workers >= 0 and timeout_s > 0, got {workers}, {timeout_s}")
         if unknown := [name for name in resident if name not in rewards]:
             raise ValueError(f"resident rewards {unknown} are not among the rewards {list(rewards)}")
         if missing := [name for name, spec in rewards.items() if spec.runs_in_trainer and name not in resident]:
@@ -93,28 +92,32 @@ class Scorer:
         Raises RewardError: a reward failed and its on_error is `stop`, workers could not start, or a resident reward
         did not give a finite number for each completion.
         """
-        return self._finished(groups, self._by_workers(groups, {}))
+        by_workers = self._by_workers(groups, {})
+        by_reward: dict[str, Rows] = {name: by_workers.get(name, []) for name in self._rewards}
+        for name, compute in self._resident.items():
+            by_reward[name].extend(resident_scores(name, compute(groups), groups))
+        if not by_reward:  # the total is 0, to which the environment's rewards are added
+            import torch
+
+            zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0, dtype=torch.float64)
+            return with_turns(Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros), groups)
+        scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
+        return with_turns(scores, groups)
 
     def _by_workers(self, groups: Sequence[Group], known: Outcomes) -> dict[str, Rows]:
         """The scores `[P][G]` of each reward that workers compute, given the outcomes that exist already."""
-        outcomes = self._outcomes(groups, known)
+        tasks, outcomes = self._tasks(groups), dict(known)
+        self._raise_first_stop(groups, outcomes)
+        # The reply of a killed worker is about one reward only, and a signal may have disturbed some: then the other
+        # rewards of the task are still to do.
+        while todo := _remaining(tasks, outcomes):
+            outcomes |= self.run(todo, self._stops)
+            self._raise_first_stop(groups, outcomes)
         by_reward: dict[str, Rows] = {name: [] for name in self._pooled}
-        for index, group in enumerate(groups):
-            for name in self._pooled:
-                outcome = outcomes[index, name]
-                settled = self._settle(group, name, outcome) if isinstance(outcome, Failure) else outcome
-                by_reward[name].append(settled)
+        for (index, group), name in product(enumerate(groups), self._pooled):
+            outcome = outcomes[index, name]
+            by_reward[name].append(self._settle(group, name, outcome) if isinstance(outcome, Failure) else outcome)
         return by_reward
-
-    def _finished(self, groups: Sequence[Group], pooled: Mapping[str, Rows]) -> Scores:
-        """The scores, given those of the workers: computes the resident rewards, and adds up all with their weights."""
-        by_reward: dict[str, Rows] = {name: list(pooled.get(name, [])) for name in self._rewards}
-        for name, compute in self._resident.items():
-            by_reward[name].extend(resident_scores(name, compute(groups), groups))
-        if not by_reward:
-            return with_turns(unscored_rows(groups), groups)
-        scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
-        return with_turns(scores, groups)
 
     def stop(self) -> None:
         """Makes a call in another thread raise soon. Only `close` may follow."""
@@ -127,17 +130,6 @@ class Scorer:
     def _tasks(self, groups: Sequence[Group]) -> list[Task]:
         return [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
 
-    def _outcomes(self, groups: Sequence[Group], known: Outcomes) -> Outcomes:
-        """The outcomes of every reward on every group; if a failure stops the run, at least all that come before it."""
-        outcomes = dict(known)
-        self._raise_first_stop(groups, outcomes)
-        # The reply of a killed worker is about one reward only, and a signal may have disturbed some: then the other
-        # rewards of the task are still to do.
-        while todo := _remaining(self._tasks(groups), outcomes):
-            outcomes |= self.run(todo, self._stops)
-            self._raise_first_stop(groups, outcomes)
-        return outcomes
-
     def _policy(self, name: str, failure: Failure) -> OnError:
         return policy_on(failure, self._rewards[name], self._on_error, allow_unscorable=self._allow_unscorable)
 
@@ -145,11 +137,10 @@ class Scorer:
         return any(isinstance(o, Failure) and self._policy(name, o) == "stop" for name, o in reply.items())
 
     def _raise_first_stop(self, groups: Sequence[Group], outcomes: Outcomes) -> None:
-        order = {name: rank for rank, name in enumerate(self._rewards)}
-        for index, name in sorted(outcomes, key=lambda key: (key[0], order[key[1]])):
-            outcome = outcomes[index, name]
-            if isinstance(outcome, Failure) and self._stops({name: outcome}):
-                self._settle(groups[index], name, outcome)
+        for (index, group), name in product(enumerate(groups), self._pooled):
+            outcome = outcomes.get((index, name))
+            if isinstance(outcome, Failure) and self._policy(name, outcome) == "stop":
+                self._settle(group, name, outcome)
 
     def _settle(self, group: Group, name: str, failure: Failure) -> list[float | StepScores]:
         """The group's scores, with the fixed one where the reward failed. RewardError if on_error is `stop`."""
@@ -329,14 +320,14 @@ def failed_alone(failure: Failure) -> bool:
 def describe(name: str, group: Group, failure: Failure, completion: int | None) -> str:
     """Which reward failed, how, on which prompt and completion, and what to do."""
     where = f"prompt {group.prompt.id!r}" if failure.cause is Cause.not_built else whereabouts(group, completion)
-    remedy = failure.remedy or "fix the reward, or give such completions a fixed score with scoring.on_error=0"
-    if failure.cause is Cause.time_limit:
-        remedy = f"raise scoring.timeout, {remedy}"
-    if failure.cause is Cause.not_built:
-        remedy = "fix the reward"
-    if failure.cause is Cause.unscorable:
-        remedy = "correct the reference answer, or give completions of such prompts 0 with data.allow_unscorable=true"
-    return f"reward.{name}: {failure.problem} on {where}; {remedy}"
+    usual = "fix the reward, or give such completions a fixed score with scoring.on_error=0"
+    remedies = {
+        Cause.time_limit: f"raise scoring.timeout, {usual}",
+        Cause.not_built: "fix the reward",
+        Cause.unscorable: "correct the reference answer, or give completions of such prompts 0 with "
+        "data.allow_unscorable=true",
+    }
+    return f"reward.{name}: {failure.problem} on {where}; {failure.remedy or remedies.get(failure.cause, usual)}"
 
 
 def whereabouts(group: Group, completion: int | None) -> str:
@@ -357,10 +348,9 @@ def shortened(text: str) -> str:
 def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Group]) -> list[list[float]]:
     """The checked scores of a resident reward. RewardError unless they are a finite number for each completion."""
     remedy = "look at the model, adapter and numbers this reward is made of"
-    if not isinstance(returned, Sequence) or len(returned) != len(groups):
-        what = type(returned).__name__
-        if isinstance(returned, Sequence):
-            what = f"scores of {counted(len(returned), 'group')}"
+    is_list = isinstance(returned, Sequence)
+    if not is_list or len(returned) != len(groups):
+        what = f"scores of {counted(len(returned), 'group')}" if is_list else type(returned).__name__
         raise RewardError(f"reward.{name}: returned {what}, not a list for each of {len(groups)} groups; {remedy}")
     scores: list[list[float]] = []
     for group, row in zip(groups, returned, strict=True):
@@ -402,14 +392,6 @@ def mixed(by_reward: Mapping[str, Rows], weights: Mapping[str, float], process: 
 def number(score: float | StepScores) -> float:
     """The score of a completion, which of steps is their sum."""
     return sum(score.values) if isinstance(score, StepScores) else float(score)
-
-
-def unscored_rows(groups: Sequence[Group]) -> Scores:
-    """Scores of a run without rewards: 0, to which the environment's rewards are added."""
-    import torch
-
-    zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0, dtype=torch.float64)
-    return Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros)
 
 
 def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:

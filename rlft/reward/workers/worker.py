@@ -89,20 +89,20 @@ class Loaded:
 
 Outcome = list[float] | list[StepScores] | Failure
 Reply = dict[str, Outcome]
+Answer = tuple[Reply, bool]
+"""(the reply to a task, whether its rewards have run programs meanwhile)."""
 
 
 def serve(connection: Connection, specs: Sequence[RewardSpec], timeout_s: float, memory: int) -> None:
     """Runs in a worker process: answers tasks until the parent closes its end of the connection or dies.
 
-    An answer is (reply, whether the rewards have run programs meanwhile). `memory` is the descriptor for `progress_in`.
+    `memory` is the descriptor for `progress_in`.
     """
     progress = progress_in(memory)
     rewards = load(specs)
     connection.send(READY)
     while True:
-        programs_before = programs_ended()
-        reply = answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress)
-        connection.send((reply, programs_ended() != programs_before))
+        connection.send(answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress))
 
 
 def progress_in(memory: int) -> Progress:
@@ -129,16 +129,28 @@ def unpack(packed: bytes) -> Task:
 
 def load(specs: Sequence[RewardSpec]) -> dict[str, Loaded | Failure]:
     """Builds each reward, and calls its `start()` if it has one, the place for slow imports, which no limit counts."""
-    return {spec.name: _load(spec) for spec in specs}
+    loaded: dict[str, Loaded | Failure] = {}
+    for spec in specs:
+        try:
+            reward = spec.build()
+            if callable(start := getattr(reward, "start", None)):
+                start()
+            largest = MAX_SCORE / (abs(spec.weight) or 1.0)
+            loaded[spec.name] = Loaded(reward=reward, scores_steps=spec.scores_steps, largest=largest)
+        except (Exception, SystemExit) as error:  # it is reported with the first group: the worker must not die of it
+            problem = f"could not be started in its worker: {type(error).__name__}: {error}"[:MAX_PROBLEM]
+            loaded[spec.name] = Failure(cause=Cause.not_built, problem=problem, traceback=traceback_text())
+    return loaded
 
 
-def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float, progress: Progress) -> Reply:
-    """{reward: the task's scores, or what went wrong instead}.
+def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float, progress: Progress) -> Answer:
+    """The task's scores by each reward, or what went wrong instead.
 
-    It lacks a reward if a signal came meanwhile that was sent to the whole job, since the signal may have ended
+    The reply lacks a reward if a signal came meanwhile that was sent to the whole job, since the signal may have ended
     programs that the reward runs. The reward has to be called again.
     """
     reply: Reply = {}
+    used_by_programs = resource.getrusage(resource.RUSAGE_CHILDREN)  # it changes whenever a child process ends
     for index, name in enumerate(task.rewards):
         progress[0], progress[1] = index, NOWHERE
         reward, signals_before = rewards[name], signals.count()
@@ -146,12 +158,7 @@ def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float
         if signals.count() == signals_before:
             reply[name] = outcome
     progress[0] = progress[1] = NOWHERE
-    return reply
-
-
-def programs_ended() -> Any:
-    """Resources used by child processes that have ended: the value changes whenever one ends."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN)
+    return reply, resource.getrusage(resource.RUSAGE_CHILDREN) != used_by_programs
 
 
 def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) -> Outcome:
@@ -174,11 +181,11 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
             return Failure(
                 cause=Cause.unscorable if isinstance(error, Unscorable) else Cause.raised,
                 problem=f"raised {type(error).__name__}: {error}{place_of(error)}"[:MAX_PROBLEM],
-                completion=_at(progress),
+                completion=last_read(progress),
                 traceback=traceback_text(),
             )
     if alarm.rang:
-        return out_of_time(timeout_s, _at(progress))
+        return out_of_time(timeout_s, last_read(progress))
     if loaded.scores_steps:
         return checked_steps(values, [rollout.completion.text for rollout in group.rollouts], loaded.largest)
     return checked(values, len(group.rollouts), loaded.largest)
@@ -295,19 +302,6 @@ class Alarm:
         raise OutOfTime
 
 
-def _load(spec: RewardSpec) -> Loaded | Failure:
-    try:
-        reward = spec.build()
-        start = getattr(reward, "start", None)
-        if callable(start):
-            start()
-        largest = MAX_SCORE / (abs(spec.weight) or 1.0)
-        return Loaded(reward=reward, scores_steps=spec.scores_steps, largest=largest)
-    except (Exception, SystemExit) as error:  # it is reported with the first group: the worker must not die of it
-        problem = f"could not be started in its worker: {type(error).__name__}: {error}"[:MAX_PROBLEM]
-        return Failure(cause=Cause.not_built, problem=problem, traceback=traceback_text())
-
-
 def traceback_text() -> str:
     """The traceback of the handled error, or its beginning and end if it is very long."""
     text = traceback.format_exc()
@@ -315,7 +309,8 @@ def traceback_text() -> str:
     return text if len(text) <= MAX_TRACEBACK else f"{text[:half]} ... {text[-half:]}"
 
 
-def _at(progress: Progress) -> int | None:
+def last_read(progress: Progress) -> int | None:
+    """Index of the completion that the reward has looked at last."""
     return None if progress[1] == NOWHERE else progress[1]
 
 
