@@ -1,7 +1,7 @@
 """The share of tests that the program in a completion passes, or whether it passes all; the program is untrusted.
 
 Tests compare what the program prints, or call it; they are in a field of the prompt's metadata or in its answer, in the
-forms of the data sets that publish them (code_forms.py).
+forms of the data sets that publish them (code_tests.py).
 
 No test shares a process with the program, and expected results never enter its sandbox: there is nothing that it could
 end, patch, print, overload or read to pass (system/sandbox/protocol.py).
@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from enum import StrEnum
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
-from rlft.reward.code_forms import Call, Pair, Tests, doubts_of, function_in, lines_of, names_called, parse_tests
-from rlft.reward.code_tests import Doubt
+from rlft.reward.code_tests import Call, Doubt, Pair, Tests, doubts, function_in, lines_of, names_called, parse_tests
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.sandbox import bubblewrap, protocol, trials
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
@@ -43,9 +42,6 @@ _PYTHON = ("python", "python3", "py")
 _MARKDOWN = ("markdown", "md")
 _READS_INPUT = re.compile(r"\b(?:input|stdin|fileinput)\b|\bopen\(\s*0")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
-
-Judge = Callable[[str], int]
-"""Returns the number of tests that a program passes."""
 
 
 class ProgramIn(StrEnum):
@@ -136,7 +132,7 @@ class Code:
             except ValueError as error:
                 refused.append(str(error))
                 continue
-            for doubt in {doubt for test in tests if isinstance(test, str) for doubt in doubts_of(test)}:
+            for doubt in {doubt for test in tests if isinstance(test, str) for doubt in doubts(test)}:
                 doubtful.setdefault(doubt, []).append(prompt.id)
         if refused:
             problem = f"{len(refused)} of {len(prompts)} prompts have tests that cannot be used; {refused[0]}"
@@ -234,7 +230,7 @@ def same_output(printed: str, expected: str, tolerance: float = 0.0) -> bool:
     >>> same_output("0.3333", "0.333333"), same_output("0.3333", "0.333333", 1e-3), same_output("3", "4", 1.0)
     (False, True, False)
     """
-    lines, due = _lines(printed), _lines(expected)
+    lines, due = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
     return len(lines) == len(due) and all(
         line == other or _same_numbers(line.split(), other.split(), tolerance)
         for line, other in zip(lines, due, strict=True)
@@ -265,22 +261,16 @@ def prompt_tests(prompt: Prompt, field: str | None, *, entry: str = "", setup: s
 
 def num_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation, tolerance: float = 0.0) -> int:
     """The number of tests that the program passes within its limits."""
-    clock, passed = RunningTime(), 0
     if not isinstance(tests[0], Pair):
         return _num_calls_passed(program, tests, limits, isolation, tolerance)
+    clock, passed, files = RunningTime(), 0, {"program.py": program}
     for test in tests:
-        left = limits.seconds - clock()
-        if isinstance(test, Pair) and left > 0:
-            passed += _prints(program, test, replace(limits, seconds=left), isolation, clock, tolerance)
+        left = replace(limits, seconds=limits.seconds - clock())
+        if isinstance(test, Pair) and left.seconds > 0:
+            result = bubblewrap.run(files, ["program.py"], left, isolation, stdin=test.input, clock=clock)
+            has_ended = result.reason is Reason.exited and result.exit_code == 0
+            passed += has_ended and same_output(result.stdout, test.output, tolerance)
     return passed
-
-
-def _prints(
-    program: str, pair: Pair, limits: Limits, isolation: Isolation, clock: RunningTime, tolerance: float
-) -> bool:
-    result = bubblewrap.run({"program.py": program}, ["program.py"], limits, isolation, stdin=pair.input, clock=clock)
-    has_ended = result.reason is Reason.exited and result.exit_code == 0
-    return has_ended and same_output(result.stdout, pair.output, tolerance)
 
 
 def _num_calls_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation, tolerance: float) -> int:
@@ -292,31 +282,19 @@ def _num_calls_passed(program: str, tests: Tests, limits: Limits, isolation: Iso
         protocol.call_test(**asdict(test), tolerance=tolerance) if isinstance(test, Call) else test for test in tests
     ]
     test_files = {"protocol.py": source, "tests.json": json.dumps(written)}
-    request_reader, request_writer = os.pipe()
-    answer_reader, answer_writer = os.pipe()
-    open_here = [request_reader, request_writer, answer_reader, answer_writer]
-
-    def hand_over(*descriptors: int) -> None:
-        """Closes descriptors that only the processes need now, so that each notices when the other has ended."""
-        for descriptor in descriptors:
-            open_here.remove(descriptor)
-            os.close(descriptor)
-
-    try:
+    # What only the processes need is closed here, so that each notices when the other has ended.
+    (request_reader, request_writer), (answer_reader, answer_writer) = Pipe(duplex=False), Pipe(duplex=False)
+    with request_reader, request_writer, answer_reader, answer_writer:
         arguments = ["protocol.py", role, "program.py"]
-        with bubblewrap.running(
-            program_files, arguments, limits, isolation, stdin=request_reader, stdout=answer_writer
-        ):
-            hand_over(request_reader, answer_writer)
-            arguments = ["protocol.py", "tests", "tests.json", str(request_writer)]
-            streams: dict[str, Any] = {"stdin": answer_reader, "stdout": subprocess.PIPE, "pass_fds": [request_writer]}
+        streams: dict[str, Any] = {"stdin": request_reader, "stdout": answer_writer}
+        with bubblewrap.running(program_files, arguments, limits, isolation, **streams):
+            request_reader.close()
+            answer_writer.close()
+            requests = request_writer.fileno()
+            arguments = ["protocol.py", "tests", "tests.json", str(requests)]
+            streams = {"stdin": answer_reader, "stdout": subprocess.PIPE, "pass_fds": [requests]}
             with bubblewrap.running(test_files, arguments, limits, isolation, **streams) as process:
-                hand_over(answer_reader, request_writer)
+                answer_reader.close()
+                request_writer.close()
                 verdicts = bubblewrap.collect(process, limits).stdout
-    finally:
-        hand_over(*open_here)
     return verdicts.split("\n").count(protocol.PASSED)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -14,7 +14,7 @@ from reward_groups import make_group
 
 from rlft.reward import code
 from rlft.reward.code import Code, ProgramIn, Required, Score, continued, same_output, wanted_by
-from rlft.reward.code_forms import Call, Pair, parse_tests
+from rlft.reward.code_tests import Call, Pair, parse_tests
 from rlft.reward.workers.reward_spec import check_with_rewards
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.system.sandbox import bubblewrap, trials
