@@ -10,6 +10,7 @@ The other way round, a completion is written that gives an answer, where a regul
 from __future__ import annotations
 
 import re
+import re._compiler as compiler  # pyright: ignore[reportMissingImports]
 import re._constants as op  # pyright: ignore[reportMissingImports]
 import re._parser as parser  # pyright: ignore[reportMissingImports]
 import unicodedata
@@ -26,8 +27,6 @@ from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, require
 
 MAX_NUMBER_CHARS = 100
 
-CATEGORIES = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w", "CATEGORY_NOT_DIGIT": r"\D",
-              "CATEGORY_NOT_SPACE": r"\S", "CATEGORY_NOT_WORD": r"\W"}  # fmt: skip
 SAMPLES = ("a", " ", "0", "A", "-", "é")
 """Characters for the parts of a pattern that allow many."""
 
@@ -106,11 +105,10 @@ class AnswerKeys:
 
     def __call__(self, group: Group) -> list[Any]:
         """1.0 for each completion that gives the reference answer, else 0.0; a reward may score otherwise."""
-        verdicts = self._compared(group)
-        if None in verdicts:
-            scores = tuple(None if right is None else float(right) for right in verdicts)
-            raise Unscored("took too much processor time to compare an answer,", scores)
-        return [float(bool(right)) for right in verdicts]
+        scores = [None if right is None else float(bool(right)) for right in self._compared(group)]
+        if None in scores:
+            raise Unscored("took too much processor time to compare an answer,", tuple(scores))
+        return scores
 
     def right(self, group: Group) -> list[bool]:
         """Whether each completion gives the reference answer. Unscorable if there is none."""
@@ -163,16 +161,14 @@ def plain_number(text: str) -> Decimal | None:
     return Decimal(text.replace(",", ""))
 
 
-def reference_answer(prompt: Prompt) -> str:
-    """The prompt's reference answer, stripped. Unscorable if there is none: nothing could be scored correctly."""
+def reference_answers(prompt: Prompt) -> tuple[str, ...]:
+    """All answers that are right, the reference answer first, stripped.
+
+    Unscorable if there is none: nothing could be scored correctly.
+    """
     if not prompt.answer.strip():
         raise Unscorable(f"prompt {prompt.id!r} has no reference answer to compare with")
-    return composed(prompt.answer.strip())
-
-
-def reference_answers(prompt: Prompt) -> tuple[str, ...]:
-    """All answers that are right, the reference answer first. Unscorable if there is none."""
-    return reference_answer(prompt), *map(composed, prompt.other_answers)
+    return composed(prompt.answer.strip()), *map(composed, prompt.other_answers)
 
 
 def composed(text: str) -> str:
@@ -200,12 +196,8 @@ def written_for(pattern: str, answer: str) -> str | None:
         parts = parser.parse(pattern)
         found = re.search(pattern, "".join(_shortest(parts, None)))
         return None if found is None else "".join(_shortest(parts, answer))
-    except (_Unknown, re.error, RecursionError):
+    except (re.error, RecursionError):
         return None
-
-
-class _Unknown(Exception):
-    """A part of a pattern for which no text is made."""
 
 
 def _shortest(parts: Iterable[tuple[Any, Any]], answer: str | None) -> Iterator[str]:
@@ -213,46 +205,35 @@ def _shortest(parts: Iterable[tuple[Any, Any]], answer: str | None) -> Iterator[
     for kind, value in parts:
         if kind is op.LITERAL:
             yield chr(value)
-        elif kind in (op.ANY, op.NOT_LITERAL):
-            yield next(c for c in SAMPLES if ord(c) != value)
-        elif kind is op.IN:
-            yield _member(value)
+        elif kind in (op.ANY, op.NOT_LITERAL, op.IN):
+            yield _character(kind, value)
         elif kind in (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT):
             least, _, repeated = value
-            has_answer = any(part[0] is op.SUBPATTERN and part[1][0] == 1 for part in repeated)
-            yield "".join(_shortest(repeated, answer)) * max(least, int(has_answer))
+            yield "".join(_shortest(repeated, answer)) * max(least, int(_has_answer(repeated)))
         elif kind is op.SUBPATTERN:
             yield answer if value[0] == 1 and answer is not None else "".join(_shortest(value[3], answer))
         elif kind is op.ATOMIC_GROUP:
             yield from _shortest(value, answer)
         elif kind is op.BRANCH:
-            yield from _shortest(_with_the_answer(value[1]), answer)
+            yield from _shortest(next(filter(_has_answer, value[1]), value[1][0]), answer)
         elif kind is op.ASSERT and value[0] < 0:  # what has to stand before
             yield from _shortest(value[1], answer)
         elif kind not in (op.AT, op.ASSERT, op.ASSERT_NOT):
-            raise _Unknown
+            raise re.error(f"no text is made for {kind}")
 
 
-def _with_the_answer(branches: list[Any]) -> Any:
-    """The branch with the first group, or else the first branch."""
-    return next((b for b in branches if any(p[0] is op.SUBPATTERN and p[1][0] == 1 for p in b)), branches[0])
+def _has_answer(parts: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether the first group is one of these parts."""
+    return any(kind is op.SUBPATTERN and value[0] == 1 for kind, value in parts)
 
 
-def _member(members: list[tuple[Any, Any]]) -> str:
-    """A character of a set such as [a-z] or [^0-9]."""
-    excludes = members[0][0] is op.NEGATE
+def _character(kind: Any, value: Any) -> str:
+    """A character for a part that allows many: a dot, or a set such as [a-z] or [^0-9]."""
+    members = value if kind is op.IN else ()
     named = [
-        chr(value if kind is op.LITERAL else value[0]) for kind, value in members if kind in (op.LITERAL, op.RANGE)
+        chr(each if which is op.LITERAL else each[0]) for which, each in members if which in (op.LITERAL, op.RANGE)
     ]
-    for character in SAMPLES if excludes else (*named, *SAMPLES):
-        if any(_is_in(character, kind, value) for kind, value in members) is not excludes:
-            return character
-    raise _Unknown
-
-
-def _is_in(character: str, kind: Any, value: Any) -> bool:
-    if kind is op.RANGE:
-        return value[0] <= ord(character) <= value[1]
-    if kind is op.CATEGORY:
-        return re.fullmatch(CATEGORIES[str(value)], character) is not None
-    return kind is op.LITERAL and ord(character) == value
+    part = compiler.compile(parser.SubPattern(parser.State(), [(kind, value)]), re.UNICODE)
+    for character in filter(part.fullmatch, (*named, *SAMPLES)):
+        return character
+    raise re.error(f"none of the sample characters is in {value}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from rlft.reward.answer import AnswerKeys, composed, reference_answer
+from rlft.reward.answer import AnswerKeys, composed, reference_answers
 from rlft.reward.exact_match import matches
 from rlft.reward.notation import unwrapped
 from rlft.tokens.options import LABEL, letters, options_of, placed_options
@@ -99,18 +99,17 @@ def all_named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> 
     found: set[str] = set()
     longest = 3 + max((len(text.split()) for text in choices.values()), default=0)
     gaps = [(0, 0), *(gap.span() for gap in _BETWEEN.finditer(answer)), (len(answer), len(answer))]
-    at = 0
-    while at < len(gaps) - 1 and len(gaps) <= MAX_PIECES:
+    at, last = 0, len(gaps) - 1
+    while at < last and len(gaps) <= MAX_PIECES:
         # The longest piece that is a choice: its text may be "New York", or "Salt and Oil".
-        ends = ((end, answer[gaps[at][1] : gaps[end][0]]) for end in range(min(len(gaps) - 1, at + longest), at, -1))
-        piece = next(
-            ((end, label) for end, text in ends if (label := named(text, choices, ignore_case=ignore_case))), None
-        )
-        if piece is None:
+        for end in range(min(last, at + longest), at, -1):
+            if label := named(answer[gaps[at][1] : gaps[end][0]], choices, ignore_case=ignore_case):
+                found.add(label)
+                at = end
+                break
+        else:
             break
-        at = piece[0]
-        found.add(piece[1])
-    if at == len(gaps) - 1:
+    if at == last:
         return frozenset(found)
     # AC, but not a word: without the choices only the first capital letters are taken for labels.
     labels = [_known(letter, choices, ignore_case) if choices else letter for letter in answer]
@@ -165,40 +164,40 @@ class Choice(AnswerKeys):
             problem = (
                 f"all {num_indices} reference answers may be indices, and {len(both)} of them are also choices' texts"
             )
-            raise self._unclear(problem, both[0])
-        if only and num_indices < len(prompts):
+            problem += f" (the first: {both[0]})"
+        elif only and num_indices < len(prompts):
             problem = (
                 f"{len(only)} of {len(prompts)} reference answers name a choice only by its index, others otherwise"
             )
-            raise self._unclear(problem, only[0])
-        return f"all {num_indices} reference answers are read as indices of choices, counted from 0" if only else None
-
-    def _unclear(self, problem: str, first: str) -> UserError:
+            problem += f" (the first: {only[0]})"
+        else:
+            return (
+                f"all {num_indices} reference answers are read as indices of choices, counted from 0" if only else None
+            )
         remedy = "set it to index (counted from 0, as in MMLU), number (from 1) or choice (letters and texts)"
         remedy += ", or let choices_field name a field with the rows' own labels and texts"
-        return UserError("reference_is", f"{problem} (the first: {first})", got=self.reference_is, remedy=remedy)
+        raise UserError("reference_is", problem, got=self.reference_is, remedy=remedy)
 
     def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> frozenset[str]:
-        """The letters that the prompt's reference answers name together. Unscorable if one of them names none."""
+        """The letters that the prompt's reference answers name together, by letters or texts, or else by indices.
+
+        Unscorable if one of them names none.
+        """
         right: set[str] = set()
-        for reference in (reference_answer(prompt), *prompt.other_answers):
-            found = self._named_by(reference, choices, self._placed(prompt))
+        for reference in reference_answers(prompt):
+            found: frozenset[str] = frozenset()
+            if self.reference_is in (ReferenceIs.auto, ReferenceIs.choice):
+                found = self._names(reference, choices)
+            if not found and self.reference_is is not ReferenceIs.choice:
+                placed, first = self._placed(prompt), int(self.reference_is is ReferenceIs.number)
+                places = re.split(r"[\s,;\[\]]+", reference.strip("[] "))
+                at = [_at_index(place, placed, first=first) for place in places]
+                found = frozenset(filter(None, at)) if None not in at else found
             if not found:
                 among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
                 raise Unscorable(f"the reference answer {reference!r:.80} of prompt {prompt.id!r} is not {among}")
             right |= found
         return frozenset(right)
-
-    def _named_by(self, reference: str, choices: Mapping[str, str], placed: Sequence[str | None]) -> frozenset[str]:
-        """The letters that a reference names by letters or texts, or else by indices; none if it names none."""
-        found: frozenset[str] = frozenset()
-        if self.reference_is in (ReferenceIs.auto, ReferenceIs.choice):
-            found = self._names(reference, choices)
-        if not found and self.reference_is is not ReferenceIs.choice:
-            first = int(self.reference_is is ReferenceIs.number)
-            at = [_at_index(place, placed, first=first) for place in re.split(r"[\s,;\[\]]+", reference.strip("[] "))]
-            found = frozenset(filter(None, at)) if None not in at else found
-        return found
 
     def reference_text(self, prompt: Prompt) -> str | None:
         choices = self._choices(prompt)

@@ -16,11 +16,6 @@ from rlft.reward.exact_match import ExactMatch
 from rlft.types import Completion, FinishReason, Group, UserError
 
 
-def scaled(num_tokens: int, max_tokens: int, at_0: float, at_max: float) -> float:
-    """From at_0 at no tokens to at_max at max_tokens along half a cosine, which is flat at both ends."""
-    return at_max + 0.5 * (at_0 - at_max) * (1 + math.cos(math.pi * num_tokens / max_tokens))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(ExactMatch):
     """The reward of each completion by whether its answer is right, as in exact_match, and by its length in tokens.
@@ -52,4 +47,5 @@ class Cosine(ExactMatch):
         if num_tokens > self.max_tokens or completion.finish_reason == FinishReason.length:
             return self.exceeded
         at_0, at_max = (self.right_at_0, self.right_at_max) if is_right else (self.wrong_at_0, self.wrong_at_max)
-        return scaled(num_tokens, self.max_tokens, at_0, at_max)
+        # Along half a cosine, which is flat at both ends.
+        return at_max + 0.5 * (at_0 - at_max) * (1 + math.cos(math.pi * num_tokens / self.max_tokens))

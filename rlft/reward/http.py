@@ -39,7 +39,7 @@ from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Group, Unscored, UserError, counted, require
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncClient, Response
+    from httpx2 import AsyncClient
 
 SHARE_FOR_REQUESTS = 0.9
 """The share of a group's time; the rest is for reporting what happened before the scorer's limit ends the reward."""
@@ -166,7 +166,9 @@ class ServerKeys:
         if not response.is_success:
             final = status < 500 and status not in TRY_AGAIN
             problem = f"it answered {status} {response.reason_phrase} {text}"
-            raise NoScores(problem, final=final, wait_s=retry_after(response))
+            # A date, which a server may give as well, is not heeded.
+            wait = response.headers.get("Retry-After", "")
+            raise NoScores(problem, final=final, wait_s=float(wait) if wait.isascii() and wait.isdigit() else 0.0)
         try:
             return read(response.json(), len(request.completions))
         except ValueError as error:
@@ -241,12 +243,6 @@ def read_token(variable: str) -> str:
         problem = "names an environment variable that is not set" if not token else "holds no token in plain ASCII"
         raise UserError("token_variable", problem, got=variable, remedy=f"export {variable}=<the server's token>")
     return token
-
-
-def retry_after(response: Response) -> float:
-    """Seconds that the server wants to pass before another attempt; 0 if it gave none (or a date)."""
-    header = response.headers.get("Retry-After", "")
-    return float(header) if header.isascii() and header.isdigit() else 0.0
 
 
 def scores_in(answer: Any, num_completions: int) -> list[float]:

@@ -106,19 +106,15 @@ class Judge(ServerKeys):
             {"role": "system", "content": instructions},
             {"role": "user", "content": json.dumps(judge_input, ensure_ascii=False)},
         ]
-        return Request(body={"messages": messages, **self._settings(), **self.options}, completions=order)
-
-    def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {} if self.model is None else {"model": self.model}
-        match self.response_format:
-            case ResponseFormat.json_schema:
-                schema = {"name": "ratings", "strict": True, "schema": SCHEMA}
-                settings["response_format"] = {"type": "json_schema", "json_schema": schema}
-            case ResponseFormat.json_object:
-                settings["response_format"] = {"type": "json_object"}
-            case ResponseFormat.none:
-                pass
-        return settings
+        body: dict[str, Any] = {"messages": messages}
+        if self.model is not None:
+            body["model"] = self.model
+        form: dict[str, Any] = {"type": self.response_format.value}
+        if self.response_format is ResponseFormat.json_schema:
+            form["json_schema"] = {"name": "ratings", "strict": True, "schema": SCHEMA}
+        if self.response_format is not ResponseFormat.none:
+            body["response_format"] = form
+        return Request(body={**body, **self.options}, completions=order)
 
     def _ratings(self, answer: Any, num_completions: int) -> list[float]:
         """The reply's ratings, mapped to 0 .. 1. ValueError if they are not what was requested."""

@@ -75,15 +75,18 @@ def words(text: str) -> Iterator[tuple[str, str]]:
 
 
 def windows(text: str, size: int) -> list[tuple[str, int]]:
-    """(text, number of words) of runs of `size` words of one script; a short remainder joins the run before it."""
+    """(text, number of words) of runs of `size` words of one script.
+
+    A remainder of less than half of that joins the run before it.
+    """
     by_script: dict[str, list[str]] = {}
     for name, word in words(text):
         by_script.setdefault(name, []).append(word)
-    return [
-        (("" if re.match(f"[{_UNSPACED}]", run[0]) else " ").join(run), len(run))
-        for texts in by_script.values()
-        for run in _runs(texts, size)
-    ]
+    runs: list[list[str]] = []
+    for same in by_script.values():
+        num_runs = max(1, (len(same) + (size - 1) // 2) // size)
+        runs += [same[k * size : (k + 1) * size if k + 1 < num_runs else None] for k in range(num_runs)]
+    return [(("" if re.match(f"[{_UNSPACED}]", run[0]) else " ").join(run), len(run)) for run in runs]
 
 
 def counts(text: str, detect: Callable[[str], str], size: int) -> Counter[str]:
@@ -144,13 +147,6 @@ class Language:
         question = next((m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), "")
         by_language = counts(question, _detect, self.window)
         return by_language.most_common(1)[0][0] if by_language.total() >= self.min_words else None
-
-
-def _runs(texts: list[str], size: int) -> Iterator[list[str]]:
-    """The words in runs of `size`; a remainder of less than half of that joins the last run."""
-    num_runs = max(1, (len(texts) + (size - 1) // 2) // size)
-    for index in range(num_runs):
-        yield texts[index * size : (index + 1) * size if index + 1 < num_runs else None]
 
 
 @functools.lru_cache(maxsize=4096)

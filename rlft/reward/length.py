@@ -31,21 +31,13 @@ def among_siblings(lengths: Sequence[int], right: Sequence[bool]) -> list[float]
     return [score if is_right else min(0.0, score) for score, is_right in zip(scores, right, strict=True)]
 
 
-def near_target(num_tokens: int, target: int) -> float:
-    """0 at the target length, falling linearly to -1 at no tokens and at twice the target, and -1 beyond."""
-    return max(-1.0, -abs(num_tokens - target) / target)
-
-
-def below_limit(num_tokens: int, limit: int, penalty: float) -> float:
-    """0 up to the limit, and `penalty` less for each token over it, down to -1."""
-    return max(-1.0, penalty * min(0, limit - num_tokens))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length(ExactMatch):
     """The length reward of each completion by its number of tokens, its end token included.
 
-    Only mode `kimi` compares answers, as exact_match does; a completion without an answer is wrong.
+    Only mode `kimi` compares answers, as exact_match does; a completion without an answer is wrong. Mode `target` gives
+    0 at the target length, falling linearly to -1 at no tokens and at twice the target, and -1 beyond. Mode `limit`
+    gives 0 up to the limit, and `penalty` less for each token over it, down to -1.
     """
 
     mode: LengthMode
@@ -65,9 +57,9 @@ class Length(ExactMatch):
             return among_siblings(lengths, self.right(group))
         if self.mode == LengthMode.target:
             assert self.target is not None
-            return [near_target(length, self.target) for length in lengths]
+            return [max(-1.0, -abs(length - self.target) / self.target) for length in lengths]
         assert self.limit is not None
-        return [below_limit(length, self.limit, self.penalty) for length in lengths]
+        return [max(-1.0, self.penalty * min(0, self.limit - length)) for length in lengths]
 
     def reference_text(self, prompt: Prompt) -> str | None:
         return ExactMatch.reference_text(self, prompt) if self.mode == LengthMode.kimi else None

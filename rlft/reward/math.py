@@ -11,6 +11,7 @@ own time-outs are off, since it sets them by the same alarm as the scorer.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import re
@@ -33,7 +34,6 @@ MAX_COMPARED = 12
 
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _NUMBER_COMMANDS = {"\\text", "\\mathrm", "\\,", "\\;", "\\ ", "\\%", "\\$"}
-_FRACTION_COMMANDS = {"\\frac"}
 _OPERATORS = re.compile(r"[+*^!|×·÷]|-\s*-|[0-9A-Za-z)}]\s*-|[0-9)}]\s*=|[,;]")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
 _LARGE = re.compile(r"[0-9]{5}|[\^!]")
@@ -61,7 +61,12 @@ def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) 
     number = None if due.is_percentage else due.number
     if number is not None and not unevaluated and not is_finished(given.value, whole=number.denominator == 1):
         return False
-    return _equal_expressions(given.expression(answer), due.expression(reference), needs_value=number is not None)
+    _library()  # loading it is not the answer's time
+    try:
+        sides = given.expression(answer), due.expression(reference)
+        return within_processor_time(MAX_SECONDS, _compare, *sides, number is not None)
+    except OutOfProcessorTime:
+        return None
 
 
 def _same_reading(given: Quantity, due: Quantity, answer: str, reference: str) -> bool | None:
@@ -86,12 +91,9 @@ def _same_reading(given: Quantity, due: Quantity, answer: str, reference: str) -
 
 def is_costly(answer: str) -> bool:
     """Whether merely parsing an answer would cost seconds: deep nesting, or large binomials (evaluated at once)."""
-    depth = deepest = 0
-    for sign in answer:
-        depth += (sign in "({[") - (sign in ")}]")
-        deepest = max(deepest, depth)
+    depths = itertools.accumulate(((sign in "({[") - (sign in ")}]") for sign in answer), initial=0)
     return (
-        deepest > MAX_NESTING
+        max(depths) > MAX_NESTING
         or _TOWER.search(answer) is not None
         or ("binom" in answer and _LARGE.search(answer) is not None)
     )
@@ -103,7 +105,7 @@ def is_finished(answer: str, *, whole: bool) -> bool:
     >>> [is_finished(text, whole=True) for text in ("x = -5", r"18\%", "36/2", "10^3", "20 - 2")]
     [True, True, False, False, False]
     """
-    allowed = _NUMBER_COMMANDS if whole else _NUMBER_COMMANDS | _FRACTION_COMMANDS
+    allowed = _NUMBER_COMMANDS if whole else _NUMBER_COMMANDS | {"\\frac"}
     bare = _THOUSANDS.sub("", _COMMAND.sub(" ", answer))
     if _OPERATORS.search(bare) or (whole and re.search(r"[/:]", answer)):
         return False
@@ -113,7 +115,7 @@ def is_finished(answer: str, *, whole: bool) -> bool:
 def digits(expression: Any) -> float:
     """About how many digits the largest number would have that evaluating a sympy expression would produce.
 
-    Symbols, functions and infinity count as small.
+    Those of a fraction are its larger part's. Symbols, functions and infinity count as small.
 
     >>> import sympy
     >>> tower = sympy.Pow(9, sympy.Pow(9, 9, evaluate=False), evaluate=False)
@@ -123,7 +125,10 @@ def digits(expression: Any) -> float:
     if expression.is_Matrix:
         return max((digits(part) for part in expression), default=0.0)
     if expression.is_Number:
-        return _log10(expression)
+        if not expression.is_finite:
+            return 0.0
+        exact = expression if expression.is_Rational else expression.ceiling()
+        return math.log10(max(1, abs(exact.p), exact.q))
     parts = [digits(part) for part in expression.args]
     largest = max(parts, default=0.0)
     if expression.is_Pow and expression.exp.is_number:
@@ -148,40 +153,23 @@ class Math(AnswerKeys):
         return compared(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
 
 
-def _equal_expressions(answer: str, reference: str, *, needs_value: bool) -> bool | None:
+def _compare(answer: str, reference: str, needs_value: bool) -> bool:
     """Whether the library finds two plain answers equal, and they are not apart in a way that it overlooks.
 
-    None where this takes more than MAX_SECONDS. With `needs_value` the answer must be a value without variables.
+    With `needs_value` the answer must be a value without variables.
     """
-    _library()  # loading it is not the answer's time
-    try:
-        return within_processor_time(MAX_SECONDS, _compare, answer, reference, needs_value)
-    except OutOfProcessorTime:
-        return None
-
-
-def _compare(answer: str, reference: str, needs_value: bool) -> bool:
     parsed, expected = _parse(answer), _parse_reference(reference)
-    if parsed is None or expected is None or not _is_usable(parsed, answer, needs_value):
+    if parsed is None or expected is None:
         return False
-    return _matches(parsed, expected)
-
-
-def _is_usable(parsed: Any, answer: str, needs_value: bool) -> bool:
-    """Whether a parsed answer can be evaluated, and says what its text says."""
     if type(parsed).__name__ == "EmptySet" and not _EMPTY_SET.search(answer):
         return False  # an interval with its ends exchanged
-    if needs_value and _value(parsed).free_symbols:
+    if (needs_value and _value(parsed).free_symbols) or not (_is(parsed, "Number") or digits(parsed) <= MAX_DIGITS):
         return False
-    return _is(parsed, "Number") or digits(parsed) <= MAX_DIGITS
-
-
-def _matches(answer: Any, reference: Any) -> bool:
-    if _are_apart(_value(answer), _value(reference)) or not _verify(answer, reference):
+    if _are_apart(_value(parsed), _value(expected)) or not _verify(parsed, expected):
         return False
     # Where a value is due, an equation may state it, x = 3, or go on to it, 1/2 = 0.5; but 2 = 3 does not say 3.
-    stated = [] if _is(reference, "Relational") or _is(reference, "Boolean") else _sides(answer)
-    return all(_verify(side, reference) for side in stated)
+    stated = [] if _is(expected, "Relational") or _is(expected, "Boolean") else _sides(parsed)
+    return all(_verify(side, expected) for side in stated)
 
 
 def _verify(answer: Any, reference: Any) -> bool:
@@ -199,9 +187,7 @@ def _parse(text: str) -> Any:
     return next((part for part in parsed if hasattr(part, "free_symbols")), None)
 
 
-@functools.lru_cache(maxsize=256)
-def _parse_reference(text: str) -> Any:
-    return _parse(text)
+_parse_reference = functools.lru_cache(maxsize=256)(_parse)
 
 
 @functools.cache
@@ -261,7 +247,8 @@ def _are_apart(a: Any, b: Any) -> bool:
         few = len(a) <= MAX_COMPARED and len(b) <= MAX_COMPARED
         return few and any(all(_are_apart(x, y) for y in b) for x in a)
     if (_is(a, "Matrix") and _is(b, "Matrix")) or (type(a) is type(b) and isinstance(a, sympy.Tuple | sympy.Interval)):
-        parts_a, parts_b = _entries(a), _entries(b)
+        both: list[Any] = [a, b]
+        parts_a, parts_b = (list(each if _is(each, "Matrix") else each.args) for each in both)
         return len(parts_a) == len(parts_b) and any(map(_are_apart, parts_a, parts_b))
     if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or _is_unclear(a) or _is_unclear(b):
         return False
@@ -276,10 +263,6 @@ def _are_apart(a: Any, b: Any) -> bool:
     if not all(size.is_Number and size.is_finite for size in (difference, *sizes)):
         return False
     return bool(difference > _tolerance(a, b) * max(sizes))
-
-
-def _entries(parsed: Any) -> list[Any]:
-    return list(parsed) if _is(parsed, "Matrix") else list(parsed.args)
 
 
 def _tolerance(*expressions: Any) -> float:
@@ -298,10 +281,3 @@ def _is_unclear(parsed: Any) -> bool:
 
     factors = parsed.args if parsed.is_Mul else (parsed,)
     return parsed.has(sympy.UnevaluatedExpr) or all(factor.is_Symbol or factor == sympy.E for factor in factors)
-
-
-def _log10(number: Any) -> float:
-    """log10 of a sympy number's absolute value, or of a fraction's larger part; at least 0. Infinity costs nothing."""
-    if number.is_Rational:
-        return math.log10(max(1, abs(number.p), number.q))
-    return _log10(number.ceiling()) if number.is_finite else 0.0

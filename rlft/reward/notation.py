@@ -15,8 +15,7 @@ from fractions import Fraction
 from rlft.reward.answer import closing_brace, plain_number
 from rlft.reward.unicode_maths import as_latex
 
-MAX_EXPONENT = 300
-"""The largest exponent of 10 in scientific notation."""
+MAX_EXPONENT = 300  # of 10 in scientific notation
 
 _DELIMITERS = (
     *(("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")),
@@ -35,10 +34,6 @@ _UNIT_FRACTION = re.compile(
 )
 _SI_PREFIX = re.compile(r"\\(nano|micro|milli|centi|deci|hecto|kilo|mega|giga|tera)\s*\\")
 _COMMAND = re.compile(rf"\\(?:boxed|fbox|{_WRAPPER})?\s*\{{|\{{")
-
-
-def _with_commas(match: re.Match[str]) -> str:
-    return re.sub("[ ']", ",", match[0])
 
 
 def _as_power(match: re.Match[str]) -> str:
@@ -72,7 +67,10 @@ _REWRITTEN = (
     (re.compile(r"\s*(?:\\text\{\s*(?:per ?cent(?:age)?|pct)\s*\}|\b(?:per ?cent(?:age)?|pct)\b)"), r"\%"),
     (re.compile(r"(?<=[0-9])\s*(?:(\\text\{)\s*|\b)(thousand|million|billion|trillion)\b(?(1)\s*\})"), _as_power),
     (re.compile(r"(?<![0-9./^_{])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])"), r"\1\\frac{\2}{\3}"),
-    (re.compile(r"(?<![0-9.,/^_])[0-9]{1,3}(?:[ '][0-9]{3})+(?![0-9/]|[ '][0-9])"), _with_commas),
+    (
+        re.compile(r"(?<![0-9.,/^_])[0-9]{1,3}(?:[ '][0-9]{3})+(?![0-9/]|[ '][0-9])"),
+        lambda match: re.sub("[ ']", ",", match[0]),
+    ),
     (
         re.compile(
             r"°|(?<=[0-9])\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])"
@@ -191,22 +189,26 @@ def differ(a: str, b: str) -> bool:
     name_a, name_b = ASSIGNED.match(a), ASSIGNED.match(b)
     if name_a is not None and name_b is not None and name_a[1].casefold() != name_b[1].casefold():
         return True
-    return _bases(a) != _bases(b) or _brackets_differ(a, b)
+    if _bases(a) != _bases(b):
+        return True
+    if _SET_OPERATION.search(a) or _SET_OPERATION.search(b):
+        return False  # intervals may be united in several ways
+    # Each has a list in brackets of a kind that the other has not. Without brackets a list may be any kind.
+    in_a, in_b = _list_brackets(a), _list_brackets(b)
+    return bool(in_a - in_b) and bool(in_b - in_a)
 
 
 def _spelled(match: re.Match[str]) -> str:
     r"""A command of siunitx as a value and its unit as text: `\SI{5}{\kilo\meter\per\hour}` is 5 kilometer per hour."""
     value, unit, alone, number, angle = (part or "" for part in match.groups())
     words = re.sub(r"\\([A-Za-z]+)", r" \1 ", _SI_PREFIX.sub(r"\\\1", unit or alone))
-    return f"{value}\\text{{ {_no_braces(words)} }}" if words else f"{number}{angle}" + r"^\circ" * bool(angle)
+    words = re.sub("[{}]", "", words)
+    return f"{value}\\text{{ {words} }}" if words else f"{number}{angle}" + r"^\circ" * bool(angle)
 
 
 def _spelled_fraction(match: re.Match[str]) -> str:
-    return f"\\text{{ {match[1]} per {match[2]}{_no_braces(match[3] or '')} }}"
-
-
-def _no_braces(text: str) -> str:
-    return text.translate({ord("{"): None, ord("}"): None})
+    power = re.sub("[{}]", "", match[3] or "")
+    return f"\\text{{ {match[1]} per {match[2]}{power} }}"
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -219,14 +221,6 @@ def _as_fraction(match: re.Match[str]) -> str:
 def _bases(text: str) -> Counter[str]:
     bases = (match[1] or match[2] for match in _BASE.finditer(text))
     return Counter(_BASES.get(base, base) for base in bases)
-
-
-def _brackets_differ(a: str, b: str) -> bool:
-    """Whether each has a list in brackets of a kind that the other has not. Without brackets a list may be any kind."""
-    if _SET_OPERATION.search(a) or _SET_OPERATION.search(b):
-        return False  # intervals may be united in several ways
-    in_a, in_b = _list_brackets(a), _list_brackets(b)
-    return bool(in_a - in_b) and bool(in_b - in_a)
 
 
 def _list_brackets(text: str) -> Counter[str]:

@@ -8,16 +8,12 @@ from rlft.config.bounds import PositiveInt
 from rlft.types import Group, require
 
 
-def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
-    """0 up to max_tokens - cache tokens, from there linearly down to -1 at max_tokens, and -1 beyond."""
-    over = num_tokens - (max_tokens - cache)
-    return -min(over, cache) / cache if over > 0 else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
     """The penalty of each completion by its length in tokens, its end token included: max_tokens is L_max, cache
     L_cache.
+
+    It is 0 up to max_tokens - cache tokens, from there linearly down to -1 at max_tokens, and -1 beyond.
     """
 
     max_tokens: PositiveInt
@@ -31,4 +27,5 @@ class Overlong:
     def __call__(self, group: Group) -> list[float]:
         lengths = [rollout.completion.num_sampled for rollout in group.rollouts]
         cache = max(1, round(self.max_tokens / 5)) if self.cache is None else self.cache
-        return [penalty(length, self.max_tokens, cache) for length in lengths]
+        over = [max(0, length - (self.max_tokens - cache)) for length in lengths]
+        return [-min(tokens, cache) / cache if tokens else 0.0 for tokens in over]

@@ -142,14 +142,7 @@ class Unit:
     def __bool__(self) -> bool:
         return bool(self.factors or self.words)
 
-    def agrees(self, other: Unit) -> bool:
-        """Whether two answers may have these units: one has none, or they are the same up to words left out."""
-        if not self or not other:
-            return True
-        same = any(self._factors(reading) == other._factors(reading) for reading in (0, 1))
-        return same and (self.words <= other.words or other.words <= self.words)
-
-    def _factors(self, reading: int) -> set[tuple[str, int]]:
+    def read_as(self, reading: int) -> set[tuple[str, int]]:
         """The factors, where ' and " are feet and inches (0) or minutes and seconds (1)."""
         return {(_PRIMES[name][reading] if name in _PRIMES else name, power) for name, power in self.factors}
 
@@ -174,10 +167,15 @@ class Quantity:
     is_symbol: bool = False
 
     def agrees(self, other: Quantity) -> bool:
-        """Whether two answers may have these units; per cent and a unit are two."""
-        if self.is_percentage != other.is_percentage and (other if self.is_percentage else self).unit:
+        """Whether two answers may have these units: one has none, or they are the same up to words left out.
+
+        Per cent and a unit are two.
+        """
+        one, another = self.unit, other.unit
+        if self.is_percentage != other.is_percentage and (another if self.is_percentage else one):
             return False
-        return self.unit.agrees(other.unit)
+        same = not one or not another or any(one.read_as(reading) == another.read_as(reading) for reading in (0, 1))
+        return same and (one.words <= another.words or another.words <= one.words)
 
     def expression(self, text: str) -> str:
         """The answer as an expression, of this text: without its unit, unless that may be a variable."""

@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import unicodedata
 
@@ -98,10 +99,6 @@ def _with_roots(text: str) -> str:
 
 def _closing(text: str) -> int | None:
     """Where the round bracket or brace closes that the text begins with; None if it begins with none."""
-    depth = 0
     pair = {"(": ")", "{": "}"}.get(text[:1])
-    for position, char in enumerate(text if pair else ""):
-        depth += (char == text[0]) - (char == pair)
-        if depth == 0:
-            return position
-    return None
+    depths = itertools.accumulate((char == text[0]) - (char == pair) for char in (text if pair else ""))
+    return next((position for position, depth in enumerate(depths) if depth == 0), None)
