@@ -13,7 +13,7 @@ from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.resolved import build
-from rlft.plan.config_checks import check_components, check_preferences, check_sft
+from rlft.plan.rules import check_components, check_preferences, check_sft
 from rlft.types import UserError
 
 RECIPES = catalog.choices("recipe")

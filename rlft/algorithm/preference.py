@@ -48,7 +48,7 @@ class RankedValues:
 
     def log_ratios(self, *, per_token: bool) -> Tensor:
         """log(pi / reference) `[K]` of each completion, or its mean over the tokens."""
-        assert self.reference is not None, "plan/config_checks.py gives a reference to every loss that needs one"
+        assert self.reference is not None, "plan/rules.py gives a reference to every loss that needs one"
         gaps_K = self.values - self.reference
         return gaps_K / self.lengths if per_token else gaps_K
 

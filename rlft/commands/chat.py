@@ -85,7 +85,7 @@ def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
     Refuses what the config alone shows to be wrong; `raw` leaves out the data's system prompt and template.
     """
     from rlft.data.templates import check_template
-    from rlft.plan.scoring_rules import read_environment
+    from rlft.environment.protocol import read_environment
 
     # A command of another package may have no more than `generation` of what `rlft train` has.
     environment = read_environment(getattr(config, "environment", None))
@@ -169,7 +169,7 @@ class Talk:
         from rlft.config.schema import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
-        from rlft.plan.scoring_rules import prompt_additions
+        from rlft.plan.rules import prompt_additions
         from rlft.types import NOTHING
 
         self.policy, self.config, self.saved = policy, policy.config, policy.saved

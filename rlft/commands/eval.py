@@ -16,7 +16,7 @@ from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
-from rlft.plan.config_checks import check_train
+from rlft.plan.rules import check_train
 from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint, with_named_runs
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted

@@ -111,7 +111,7 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.plan.rewards.checks import check_servers
     from rlft.plan.rewards.tester import RewardTester
     from rlft.plan.rewards.writer import Writer
-    from rlft.plan.scoring_rules import check_metadata
+    from rlft.plan.rules import check_metadata
     from rlft.reward.workers.reward_spec import check_with_rewards
     from rlft.types import Split
 

@@ -26,7 +26,7 @@ COMMAND = Command(
     usage="+recipe=<name> [...]",
     help="a reward model from preferences",
     root=RmConfig,
-    check=lazy("rlft.plan.config_checks:check_preferences"),
+    check=lazy("rlft.plan.rules:check_preferences"),
     make_plan=lazy("rlft.plan.preference_plan:make_plan"),
     run=lazy("rlft.loop.preference_task:run"),
     print_summary=print_summary,

@@ -329,7 +329,7 @@ COMMAND = Command(
     usage="[run=<run>] [...]",
     help="scored completions of a data set, to learn from or to look at",
     root=SampleConfig,
-    check=lazy("rlft.plan.config_checks:check_sample"),
+    check=lazy("rlft.plan.rules:check_sample"),
     make_plan=lazy("rlft.plan.sample_plan:make_plan"),
     run=run,
     steps_done=steps_done,

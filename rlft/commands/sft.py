@@ -9,7 +9,7 @@ COMMAND = Command(
     usage="+recipe=<name> [...]",
     help="supervised fine-tuning on demonstrations",
     root=SftConfig,
-    check=lazy("rlft.plan.config_checks:check_sft"),
+    check=lazy("rlft.plan.rules:check_sft"),
     make_plan=lazy("rlft.plan.sft_plan:make_plan"),
     run=lazy("rlft.loop.demonstration_task:run"),
     print_summary=print_policy_page,

@@ -49,7 +49,7 @@ COMMAND = Command(
     usage="+recipe=<name> [<key>=<value>] ...",
     help="train; -m with several values sweeps; --help lists groups and recipes",
     root=RunConfig,
-    check=lazy("rlft.plan.config_checks:check_train"),
+    check=lazy("rlft.plan.rules:check_train"),
     make_plan=lazy("rlft.plan.train_plan:make_plan"),
     run=run,
     print_summary=print_summary,

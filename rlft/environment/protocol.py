@@ -13,6 +13,8 @@ from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
 from rlft.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.config.instantiate import instantiate
+from rlft.types import UserError
 
 
 class Cause(StrEnum):
@@ -129,3 +131,14 @@ class Environment(ABC):
     @abstractmethod
     def make(self) -> Play:
         """The environment's side of a new conversation, in a worker."""
+
+
+def read_environment(section: Mapping[str, Any] | None) -> Environment | None:
+    """The environment of this section of a config; None for completions of a single turn."""
+    if not section:
+        return None
+    environment = instantiate(section, "environment")
+    if not isinstance(environment, Environment):
+        remedy = "make it a subclass of rlft.environment.protocol.Environment, or use environment=class"
+        raise UserError("environment._target_", "is no environment", got=section["_target_"], remedy=remedy)
+    return environment

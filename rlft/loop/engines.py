@@ -20,7 +20,7 @@ from rlft.model.backbone import Adopt, ends_of, load_tokenizer, read_backbone, r
 from rlft.model.forward import Forward, choose
 from rlft.model.networks import Networks
 from rlft.model.roles import Roles
-from rlft.plan.adapters import modules_to_adapt
+from rlft.plan.model_rules import modules_to_adapt
 from rlft.plan.roles import teacher_is_meant
 from rlft.plan.run_plan import Plan
 from rlft.system.device import resolve_device, resolve_dtype

@@ -18,7 +18,7 @@ from rlft.model.lora_config import lora_config
 from rlft.model.networks import Networks
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
-from rlft.plan.adapters import empty_model, fresh_shapes
+from rlft.plan.model_rules import empty_model, fresh_shapes
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import Pool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
@@ -119,7 +119,7 @@ def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = 
     """The trainer of this run on these roles, with fresh optimizers; `base` is as in `open_roles`."""
     config, reward_training = plan.config, None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
-        assert isinstance(roles, Roles), "plan/learner_rules.py refuses reward adapters beside all weights"
+        assert isinstance(roles, Roles), "plan/roles.py refuses reward adapters beside all weights"
         role = reward_role(learned[0].name)
         reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
     return LocalTrainer(

@@ -76,7 +76,7 @@ class WholeModel(Networks):
         self._copies = {role: copied(self.tensors(POLICY)) for role in copied_roles(snapshot)}
         self._published: dict[str, tuple[int, int]] = {}
         if critic.kind is not CriticKind.none:
-            assert critic.kind is CriticKind.shared, "plan/learner_rules.py refuses a critic with an adapter"
+            assert critic.kind is CriticKind.shared, "plan/roles.py refuses a critic with an adapter"
             path = None if critic.init == "base" else critic.init
             self._add_head(CRITIC, path, "critic.init")
             self._set_critic(POLICY, path, normalize=critic.normalize_values)

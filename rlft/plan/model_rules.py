@@ -31,13 +31,14 @@ from rlft.config.model import (
 from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
+from rlft.model.adapter_folder import POLICY, Shapes, adapted_modules
 from rlft.model.families import recorded_family
 from rlft.model.positions import limit_of
-from rlft.plan.adapters import empty_model, modules_to_adapt
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -489,3 +490,43 @@ def why_not_on_a_gpu(
         return problem
     missing = None if is_absent else engine.missing()
     return None if missing is None else missing.problem
+
+
+def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
+    """The base with its modules and shapes, but without weights.
+
+    Raises:
+        UserError: transformers has no causal language model of this type, or its code does not take the config.
+    """
+    from rlft.model import text_model
+
+    try:
+        return text_model.empty_model(model, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the code of a model raises for a config
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"no causal language model can be built from its config.json, of type {model.model_type}"
+        remedy = "use a model that transformers loads with AutoModelForCausalLM"
+        raise UserError("model.path", f"{problem} ({first_line[:200]})", got=config.path, remedy=remedy) from None
+
+
+def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> set[str]:
+    """Names of the base's modules that an adapter of these settings is on."""
+    from rlft.model.lora_config import lora_config
+
+    empty = empty_model(settings, model)
+    return adapted_modules(fresh_shapes(empty, lora_config(lora, empty)))
+
+
+def fresh_shapes(empty: PreTrainedModel, lora: LoraConfig) -> Shapes:
+    """The shapes of a new adapter's tensors, under PEFT's names; the adapter stays on the empty base."""
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict
+
+    from rlft.model.lora_config import as_configured
+
+    with torch.device("meta"), as_configured():
+        model = PeftModel(empty, lora, adapter_name=POLICY)
+    state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -17,13 +17,11 @@ from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.model.identity import fingerprints
-from rlft.plan.adapter_notes import notes_of_adapters
-from rlft.plan.adapters import check_adapters, fingerprints_of
-from rlft.plan.config_checks import REFERENCE, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets, notes_of_tiles
+from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork, Work
-from rlft.plan.rules import check_enough
+from rlft.plan.rules import REFERENCE, check_enough, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.run_plan import DataLengths, Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow, learner_of

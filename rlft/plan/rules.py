@@ -1,27 +1,253 @@
-"""Rules between the sections of a config, which import no library and read no file.
+"""What each command refuses in its config alone, and rules for sizes, sampling, rewards, environments and processes.
 
-Like every check of this room, they raise a UserError with the key, what is wrong and what to do.
+They are called before the model or the contents of data are read, and import no heavy library for that. Like every
+check of this room, they raise a UserError with the key, what is wrong and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import Objective
-from rlft.config.instantiate import instantiate
-from rlft.config.schema import AUTO, EvalConfig, GenerationConfig, RunConfig, section_of
-from rlft.config.trainer import ClusterConfig
+from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
+from rlft.config.instantiate import instantiate, locate
+from rlft.config.model import LoraSettings, is_adapter
+from rlft.config.schema import (
+    AUTO,
+    DpoConfig,
+    EvalConfig,
+    GenerationConfig,
+    Keep,
+    RmConfig,
+    RunConfig,
+    SampleConfig,
+    SamplingRoot,
+    ScoringConfig,
+    SftConfig,
+    section_of,
+)
+from rlft.config.trainer import FLAT, ClusterConfig
+from rlft.data.files import files_at
+from rlft.environment.protocol import Environment, read_environment
+from rlft.generation.engine import Engine
 from rlft.generation.pool import units_of
-from rlft.plan.learner_rules import check_learner
+from rlft.logger.interface import Logger
+from rlft.logger.loggers import declares, loggers_of
+from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan.model_rules import check_apart, check_engine, check_model
-from rlft.plan.scoring_rules import check_time_limits
+from rlft.plan.roles import (
+    AdapterUse,
+    Use,
+    check_folders,
+    check_learner,
+    check_roles,
+    start_of,
+    use_of_policy,
+    uses,
+    uses_of_rewards,
+)
+from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.device import kind_of
-from rlft.types import UserError, are, counted, require
+from rlft.types import NOTHING, Prompt, Shown, UserError, are, counted, require
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.data.prompts import PromptSet
+
+
+REFERENCE = "snapshot.reference"
+MOVING = "ema"
+"""A reference that only `rlft train` has: its log-probs would have to be recomputed in every step."""
+FIXED = "copy, base or an adapter's folder"
+
+
+def check_train(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
+    """The algorithm and the loggers of a run, which is only evaluated unless it `trains`."""
+    components = check_components(config, trains=trains)
+    if config.data:
+        check_data(config.data)
+    if config.pretrain.path is not None:
+        files_at(config.pretrain.path, "pretrain.path")
+    return components
+
+
+def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
+    """The algorithm and the loggers, after every rule that needs neither model nor data."""
+    algorithm = instantiate(config.algorithm, "algorithm")
+    check_run(config, algorithm, trains=trains)
+    if trains:
+        check_sequence_ranks(config)
+        check_ranks(config.cluster)
+        check_shard_base(config)
+    check_environment(config)
+    check_rewarded(config)
+    rewards = specs(config.reward)
+    check_roles(config, algorithm, rewards, trains=trains)
+    check_stops_and_rewards(config.generation, rewards)
+    check_folders(uses(config, rewards), config.lora)
+    return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
+
+
+def check_sft(config: SftConfig) -> tuple[Logger, ...]:
+    """The loggers of `rlft sft`."""
+    check_name(config.name)
+    check_engine(config.generation, config.model)
+    check_learner(config)
+    check_model(config.model)
+    check_evaluation(config.eval, config.generation)
+    check_time_limits(config.reward, config.scoring)
+    if config.data:
+        check_stops_and_rewards(config.generation, specs(config.reward))
+    longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
+    check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
+    rewards = specs(config.reward) if config.data else {}
+    if config.data:
+        check_rewarded(config)
+    check_learned(rewards)
+    check_folders([*uses_of_sft(config), *uses_of_rewards(rewards)], config.lora)
+    for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
+        if section:
+            check_data(section, key)
+    return checked_loggers(config)
+
+
+def uses_of_sft(config: SftConfig) -> list[Use]:
+    """The adapter folder that the run starts from, if it names one."""
+    return use_of_policy("lora.path", start_of(config.lora))
+
+
+def check_sample(config: SampleConfig) -> None:
+    """Makes nothing for `rlft sample`."""
+    check_name(config.name)
+    check_model(config.model)
+    check_engine(config.generation, config.model)
+    check_time_limits(config.reward, config.scoring)
+    keep, number, least = config.keep, config.max_per_prompt, config.min_reward
+    problem, remedy = "keep=best keeps one completion of each prompt", "leave it out, or set keep=all"
+    require(keep is not Keep.best or number is None, "max_per_prompt", problem, got=number, remedy=remedy)
+    problem, remedy = "is null, and keep=above needs it", "set min_reward=1.0, or keep=all"
+    require(keep is not Keep.above or least is not None, "min_reward", problem, remedy=remedy)
+    problem, remedy = f"is read by keep=above only, and keep={keep}", "set keep=above, or leave it out"
+    require(keep is Keep.above or least is None, "min_reward", problem, got=least, remedy=remedy)
+    check_stops_and_rewards(config.generation, specs(config.reward))
+    check_environment(config)
+    check_rewarded(config)
+    check_learned(specs(config.reward))
+    check_folders(uses_of_sample(config), lora_of(config))
+    check_data(config.data)
+
+
+def uses_of_sample(config: SampleConfig) -> list[Use]:
+    """The adapter folders that the config names: the policy's, and those of learned rewards."""
+    return [*use_of_policy("adapter", config.adapter), *uses_of_rewards(specs(config.reward))]
+
+
+def lora_of(config: SampleConfig) -> LoraSettings:
+    """The shape of the named adapter, of the policy or of a reward; the smallest shape if none is named."""
+    for use in uses_of_sample(config):
+        if use.path and Path(use.path).expanduser().is_dir():  # otherwise `check_folders` says what is wrong
+            fields = check_adapter_folder(use.path, use.key)
+            check_shape(fields, use.path, use.key)
+            return LoraSettings(
+                rank=fields["r"],
+                alpha=fields["lora_alpha"],
+                dropout=0.0,
+                target_modules=layers_of(fields),
+                path=config.adapter,
+                **switches_of(fields),
+            )
+    return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
+
+
+def check_preferences(config: RmConfig | DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
+    """The loss and the loggers of `rlft rm` and `rlft dpo`."""
+    check_name(config.name)
+    check_model(config.model)
+    longest, what = config.prompts.max_tokens + config.max_completion_tokens, "prompts.max_tokens and a completion"
+    if isinstance(config, RmConfig):
+        longest, what = longest + 1, "prompts.max_tokens, max_completion_tokens and an ending"
+    check_budget(config.token_budget, longest, what)
+    loss = _loss_of(config)
+    check_folders(uses_of_preferences(config, loss), config.lora)
+    check_data(config.preferences, "preferences")
+    if isinstance(config, RmConfig) and config.replay.path is not None:
+        with replay_is_meant():
+            check_data(replayed(config), "preferences")
+    return loss, checked_loggers(config)
+
+
+def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tuple[Logger, ...]:
+    """The loggers of a run that trains, which write what stop.when needs."""
+    loggers = loggers_of(config.logger)
+    if config.stop.when == FLAT:
+        problem, got = "ends a run by its evaluations, and there are none", config.stop.when
+        require(config.eval.every, "stop.when", problem, got=got, remedy="set eval.every to a number of steps")
+        problem = "ends a run by eval.jsonl, which no logger writes"
+        writes = any(declares(logger, "writes_metrics") for logger in loggers)
+        require(writes, "stop.when", problem, got=got, remedy="add jsonl to logger")
+    return loggers
+
+
+def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
+    """The loss that the config describes, with a reference if it needs one. Raises UserError."""
+    if isinstance(config, RmConfig):
+        return BradleyTerry(margin=config.margin)
+    loss = instantiate(config.loss, "loss", "dpo")
+    if not isinstance(loss, PreferenceLoss):
+        problem, got = "is no rlft.algorithm.preference.PreferenceLoss", config.loss["_target_"]
+        raise UserError("loss._target_", problem, got=got, remedy="derive it from that class")
+    configured, reference = config.snapshot.reference, reference_of(config, loss)
+    problem, remedy = "its log-probs are computed once for each completion, so it cannot move", f"use {FIXED}"
+    require(configured != MOVING, REFERENCE, problem, got=configured, remedy=remedy)
+    is_given = reference != "none"
+    problem, remedy = "this loss compares the policy with a reference", f"use {FIXED}, or loss=simpo or orpo"
+    require(is_given or not loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)
+    problem, remedy = "this loss uses no reference", "leave it out, or use loss=dpo or ipo"
+    require(not is_given or loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)
+    return loss
+
+
+def reference_of(config: RmConfig | DpoConfig, loss: RankingLoss) -> str:
+    """What the loss compares the policy with: `none`, `base`, or the folder of an adapter."""
+    configured = "auto" if isinstance(config, RmConfig) else config.snapshot.reference
+    if configured == "auto":
+        configured = "copy" if loss.needs_reference else "none"
+    return (config.lora.path or "base") if configured == "copy" else configured
+
+
+def uses_of_preferences(config: RmConfig | DpoConfig, loss: RankingLoss) -> list[Use]:
+    """The adapter folders that the config names: the one that training starts from, and the reference's."""
+    path, reference = config.lora.path, reference_of(config, loss)
+    used = use_of_policy("lora.path", path)
+    if path is not None and isinstance(config, RmConfig):
+        used = [Use(key="lora.path", path=path, accepts=AdapterUse.scalar if has_head(path) else AdapterUse.any)]
+    if reference not in ("none", "base", path):
+        words = "auto, none, base or copy"
+        used.append(Use(key=REFERENCE, path=reference, accepts=AdapterUse.frozen, words=words))
+    return used
+
+
+@contextmanager
+def replay_is_meant() -> Iterator[None]:
+    """Gives UserErrors raised inside the key of earlier rounds' preferences."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
+
+
+def replayed(config: RmConfig) -> Mapping[str, Any]:
+    """The section that reads the earlier rounds' preferences.
+
+    Their held-out rankings stay held out: those files are split by the same hash.
+    """
+    no_held_out = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
+    return {**config.preferences, "path": config.replay.path, **no_held_out}
 
 
 def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
@@ -347,3 +573,171 @@ def why_whole(config: RunConfig) -> tuple[str, str] | None:
     if config.lora.use_dora:
         return "DoRA asks for the lengths of all weights before there are ranks", "set lora.use_dora=false"
     return None
+
+
+def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:
+    """Refuses a reward whose group_timeout is longer than the scorer's time limit."""
+    for name, keys in rewards.items():
+        group_timeout = keys.get("group_timeout") if isinstance(keys, Mapping) else None
+        if isinstance(group_timeout, int | float) and group_timeout > scoring.timeout:
+            problem = f"exceeds scoring.timeout={scoring.timeout:g}, which cuts the reward off"
+            remedy = f"leave it out and set scoring.timeout={group_timeout:g}"
+            raise UserError(f"reward.{name}.group_timeout", problem, got=f"{group_timeout:g}", remedy=remedy)
+
+
+def check_stops_and_rewards(generation: GenerationConfig, rewards: Mapping[str, RewardSpec]) -> None:
+    """Refuses a stop string that is cut off the text although a reward looks for it, such as a closing tag."""
+    sampling = generation.sampling
+    if sampling.include_stop_str_in_output:
+        return
+    for name, spec in rewards.items():
+        for closing in (f"</{tag}>" for tag in _tags(spec.kwargs)):
+            for stop in (stop for stop in sampling.stop if stop in closing or closing in stop):
+                problem = f"is cut off the text, in which reward.{name} looks for {closing}"
+                remedy = "set generation.include_stop_str_in_output=true, or use another stop string"
+                raise UserError("generation.stop", problem, got=stop, remedy=remedy)
+
+
+def _tags(kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the tags that a reward with these keys looks for."""
+    tags = kwargs.get("tags") if kwargs.get("pattern") is None else None
+    if isinstance(tags, Sequence) and not isinstance(tags, str):
+        return tags
+    location = kwargs.get("answer_in", kwargs.get("program_in"))
+    return [kwargs["tag"]] if location == "tag" and isinstance(kwargs.get("tag"), str) else []
+
+
+def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
+    """Checks that the prompt's metadata have the fields that a reward reads (`needs_metadata`, `metadata_keys`)."""
+    kept = f"the data keep no such field with their prompts, only {list(prompt.metadata) or 'none'}"
+    for name, spec in rewards.items():
+        needed = getattr(locate(spec.target, f"reward.{name}._target_"), "needs_metadata", None)
+        if needed is not None and needed not in prompt.metadata:
+            problem = f"scores prompts of data={needed} only"
+            remedy = f"use data={needed}, or another reward"
+            raise UserError(f"reward.{name}", problem, got=f"prompt {prompt.id}", remedy=remedy)
+        for column in (column for column in spec.columns if column not in prompt.metadata):
+            problem = f"{spec.target} takes {column}, and {kept}"
+            remedy = f"set data.metadata_fields=[{column}], or give it a value in the reward's YAML"
+            raise UserError(f"reward.{name}", problem, remedy=remedy)
+        for key in getattr(locate(spec.target, f"reward.{name}._target_"), "metadata_keys", ()):
+            field = spec.kwargs.get(key)
+            if field is not None and field not in prompt.metadata:
+                remedy = f"set data.metadata_fields=[{field}]"
+                raise UserError(f"reward.{name}.{key}", kept, got=field, remedy=remedy)
+
+
+def check_rewarded(config: SamplingRoot) -> None:
+    """Refuses a run in which neither rewards nor the environment would score completions."""
+    environment = read_environment(config.environment)
+    if not config.reward and (environment is None or not environment.rewards_turns):
+        raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
+
+
+def check_environment(config: SamplingRoot) -> None:
+    """Refuses an environment whose keys are wrong, or whose limits do not fit those of the run."""
+    environment = read_environment(config.environment)
+    if environment is None:
+        return
+    environment.check()
+    generation, turn_tokens = config.generation, environment.turn_tokens
+    if turn_tokens is not None and turn_tokens > generation.max_tokens:
+        problem = f"is more than all turns have together (generation.max_tokens={generation.max_tokens})"
+        remedy = f"set it to {generation.max_tokens} or less, or raise generation.max_tokens"
+        raise UserError("environment.turn_tokens", problem, got=turn_tokens, remedy=remedy)
+    if environment.timeout < environment.call_timeout:
+        problem = f"is less than a single call may take (environment.call_timeout={environment.call_timeout:g})"
+        remedy = f"raise it to {environment.call_timeout:g} or more, or lower environment.call_timeout"
+        raise UserError("environment.timeout", problem, got=f"{environment.timeout:g}", remedy=remedy)
+    problem = "has no turns: only a chat template says how the policy's turns and the answers to them are separated"
+    remedy = "set prompts.style=chat, or environment=null"
+    require(config.prompts.style != "raw", "prompts.style", problem, got="raw", remedy=remedy)
+    if isinstance(config, RunConfig) and environment.plays_itself:
+        problem = "a resume repeats conversations of environment=endpoint from a record, which holds no experts"
+        by_engine = config.snapshot.routing == "engine"
+        require(not by_engine, "snapshot.routing", problem, got="engine", remedy="use old or free")
+    if isinstance(config, RunConfig) and config.cluster.engines:
+        problem = "agents of environment=endpoint speak to the engine of the run's own process"
+        remedy = "set it to 0, or use another environment"
+        require(not environment.plays_itself, "cluster.engines", problem, got=config.cluster.engines, remedy=remedy)
+        limit, timeout = config.cluster.timeout, f"{environment.timeout:g}"
+        problem = f"leaves an engine no time: one that has not answered for cluster.timeout={limit:g} is taken for dead"
+        remedy = f"lower it, or raise cluster.timeout above {timeout}"
+        require(environment.timeout < limit, "environment.timeout", problem, got=timeout, remedy=remedy)
+
+
+def prompt_additions(
+    environment: Environment | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> Shown:
+    """What prompts show of the environment, for `rlft.data.prompts.scan`; nothing without one.
+
+    Raises:
+        UserError: a tool has no types or docstring, or the chat template cannot hold such conversations.
+    """
+    if environment is None or not len(prompts):
+        return NOTHING
+    from rlft.environment.turn_template import Dialect, TurnTemplate
+
+    if environment.plays_itself:
+        TurnTemplate(tokenizer, {"user"}, opening=prompts[0].messages)
+        return NOTHING
+    return Dialect(environment, tokenizer, prompts[0].messages).shown
+
+
+def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
+    """Refuses a learned reward without a folder, in a run that does not train it."""
+    for spec in rewards.values():
+        if spec.runs_in_trainer and spec.kwargs["path"] is None:
+            problem = "an untrained head scores every completion 0, and nothing trains it here"
+            remedy = "give it a folder, such as a run of rlft rm"
+            raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
+
+
+def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
+    """The fingerprints of reward models with a network of their own; refuses one whose
+    output is not a single score, or that lacks tensors."""
+    from rlft.model.identity import of_source
+    from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
+
+    found: dict[str, str] = {}
+    for spec in rewards.values():
+        if spec.runs_in_trainer and not is_adapter(path := spec.kwargs["path"]):
+            key = f"reward.{spec.name}.path"
+            check_classifier(path, key)
+            found |= of_source(classifier_source(path), read_classifier(path, key), key, key)
+    return found
+
+
+def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None) -> None:
+    """Refuses what does not go with images, if a prompt of the sets has any.
+
+    Args:
+        config: a root that samples.
+        kind: the type of its model.
+        engine: what samples.
+        sets: its prompts.
+
+    Raises UserError.
+    """
+    from rlft.model.backbone import read_config, source
+    from rlft.model.images import network_of_tower
+    from rlft.model.network_files import check_files
+    from rlft.system.device import resolve_device
+
+    if not any(prompts.images for prompts in sets if prompts is not None):
+        return
+    if (missing := engine.why_no_images(kind, resolve_device(config.model.device).type)) is not None:
+        got = config.generation.engine
+        raise UserError("generation.engine", missing.problem, got=got, remedy=missing.remedy)
+    problem, environment = "goes on with texts alone, and the data have images", config.environment
+    require(environment is None, "environment", problem, remedy="leave it out, or use data without images")
+    for name, spec in specs(config.reward).items():
+        problem = "reads texts alone, and the data have images"
+        require(not spec.runs_in_trainer, f"reward.{name}", problem, remedy="use a reward of the answer")
+    check_files(network_of_tower(read_config(config.model), source(config.model)))
+    if not isinstance(config, RunConfig):
+        return
+    snapshot, remedy = config.snapshot, "leave it out, or use data without images"
+    is_apart = snapshot.teacher_model is not None or snapshot.teacher_hint is not None
+    problem = "reads no images: it is another model, or reads other prompts"
+    require(not is_apart, "snapshot.teacher", problem, got=snapshot.teacher, remedy=remedy)

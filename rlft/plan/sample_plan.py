@@ -11,21 +11,18 @@ from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
 from rlft.config.trainer import OptimizerKind
 from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
-from rlft.environment.protocol import Environment
+from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.model.identity import fingerprints
-from rlft.plan.adapter_notes import notes_of_adapters
-from rlft.plan.adapters import check_adapters, fingerprints_of
-from rlft.plan.config_checks import lora_of, uses_of_sample
-from rlft.plan.images import check_images
 from rlft.plan.memory_parts import Demand
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
 from rlft.plan.rewards.checks import check_scoring
+from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork
+from rlft.plan.rules import check_classifiers, check_images, lora_of, prompt_additions, uses_of_sample
 from rlft.plan.run_plan import DataLengths, Plan
-from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
 from rlft.plan.sizes import TOKEN_ID, classifier_bytes, completion_bytes, of_a_later_round, rows_of, sampling_of
 from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.reward.workers.reward_spec import notes, specs

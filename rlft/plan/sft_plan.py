@@ -15,17 +15,13 @@ from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.model.identity import fingerprints
-from rlft.plan.adapter_notes import notes_of_adapters
-from rlft.plan.adapters import fingerprints_of, uses_of_rewards
-from rlft.plan.config_checks import uses_of_sft
-from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, of_all_weights
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
 from rlft.plan.rewards.checks import check_scoring
+from rlft.plan.roles import check_learner_on, fingerprints_of, notes_of_adapters, uses_of_rewards
 from rlft.plan.roofline import StepWork, Work
-from rlft.plan.rules import check_enough
+from rlft.plan.rules import check_classifiers, check_enough, uses_of_sft
 from rlft.plan.run_plan import DataLengths, Plan
-from rlft.plan.scoring_rules import check_classifiers
 from rlft.plan.sizes import (
     checkpoint_bytes,
     classifier_bytes,

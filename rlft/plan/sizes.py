@@ -22,9 +22,8 @@ from rlft.model.backbone import decoder_layers, layer_weights, read_config
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.model.lora_config import adapted_words
-from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
-from rlft.plan.model_rules import why_not_on_a_gpu
+from rlft.plan.model_rules import empty_model, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.roofline import Work
 from rlft.plan.run_plan import LINE, Plan
 from rlft.system.device import multiprocessors, resolve_device, resolve_dtype

@@ -17,7 +17,7 @@ from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
 from rlft.data.prompts import PromptSet, scan, untokenised
 from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
-from rlft.environment.protocol import Environment
+from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.logger.jsonl import Rollouts
@@ -27,10 +27,6 @@ from rlft.model.full_weights import copied_roles
 from rlft.model.identity import fingerprints
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
-from rlft.plan.adapter_notes import notes_of_adapters
-from rlft.plan.adapters import empty_model, fingerprints_of, uses
-from rlft.plan.images import check_images
-from rlft.plan.learner_rules import check_learner_on
 from rlft.plan.memory_parts import Demand, TeacherDemand, of_all_weights
 from rlft.plan.model_rules import (
     check_apart,
@@ -39,24 +35,37 @@ from rlft.plan.model_rules import (
     check_optimizer,
     check_routing,
     choose_engine,
+    empty_model,
     notes_of_tiles,
     resolve_mismatch,
 )
 from rlft.plan.rewards.checks import check_scoring
-from rlft.plan.roles import check_teacher, check_teacher_engine, check_teachers_machine, check_top_k, missing_engine
+from rlft.plan.roles import (
+    check_learner_on,
+    check_teacher,
+    check_teacher_engine,
+    check_teachers_machine,
+    check_top_k,
+    fingerprints_of,
+    missing_engine,
+    notes_of_adapters,
+    uses,
+)
 from rlft.plan.roofline import StepWork
 from rlft.plan.rules import (
+    check_classifiers,
     check_cluster_has_devices,
     check_fresh_prompts,
+    check_images,
     check_lag_has_devices,
     divisors_of,
     idle_engines,
+    prompt_additions,
     warnings_of_config,
     warnings_of_sizes,
     why_whole,
 )
 from rlft.plan.run_plan import DataLengths, Plan
-from rlft.plan.scoring_rules import check_classifiers, prompt_additions, read_environment
 from rlft.plan.sizes import (
     LOGPROB,
     TOKEN_ID,

@@ -20,7 +20,7 @@ from rlft.model.kernels import selection
 from rlft.model.kernels.lora_experts import LoraExperts
 from rlft.model.lora_config import lora_config
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
-from rlft.plan.adapters import fresh_shapes
+from rlft.plan.model_rules import fresh_shapes
 
 LORA = LoraSettings(rank=4, alpha=4.0, dropout=0.0, target_modules="all-linear", path=None)
 ONCE = {"mixtral": True, "deepseek_v3": False, "gpt_oss": True, "jamba": True}

@@ -34,8 +34,7 @@ from rlft.model.lora_config import (
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.model.text_classes import causal_class
 from rlft.model.text_model import ModuleNames
-from rlft.plan.adapters import fresh_shapes
-from rlft.plan.model_rules import check_targets, why_not_on_a_gpu
+from rlft.plan.model_rules import check_targets, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.sizes import sizes_of
 from rlft.types import UserError
 

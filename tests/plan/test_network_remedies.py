@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.model.adapter_folder import load_adapter, load_head
-from rlft.plan.adapters import targets_of
+from rlft.plan.roles import targets_of
 from rlft.types import UserError
 from tests.helpers import model_folders
 

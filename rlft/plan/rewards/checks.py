@@ -11,7 +11,7 @@ from rlft.data.lazy import joined
 from rlft.data.prompts import PromptSet, untokenised
 from rlft.plan.rewards.references import check_references
 from rlft.plan.rewards.writer import Writer, group_of
-from rlft.plan.scoring_rules import check_metadata
+from rlft.plan.rules import check_metadata
 from rlft.reward.http import ServerKeys, shown_url
 from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
 from rlft.types import Completion, FinishReason, Group, Prompt, Unscored, UserError

@@ -13,7 +13,7 @@ from in_one_test import each
 
 from rlft.plan.rewards.brief import try_rewards
 from rlft.plan.rewards.writer import Writer
-from rlft.plan.scoring_rules import check_metadata
+from rlft.plan.rules import check_metadata
 from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.tokens.ends import turn_ends

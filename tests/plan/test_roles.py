@@ -1,4 +1,7 @@
-"""Notes about adapter folders: whose base, whose chat template, and whether they change anything."""
+"""What learns depends on the machine, and notes about adapter folders: whose base and template, what they change.
+
+The rules of the config alone are in test_refusals.py.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ import pytest
 import torch
 from in_one_test import each
 from safetensors.torch import save_file
+from slow_cases import slow
 
+from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
+from rlft.config.resolved import resolve
+from rlft.generation.vllm.engine import VLLM
 from rlft.model.identity import fingerprints
-from rlft.plan.adapter_notes import notes_of_adapters
-from rlft.plan.adapters import AdapterUse, Use
+from rlft.plan.roles import AdapterUse, Use, notes_of_adapters
+from rlft.types import UserError
 
 OWN = "embedded:tiny-arithmetic"
 NAMES = {
@@ -83,3 +90,30 @@ def test_what_is_odd_about_an_adapter_is_noted_and_nothing_else(
         return
     (folder / "rlft.json").write_text(json.dumps({"role": "policy", **base[1]}))  # then its base is known
     assert not any("names the base" in note for note in notes_of_adapters([use], *base))
+
+
+@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
+def test_all_weights_are_float32_where_auto_would_be_16_bits_on_a_gpu(words: str) -> None:
+    command, recipe = words.split()
+    for device in ("cpu", "cuda"):
+        keys = [recipe, "eval.every=0", f"model.device={device}"]
+        of_adapter, of_all = (
+            resolve(compose([*keys, *more], command=command)).config.model.dtype for more in ([], ["lora=null"])
+        )
+        assert (of_adapter, of_all) == ("auto", "float32")
+        with pytest.raises(UserError, match="small updates are lost in the rounding of bfloat16 weights") as refused:
+            resolve(compose([*keys, "lora=null", "model.dtype=bfloat16"], command=command))
+        assert refused.value.key == "model.dtype"
+
+
+@pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
+def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, recipe = words.split()
+    config = compose([recipe, "lora=null", "eval.every=0", "generation=vllm"], command=command)
+    resolve(config).plan(runs_here=False)
+    monkeypatch.setattr(VLLM, "serves_whole_models", False)
+    with pytest.raises(UserError, match="is given adapters only, and lora=null has none, got vllm; use tr") as refused:
+        resolve(config).plan(runs_here=False)
+    assert refused.value.key == "generation.engine"
