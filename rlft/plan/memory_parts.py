@@ -110,85 +110,45 @@ BATCH_FIELDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Memory demand of a planned run of any command, on the trainer's device.
+    """Memory demand of a planned run of any command, on the trainer's device."""
 
-    Attributes:
-        adapters: number of adapters of the run's rank on the base, without the engine's own copy.
-        frozen: number of parameters of adapters that keep the rank of their folder.
-        trainable: number of trained parameters.
-        matrices: how many of them are in matrices, which Muon moves.
-        optimizer: what trains them.
-        prompt_tokens: prompt length of the longest row, in tokens.
-        completion_tokens: completion length of the longest row, in tokens.
-        group: number of rows per prompt.
-        rows: number of rows in a step.
-        per_step: the key that says how many groups of rows these are.
-        update_rows: number of rows in an optimizer batch.
-        token_budget: the most tokens in a micro-batch.
-        recompute: what gradient checkpointing computes again.
-        device: the kind of the trainer's device, one of `rlft.system.device.KINDS`.
-        whole_model: whether the model's own weights are trained.
-        copies: number of frozen copies of these weights, in other roles.
-        through_head: whether the LM head computes log-probs (values alone need none).
-        entropy: whether the loss needs the entropy.
-        top_k: of how many of a teacher's most likely tokens distributions are compared.
-        choice: bytes of the numbers of a token's experts that a step keeps for a replay.
-        own_critic: whether the critic has an adapter, and so a forward and backward of its own.
-        beside: bytes of learned rewards that have networks of their own.
-        teacher: the demand of a teacher that is a separate model; None if there is no such teacher.
-        engine: the engine that samples completions; None if nothing is sampled.
-        section: the engine's section in `generation`.
-        decodings: what the engine decodes.
-        max_tokens: the most tokens in a completion.
-        max_sequence_tokens: the most tokens in a prompt with its completion.
-        device_memory: bytes of a GPU's memory; 0 if unknown.
-        multiprocessors: their number on a GPU.
-        engines_apart: number of engines in other processes on this device, each with a base of its own.
-        ranks: number of ranks that share the forward and backward passes.
-        gradients: the most gradients that a rank holds at a time, those of its lanes.
-        held: the largest share of the optimizer's averages that a rank holds.
-        sharing: how many of them share the tokens of each pass.
-        sharded: whether the ranks divide the base's layers among them; None where they cannot.
-        tower: the demand of a vision tower; None if prompts have no images.
-    """
-
-    adapters: int
-    trainable: int
-    matrices: int
+    adapters: int  # number of adapters of the run's rank on the base, without the engine's own copy
+    trainable: int  # number of trained parameters
+    matrices: int  # how many of them are in matrices, which Muon moves
     optimizer: OptimizerKind
-    prompt_tokens: int
-    completion_tokens: int
-    group: int
-    rows: int
-    update_rows: int
-    token_budget: int
-    recompute: Recompute
-    device: str
-    per_step: str = "prompts_per_step"
-    whole_model: bool = False
-    copies: int = 0
-    through_head: bool = True
-    entropy: bool = False
-    top_k: int = 0
-    choice: int = 0
-    own_critic: bool = False
-    frozen: int = 0
-    beside: int = 0
-    teacher: TeacherDemand | None = None
-    engine: Engine | None = None
-    section: str = ""
+    prompt_tokens: int  # prompt length of the longest row, in tokens
+    completion_tokens: int  # completion length of the longest row, in tokens
+    group: int  # number of rows per prompt
+    rows: int  # number of rows in a step
+    update_rows: int  # number of rows in an optimizer batch
+    token_budget: int  # the most tokens in a micro-batch
+    recompute: Recompute  # what gradient checkpointing computes again
+    device: str  # the kind of the trainer's device, one of `rlft.system.device.KINDS`
+    per_step: str = "prompts_per_step"  # the key that says how many groups of rows these are
+    whole_model: bool = False  # whether the model's own weights are trained
+    copies: int = 0  # number of frozen copies of these weights, in other roles
+    through_head: bool = True  # whether the LM head computes log-probs (values alone need none)
+    entropy: bool = False  # whether the loss needs the entropy
+    top_k: int = 0  # of how many of a teacher's most likely tokens distributions are compared
+    choice: int = 0  # bytes of the numbers of a token's experts that a step keeps for a replay
+    own_critic: bool = False  # whether the critic has an adapter, and so a forward and backward of its own
+    frozen: int = 0  # number of parameters of adapters that keep the rank of their folder
+    beside: int = 0  # bytes of learned rewards that have networks of their own
+    teacher: TeacherDemand | None = None  # of a teacher that is a separate model; None if there is no such teacher
+    engine: Engine | None = None  # the engine that samples completions; None if nothing is sampled
+    section: str = ""  # the engine's section in `generation`
     decodings: tuple[Decoding, ...] = ()
-    max_tokens: int = 0
-    max_sequence_tokens: int = 0
-    device_memory: int = 0
-    multiprocessors: int = MULTIPROCESSORS
-    engines_apart: int = 0
-    ranks: int = 1
-    gradients: int = 1
-    held: float = 1.0
-    sharing: int = 1
-    sharded: bool | None = None
-    tower: TowerDemand | None = None
+    max_tokens: int = 0  # the most tokens in a completion
+    max_sequence_tokens: int = 0  # the most tokens in a prompt with its completion
+    device_memory: int = 0  # bytes of a GPU's memory; 0 if unknown
+    multiprocessors: int = MULTIPROCESSORS  # their number on a GPU
+    engines_apart: int = 0  # number of engines in other processes on this device, each with a base of its own
+    ranks: int = 1  # number of ranks that share the forward and backward passes
+    gradients: int = 1  # the most gradients that a rank holds at a time, those of its lanes
+    held: float = 1.0  # the largest share of the optimizer's averages that a rank holds
+    sharing: int = 1  # how many of them share the tokens of each pass
+    sharded: bool | None = None  # whether the ranks divide the base's layers among them; None where they cannot
+    tower: TowerDemand | None = None  # the demand of a vision tower; None if prompts have no images
 
     @property
     def trains(self) -> bool:
