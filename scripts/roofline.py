@@ -11,8 +11,8 @@ import argparse
 
 from rlft.commands.doctor.work import SIZES, Size
 from rlft.model.activations import LayerSizes
-from rlft.plan.cards import CARDS
 from rlft.plan.roofline import (
+    CARDS,
     LAUNCHES,
     Kernel,
     Machine,

@@ -23,16 +23,15 @@ from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
 from rlft.plan.advice import Advice, advice_for
 from rlft.plan.conversation import EnvironmentTrial, try_environment
-from rlft.plan.duration import Duration, duration_of
+from rlft.plan.duration import Duration, duration_of, time_rows
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
 from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
-from rlft.plan.model_rules import check_engine_on, check_quantized_device, has_bitsandbytes
-from rlft.plan.rewards.brief import SHOWN_CHARACTERS, Brief, RewardTrial, brief_of
+from rlft.plan.model_rules import check_engine_on, check_quantized_on, has_bitsandbytes
+from rlft.plan.rewards.brief import SHOWN_CHARACTERS, Brief, RewardTrial, brief_of, doubts
 from rlft.plan.rewards.writer import Writer
-from rlft.plan.run_plan import DataLengths, Plan, Schedule
+from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
-from rlft.plan.startup_table import BaseCopies, Facts, TableRow
-from rlft.plan.time_table import time_rows
+from rlft.plan.startup_table import Facts, TableRow
 from rlft.system.device import free_bytes, has_own_memory, resolve_device, resolve_dtype, total_bytes
 from rlft.system.disk import size_text
 from rlft.system.memory import resident_bytes
@@ -71,7 +70,7 @@ class Planned:
     device: str
     limit: int
     named_limit: bool
-    lengths: Sequence[DataLengths]
+    lengths: Mapping[str, Sequence[int]]
     rewards: Brief
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
@@ -123,7 +122,7 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
     Args:
         resolved: the config.
         limit: bytes of the device's memory; None for the free memory of this machine's device.
-        card: the GPU that it is to run on, a name in `rlft.plan.cards.CARDS`; None: the one that is here.
+        card: the GPU that it is to run on, a name in `rlft.plan.roofline.CARDS`; None: the one that is here.
 
     Raises:
         UserError: the run would be refused, or a card is named for a run on a CPU.
@@ -136,13 +135,13 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
     plan: Plan = (without_gpu(resolved) if on_another else resolved).plan(runs_here=False)
     settings = plan.config.model
     if not on_another:
-        check_quantized_device(settings)
+        check_quantized_on(settings.quantization, resolve_device(settings.device).type)
     model, device = sizes_of(settings, plan.lora_settings), resolve_device(settings.device)
     # This process has imported all libraries that the run needs, and has scanned its data.
     process, free = resident_bytes(), free_bytes(device)
     on_gpus, on_cuda = on_another or has_own_memory(device), on_another or device.type == "cuda"
     device_limit = free + (CUDA_CONTEXT if on_gpus else process) if limit is None else limit
-    plan = with_placement(plan, model, device_limit if on_cuda else None, on_gpus=on_cuda, absent=on_another)
+    plan = with_placement(plan, model, device_limit if on_cuda else None, absent=on_another)
     if on_gpus:
         process = context_bytes(plan)
     demand = plan.demand(model, False)
@@ -225,16 +224,16 @@ def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
     )
 
 
-def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
+def planned_copies(model: ModelSizes, demand: Demand) -> tuple[int, str] | None:
     if demand.engine is None:
         return None
     if demand.engines_apart:
-        return BaseCopies(1 + demand.engines_apart, "an engine in a process of its own has one of its own")
+        return (1 + demand.engines_apart, "an engine in a process of its own has one of its own")
     device = demand.load.device
     why = demand.engine.base_sharing_obstacle(device=device, itemsize=model.itemsize, quantized=model.quantized)
     if why is None:
-        return BaseCopies(1, f"shared with {demand.engine.title}, tensor by tensor where both hold the same")
-    return BaseCopies(2, why) if why else None
+        return (1, f"shared with {demand.engine.title}, tensor by tensor where both hold the same")
+    return (2, why) if why else None
 
 
 def brief_on(plan: Plan) -> Brief:
@@ -321,7 +320,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "gradient_checkpointing": planned.demand.recompute,
         "memory": memory,
         "ways": [{"changes": dict(remedy.changes), "peak": remedy.peak} for remedy in planned.remedies()],
-        "lengths": [{"data": lengths.name, "tokens": summary(lengths.tokens)} for lengths in planned.lengths],
+        "lengths": [{"data": name, "tokens": summary(tokens)} for name, tokens in planned.lengths.items()],
         "rewards": [_cut_texts(asdict(trial)) for trial in planned.rewards.trials],
         "reward_try": [cut(line) for line in planned.rewards.lines],
         "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
@@ -332,7 +331,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "duration": _as_dict(planned.duration),
         "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
         "price": planned.price and asdict(planned.price),
-        "doubts": [cut(doubt) for doubt in planned.rewards.doubts],
+        "doubts": [cut(doubt) for doubt in doubts(planned.rewards.trials)],
         "notes": [cut(note) for note in planned.notes],
     }
 
@@ -354,11 +353,11 @@ def print_plan(planned: Planned) -> None:
     if planned.advice:
         heading(terminal, "Learning rate and rank")
         terminal.print(grid([one.row for one in planned.advice]))
-    for lengths in planned.lengths:
-        print_lengths(terminal, lengths)
+    for name, tokens in planned.lengths.items():
+        print_lengths(terminal, name, tokens)
     if planned.rewards.trials:
         print_trials(terminal, planned.rewards.trials)
-    for doubt in planned.rewards.doubts:
+    for doubt in doubts(planned.rewards.trials):
         print_line(terminal, visible(doubt), "yellow")
     for line in planned.rewards.lines:
         print_line(terminal, visible(line))
@@ -451,9 +450,9 @@ def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[M
         print_line(terminal, f"{text}: use a smaller model or a larger device")
 
 
-def print_lengths(terminal: Terminal, lengths: DataLengths) -> None:
-    heading(terminal, f"{lengths.name}: {len(lengths.tokens):,}, by tokens")
-    ranges, rows = histogram(lengths.tokens, BINS), []
+def print_lengths(terminal: Terminal, name: str, tokens: Sequence[int]) -> None:
+    heading(terminal, f"{name}: {len(tokens):,}, by tokens")
+    ranges, rows = histogram(tokens, BINS), []
     of_single_lengths, most = ranges[0][0] == ranges[0][1], max(count for *_, count in ranges)
     for first, last, count in ranges:
         span = f"{first}" if of_single_lengths else f"{first} to {last}"

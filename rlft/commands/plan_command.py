@@ -55,7 +55,7 @@ def command(arguments: list[str]) -> int:
     overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "card=", "price="))]
     price, card = read_price(parsed.value("price")), parsed.value("card")
     if card is not None:
-        from rlft.plan.cards import read_card  # it imports torch
+        from rlft.plan.roofline import read_card  # it imports torch
 
         card = read_card(card)
     with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built

@@ -108,7 +108,7 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.commands.launch import import_libraries
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
-    from rlft.plan.rewards.checks import check_servers
+    from rlft.plan.rewards.references import check_servers
     from rlft.plan.rewards.tester import RewardTester
     from rlft.plan.rewards.writer import Writer
     from rlft.plan.rules import check_metadata

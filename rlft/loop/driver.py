@@ -31,7 +31,7 @@ from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
 from rlft.plan.fit import in_words
 from rlft.plan.run_plan import Plan
-from rlft.plan.startup_table import BaseCopies, Facts
+from rlft.plan.startup_table import Facts
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on
 from rlft.runs.checkpoint import CHECKSUMS, Checkpoint
@@ -239,14 +239,14 @@ class RunDriver(ABC):
         shared = {} if base is None else {CHECKSUMS: base.check_content()}
         return {"seed": self.config.seed, **self.plan.fingerprints, **shared}
 
-    def base_copies(self) -> BaseCopies | None:
+    def base_copies(self) -> tuple[int, str] | None:
         """How many copies of the base the trainer and the engine hold; None where the engine does not report any."""
         if self.shared_base is not None:
-            return BaseCopies(1, self.shared_base.text)
+            return (1, self.shared_base.text)
         if self.plan.engine is None:
             return None
         why = base_sharing_obstacle(self.config.generation.named(self.plan.engine), self.config.model)
-        return BaseCopies(2, why) if why else None
+        return (2, why) if why else None
 
     # -- from the first step to the last -------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -14,9 +14,7 @@ from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlft.environment.conversations import Conversations
     from rlft.environment.endpoint.agents import Endpoint
-    from rlft.environment.endpoint.played import AgentGenerator
 
 LAST_WORDS = "done"
 ROOM = 10_000
@@ -62,19 +60,14 @@ def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase
     environment_alone = replace(environment, workers=1, turn_tokens=None)
     if environment.plays_itself:
         policy = ScriptedGenerator({"*": script}, tokenizer, ends)
-        played = AgentGenerator(
-            policy, cast("Endpoint", environment_alone), tokenizer, longest_row=2 * ROOM, traces=None
-        )
-        return _conversation(played, prompt)
-    if not environment.plays_a_game:
-        dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
-        script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
-    policy = ScriptedGenerator({"*": [script]}, tokenizer, ends)
-    played = Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM)
-    return _conversation(played, prompt)
-
-
-def _conversation(played: Conversations | AgentGenerator, prompt: Prompt) -> EnvironmentTrial:
+        agents = cast("Endpoint", environment_alone)
+        played = AgentGenerator(policy, agents, tokenizer, longest_row=2 * ROOM, traces=None)
+    else:
+        if not environment.plays_a_game:
+            dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
+            script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
+        policy = ScriptedGenerator({"*": [script]}, tokenizer, ends)
+        played = Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM)
     try:
         with closing(played):
             [group] = played.sample([prompt], 1, [0], Sampling(max_tokens=ROOM, temperature=1.0))

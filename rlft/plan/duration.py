@@ -1,4 +1,7 @@
-"""How long a planned run takes, by stage and with an interval, by a model of the machine: nothing was measured yet."""
+"""How long a planned run takes, by stage and with an interval, by a model of the machine: nothing was measured yet.
+
+The rows of `rlft plan` say how often what happens, how long it is estimated to take, and what that costs.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.memory import ModelSizes
-from rlft.logger.forecast import Forecast
+from rlft.logger.forecast import FIRST, Forecast
+from rlft.logger.price import Price
+from rlft.logger.text import duration
 from rlft.model.activations import layer_sizes
-from rlft.plan.cards import CARDS, card_named
 from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
-from rlft.plan.roofline import Kernel, Machine, Network, StepWork, Work, publishing, sampling, seconds_of, update
+from rlft.plan.roofline import (
+    CARDS,
+    NAMES,
+    Kernel,
+    Machine,
+    Network,
+    StepWork,
+    Work,
+    publishing,
+    sampling,
+    seconds_of,
+    update,
+)
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.machine import machine
 from rlft.system.rates import host_rates
@@ -20,6 +36,7 @@ from rlft.types import UserError
 
 if TYPE_CHECKING:
     from rlft.plan.run_plan import Plan, Schedule
+    from rlft.plan.startup_table import TableRow
 
 FACTOR, UNMEASURED = 2.0, 3.0
 """What was measured lies within FACTOR of the model, or within UNMEASURED where nothing has been compared with it:
@@ -45,6 +62,8 @@ BETWEEN_STEPS = (EVALUATE, CHECKPOINT)
 
 CHECKED = {2: 512}
 """{bytes of a weight: tokens that a freshness check computes}; others have the 128 of two short sequences."""
+
+MEASURED_LATER = f"after {FIRST} steps rlft watch says it from what they took"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +156,7 @@ def machine_of(settings: Any) -> tuple[Machine, str] | str:
         rate, bandwidth = host_rates(dtype)
         words = f"this CPU, as fast as it is now: {rate / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.2g} GB/s"
         return cpu(rate, bandwidth), words
-    return of_card(card_named(name), name, dtype.itemsize)
+    return of_card(NAMES.get(name.strip()), name, dtype.itemsize)
 
 
 def of_card(card: str | None, name: str, itemsize: int) -> tuple[Machine, str] | str:
@@ -216,3 +235,50 @@ def _sum(parts: Iterable[tuple[int, Forecast]]) -> Forecast:
     """The sum of so many of each; its ends are the sums of the ends, as errors of a machine go the same way."""
     added = [(number * f.seconds, number * f.low, number * f.high) for number, f in parts]
     return Forecast(*map(sum, zip(*added, strict=True)))
+
+
+# -- the rows of `rlft plan` -------------------------------------------------------------------------------------------
+def time_rows(schedule: Schedule, estimated: Duration | str, price: Price | None) -> list[TableRow]:
+    """The numbers of the schedule, the estimate or why there is none, and the price."""
+    first = schedule.first_evaluation
+    when = "none" if first is None else f"before the first step, after {first} of them, and so on to the last"
+    table = [("steps", f"{schedule.steps:,}", "")]
+    if schedule.checkpoints:
+        table.append(("evaluations", f"{schedule.evaluations:,}", when))
+        table.append(("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"))
+    later = [MEASURED_LATER] * bool(schedule.checkpoints)  # of a run that writes metrics
+    if isinstance(estimated, str):
+        table.append(("the run", "no estimate", "; ".join([estimated, *later])))
+        said_later = "with price= rlft watch says what it costs" * bool(later)
+        return table if price is None else [*table, ("price", str(price), said_later)]
+    step, run = estimated.step, estimated.run
+    words = [f"an estimate for {estimated.machine}", *later]
+    if schedule.checkpoints:
+        words.insert(0, ", ".join(f"{name} {seconds(estimated.stages[name].seconds)}" for name in BETWEEN_STEPS))
+    table += [
+        ("a step", f"{seconds(step.seconds)} ({seconds(step.low)} to {seconds(step.high)})", stages_text(estimated)),
+        ("the run", str(run), "; ".join(words)),
+    ]
+    if price is not None:
+        table.append(("price", f"{price.whole(run)} {price.currency}".rstrip(), f"at {price}, without the start"))
+    return table
+
+
+def stages_text(estimated: Duration) -> str:
+    """Such as `sample 5.2 s, update 10 s, if all completions have 64 tokens (lower end: 16); without rewards`."""
+    stages = {name: stage for name, stage in estimated.stages.items() if name not in BETWEEN_STEPS}
+    text = ", ".join(f"{name} {seconds(stage.seconds)}" for name, stage in stages.items())
+    if estimated.completion_tokens is None:
+        return text
+    short, longest = estimated.completion_tokens
+    text += f"; if completions have all {longest} tokens (at the lower end {short})"
+    return f"{text}; rewards by programs are not counted"
+
+
+def seconds(number: float) -> str:
+    """Seconds in two digits, or as a clock shows them from a minute on.
+
+    >>> seconds(0.0321), seconds(5.24), seconds(61.2), seconds(3601)
+    ('0.032 s', '5.2 s', '1:01', '1:00:01')
+    """
+    return f"{number:.2g} s" if number < 59.5 else duration(number)

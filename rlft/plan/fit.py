@@ -187,12 +187,12 @@ def placed_here(plan: Plan) -> Plan:
         return plan
     device = resolve_device(plan.config.model.device)
     if device.type != "cuda":
-        return with_placement(plan, None, None, on_gpus=False)
+        return with_placement(plan, None, None)
     gpu_bytes = total_bytes(device)
     model = sizes_of(plan.config.model, plan.config.lora)
     check_base(plan.config, model, gpu_bytes)
     available = None if plan.config.cluster.is_joined else torch.cuda.device_count()
-    return with_placement(plan, model, gpu_bytes, on_gpus=True, available=available)
+    return with_placement(plan, model, gpu_bytes, available=available)
 
 
 def check_base(config: RunConfig, model: ModelSizes, gpu: int) -> None:
@@ -214,30 +214,22 @@ def check_base(config: RunConfig, model: ModelSizes, gpu: int) -> None:
 
 
 def with_placement(
-    plan: Plan,
-    model: ModelSizes | None,
-    gpu: int | None,
-    *,
-    on_gpus: bool,
-    available: int | None = None,
-    absent: bool = False,
+    plan: Plan, model: ModelSizes | None, gpu: int | None, *, available: int | None = None, absent: bool = False
 ) -> Plan:
     """The plan with its placement, where processes other than the run's own sample or train; else the plan itself.
 
     Args:
-        plan: the plan without a placement.
         model: the sizes of its base; None on a CPU.
-        gpu: bytes of a GPU's memory; None on a CPU.
-        on_gpus: whether engines and ranks are on GPUs rather than on a CPU.
+        gpu: bytes of a GPU's memory; None where engines and ranks are on a CPU.
         available: number of GPUs; None if it is not known.
         absent: whether the GPUs are in other machines, perhaps of a cluster that this machine does not belong to.
     """
     if not isinstance(plan, TrainPlan) or (not plan.config.cluster.engines and plan.config.cluster.ranks == 1):
         return plan
     cluster, lag, pair, alone = plan.config.cluster, plan.config.overlap.lag, None, None
-    if on_gpus and model is not None and gpu is not None and cluster.engines:
+    if model is not None and gpu is not None and cluster.engines:
         pair, alone = gpu_memory(plan, model, gpu, absent=absent)
-    placement = place(cluster, on_gpus=on_gpus, available=available, lag=lag, pair=pair, alone=alone)
+    placement = place(cluster, on_gpus=gpu is not None, available=available, lag=lag, pair=pair, alone=alone)
     return replace(plan, placement=placement)
 
 

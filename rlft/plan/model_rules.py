@@ -23,7 +23,6 @@ from rlft.config.model import (
     TILES,
     LoraSettings,
     ModelConfig,
-    Recompute,
     RoutingSource,
     SnapshotConfig,
     check_local,
@@ -39,7 +38,6 @@ from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -72,8 +70,7 @@ def check_model(settings: ModelConfig) -> None:
     require(is_device, "model.device", "is not a device", got=settings.device, remedy=remedy)
     is_dtype, remedy = settings.dtype in ("auto", *DTYPES), choice_remedy(settings.dtype, ("auto", *DTYPES))
     require(is_dtype, "model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
-    check_quantized_on(settings.quantization, settings.device)
-    check_offloaded_on(settings.gradient_checkpointing, settings.device)
+    check_device(settings, settings.device)
 
 
 def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
@@ -97,10 +94,8 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
     if module and not any(importlib.util.find_spec(name) for name in (module, "kernels")):
         problem = f"{package} is not installed"
         raise UserError("model.attn_implementation", problem, got=attention, remedy="use auto or sdpa")
-    check_quantized_on(settings.quantization, device.type)
-    check_offloaded_on(settings.gradient_checkpointing, device.type)
-    if settings.quantization is not None:
-        _require_bitsandbytes("model.quantization", settings.quantization)
+    check_device(settings, device.type)
+    _check_bitsandbytes("model.quantization", settings.quantization)
 
 
 def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_here: bool = True) -> None:
@@ -112,13 +107,13 @@ def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_her
     key, got = "trainer.optimizer", optimizer.value
     is_there = resolve_device(settings.device).type == "cuda"
     require(is_there, key, "8-bit AdamW needs a CUDA device", got=got, remedy="use adamw or muon")
-    if runs_here:
-        _require_bitsandbytes(key, got)
+    _check_bitsandbytes(key, got if runs_here else None)
 
 
-def _require_bitsandbytes(key: str, got: str) -> None:
+def _check_bitsandbytes(key: str, got: str | None) -> None:
+    """Refuses what needs bitsandbytes, unless it is None or that is installed."""
     remedy = pip_install("rlft[quantization]")
-    require(has_bitsandbytes(), key, "bitsandbytes is not installed", got=got, remedy=remedy)
+    require(got is None or has_bitsandbytes(), key, "bitsandbytes is not installed", got=got, remedy=remedy)
 
 
 FLASH_ATTENTION = {
@@ -129,18 +124,23 @@ FLASH_ATTENTION = {
 """{value of model.attn_implementation: (the module that it needs, the package that installs this module)}."""
 
 
-def check_quantized_device(settings: ModelConfig) -> None:
-    """Checks that the model's device supports 4-bit weights, if they are configured."""
-    from rlft.system.device import resolve_device
-
-    check_quantized_on(settings.quantization, resolve_device(settings.device).type)
+def check_device(settings: ModelConfig, device: str) -> None:
+    """Checks that a device of this type supports quantised weights, and that layers' inputs can leave it."""
+    check_quantized_on(settings.quantization, device)
+    problem = "only a CUDA device has its layers' inputs kept in main memory"
+    fits = settings.gradient_checkpointing != OFFLOAD or _may_be_cuda(device)
+    require(fits, "model.gradient_checkpointing", problem, got=OFFLOAD, remedy="use true or tiles")
 
 
 def check_quantized_on(quantization: str | None, device: str) -> None:
     """Checks that a device of this type supports quantised weights."""
-    if quantization is not None and device.partition(":")[0] not in ("cuda", "auto"):
-        remedy = "set model.quantization=null"
-        raise UserError("model.quantization", "4-bit weights need a CUDA device", got=quantization, remedy=remedy)
+    problem, remedy = "4-bit weights need a CUDA device", "set model.quantization=null"
+    fits = quantization is None or _may_be_cuda(device)
+    require(fits, "model.quantization", problem, got=quantization, remedy=remedy)
+
+
+def _may_be_cuda(device: str) -> bool:
+    return device.partition(":")[0] in ("cuda", "auto")
 
 
 def notes_of_tiles(settings: ModelConfig, lora: LoraSettings | None, model: PreTrainedConfig) -> list[str]:
@@ -162,28 +162,18 @@ def notes_of_tiles(settings: ModelConfig, lora: LoraSettings | None, model: PreT
     return [f"model.gradient_checkpointing: MLPs are not computed in tiles, since {why}; {how} {effect}"]
 
 
-def check_offloaded_on(how: Recompute | str, device: str) -> None:
-    """Checks that layers' inputs can leave a device of this type for main memory."""
-    if how == OFFLOAD and device.partition(":")[0] not in ("cuda", "auto"):
-        problem = "only a CUDA device has its layers' inputs kept in main memory"
-        raise UserError("model.gradient_checkpointing", problem, got=OFFLOAD, remedy="use true or tiles")
-
-
 def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
     """Checks that the named engine serves adapters of this rank and kind."""
     check_pattern(lora)
     if generation.engine == AUTO:
         return
-    engine = generation.named(generation.engine)
-    if problem := too_large_a_rank(engine, lora):
-        remedy = "lower it, or choose generation=transformers"
-        raise UserError("lora.rank", problem, got=lora.rank, remedy=remedy)
-    if problem := no_dora(engine, lora):
-        remedy = "use generation=transformers, or lora.use_rslora=true instead"
-        raise UserError("lora.use_dora", problem, got="true", remedy=remedy)
-    if problem := no_head(engine, lora):
-        remedy = "leave it out, or use generation=transformers"
-        raise UserError("lora.target_modules", problem, got=HEAD, remedy=remedy)
+    problems = unserved(generation.named(generation.engine), lora)
+    for key, got, remedy in (
+        ("lora.rank", lora.rank, "lower it, or choose generation=transformers"),
+        ("lora.use_dora", "true", "use generation=transformers, or lora.use_rslora=true instead"),
+        ("lora.target_modules", HEAD, "leave it out, or use generation=transformers"),
+    ):
+        require(key not in problems, key, problems.get(key, ""), got=got, remedy=remedy)
 
 
 def check_pattern(lora: LoraSettings) -> None:
@@ -199,20 +189,16 @@ def check_pattern(lora: LoraSettings) -> None:
             raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy) from None
 
 
-def too_large_a_rank(engine: Engine, lora: LoraSettings) -> str | None:
-    """Why the engine cannot serve adapters of this rank; None if it can."""
-    limit = engine.largest_rank
-    return f"{engine.title} takes adapters up to rank {limit}" if limit is not None and lora.rank > limit else None
-
-
-def no_dora(engine: Engine, lora: LoraSettings) -> str | None:
-    """Why the engine cannot serve DoRA adapters, if these are; None if it can."""
-    return f"{engine.title} serves no DoRA adapters" if lora.use_dora and not engine.serves_dora else None
-
-
-def no_head(engine: Engine, lora: LoraSettings) -> str | None:
-    """Why the engine cannot serve adapters of the output layer, if these are; None if it can."""
-    return f"{engine.title} serves no adapters of {HEAD}" if lora.adapts_head and not engine.serves_head else None
+def unserved(engine: Engine, lora: LoraSettings) -> dict[str, str]:
+    """{key: why the engine cannot serve such adapters}; empty if it can."""
+    limit, problems = engine.largest_rank, dict[str, str]()
+    if lora.use_dora and not engine.serves_dora:
+        problems["lora.use_dora"] = f"{engine.title} serves no DoRA adapters"
+    if lora.adapts_head and not engine.serves_head:
+        problems["lora.target_modules"] = f"{engine.title} serves no adapters of {HEAD}"
+    if limit is not None and lora.rank > limit:
+        problems["lora.rank"] = f"{engine.title} takes adapters up to rank {limit}"
+    return problems
 
 
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
@@ -263,25 +249,22 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
     layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
     names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
     remedy = f"use all-linear, or a list of {', '.join(names)}"
-    of_weight: dict[int | None, list[str]] = defaultdict(list)
-    for name, module in modules.items():
-        if _weight(module) is not None:
-            of_weight[_weight(module)].append(name)
+    weights = {name: id(weight) for name, x in modules.items() if (weight := getattr(x, "weight", None)) is not None}
+    of_weight: dict[int, list[str]] = defaultdict(list)
+    for name, weight in weights.items():
+        of_weight[weight].append(name)
     for target in [targets] if isinstance(targets, str) else targets:
         named = [name for name in modules if _is_target(name, target, targets)]
         if named and without.keys() >= (layers.intersection(named) or set(named)):
             why = next(without[name] for name in named if name in without)
             problem = f"names no layer that an adapter can learn on: {why}"
             raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
-        if not layers.intersection(named):
-            problem = "the model has no linear layer of that name"
-            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+        problem = "the model has no linear layer of that name"
+        require(layers.intersection(named), "lora.target_modules", problem, got=target, remedy=remedy)
         for name in named:
-            if name not in layers:
-                problem = f"{name or 'the model'} would be adapted, too, which is no linear layer"
-                raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
-            sharing = [other for other in of_weight.get(_weight(modules[name]), []) if other != name]
-            if sharing:
+            problem = f"{name or 'the model'} would be adapted, too, which is no linear layer"
+            require(name in layers, "lora.target_modules", problem, got=target, remedy=remedy)
+            if sharing := [other for other in of_weight[weights[name]] if other != name]:
                 problem = f"the weights of {name} are those of {sharing[0]}, so that its adapter could not be exported"
                 raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
 
@@ -331,12 +314,6 @@ def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
 def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
     """As in PEFT, a text is a regular expression over whole names, and a list holds ends of names."""
     return bool(re.fullmatch(target, name)) if isinstance(targets, str) else f".{name}".endswith(f".{target}")
-
-
-def _weight(module: Module) -> int | None:
-    """Identifies a module's weight, also on the meta device, where every address is 0; None if it has none."""
-    weight = getattr(module, "weight", None)
-    return None if weight is None else id(weight)
 
 
 def check_adapted(
@@ -406,15 +383,19 @@ def choose_engine(
     """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers.
 
     Args:
-        generation: the `generation` section of the config.
         model: the settings of the trainer's base; the engine's keys are checked against them if `runs_here`.
         lora: the shape of the adapters that the engine will load; None if it loads none.
         runs_here: False if the run is only planned, which needs no engine.
         whole: whether a whole model is trained.
     """
-    name, reason = generation.engine, "as configured"
+    name, reason, quantized = generation.engine, "as configured", model.quantization is not None
     if name == AUTO:
-        name, reason = _automatic(generation, lora, whole=whole, quantized=model.quantization is not None)
+        import torch
+
+        why_not = "no GPU here"
+        if torch.cuda.is_available():
+            why_not = why_not_on_a_gpu(generation, lora, whole=whole, quantized=quantized)
+        name, reason = (ANYWHERE, why_not) if why_not else (ON_A_GPU, "installed, with a GPU")
     elif runs_here and (missing := generation.named(name).missing()) is not None:
         raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
     if runs_here:
@@ -422,7 +403,7 @@ def choose_engine(
 
         device = resolve_device(model.device)
         itemsize = resolve_dtype(model.dtype, device).itemsize
-        check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=model.quantization is not None)
+        check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=quantized)
     return name, reason
 
 
@@ -456,17 +437,6 @@ def _keys_of(engine: str) -> Iterator[None]:
         raise UserError(key, error.problem, got=error.got, remedy=error.remedy) from None
 
 
-def _automatic(
-    generation: GenerationConfig, lora: LoraSettings | None, *, whole: bool, quantized: bool
-) -> tuple[str, str]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ANYWHERE, "no GPU here"
-    reason = why_not_on_a_gpu(generation, lora, whole=whole, quantized=quantized)
-    return (ON_A_GPU, "installed, with a GPU") if reason is None else (ANYWHERE, reason)
-
-
 def why_not_on_a_gpu(
     generation: GenerationConfig,
     lora: LoraSettings | None,
@@ -482,10 +452,8 @@ def why_not_on_a_gpu(
     engine = generation.named(ON_A_GPU)
     if whole:
         return f"{engine.title} would hold all weights a second time"
-    if lora is not None:
-        for problem in (no_dora(engine, lora), no_head(engine, lora), too_large_a_rank(engine, lora)):
-            if problem is not None:
-                return problem
+    if lora is not None and (problems := unserved(engine, lora)):
+        return next(iter(problems.values()))
     if quantized and (problem := engine.quantization_obstacle()) is not None:
         return problem
     missing = None if is_absent else engine.missing()

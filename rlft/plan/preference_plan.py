@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from rlft.plan.model_rules import check_machine, check_optimizer, check_row, che
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import REFERENCE, check_enough, reference_of, replay_is_meant, replayed, uses_of_preferences
-from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.system.device import kind_name, resolve_device
@@ -34,22 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePlan(Plan):
-    """The plan of a run that learns from rankings: a reward model (`rlft rm`) or a policy (`rlft dpo`).
-
-    Attributes:
-        train: the training rankings.
-        held_out: the held-out rankings.
-        loss: the loss of a ranking.
-        reference: what the loss compares the policy with: `none`, `base`, or the folder of an adapter.
-        replay: rankings of earlier rounds, or None.
-    """
+    """The plan of a run that learns from rankings: a reward model (`rlft rm`) or a policy (`rlft dpo`)."""
 
     config: RmConfig | DpoConfig
     train: Rankings
     held_out: Rankings
     loss: RankingLoss
-    reference: str = "none"
-    replay: Rankings | None = None
+    reference: str = "none"  # what the loss compares the policy with: `none`, `base`, or the folder of an adapter
+    replay: Rankings | None = None  # rankings of earlier rounds
 
     @property
     def num_new(self) -> int:
@@ -167,12 +159,9 @@ class PreferencePlan(Plan):
         reference = {"reference (frozen)": self._reference_parameters} if self.has_reference_adapter else {}
         return {"base (frozen)": model.parameters, "policy (learns)": model.lora, **reference}
 
-    def lengths(self) -> list[DataLengths]:
-        splits = (("rankings", self.train), ("held-out rankings", self.held_out))
-        return [
-            DataLengths(name, [len(r.prompt) + max(map(len, r.completions)) for r in split.rankings])
-            for name, split in splits
-        ]
+    def lengths(self) -> dict[str, Sequence[int]]:
+        splits = {"rankings": self.train.rankings, "held-out rankings": self.held_out.rankings}
+        return {name: [len(r.prompt) + max(map(len, r.completions)) for r in of] for name, of in splits.items()}
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config, beside = self.config, 0

@@ -53,7 +53,6 @@ from rlft.model.identity import OF_SAMPLES, PARTS, Changed, differing, name_of, 
 from rlft.model.positions import limit_of
 from rlft.plan.model_rules import (
     check_adapted,
-    check_machine,
     check_model,
     check_served,
     check_shared_tokens,
@@ -122,7 +121,9 @@ def _check_all_weights(config: RunConfig | SftConfig) -> None:
     require(config.model.quantization is None, "model.quantization", "4-bit weights cannot be trained", remedy=remedy)
     if isinstance(config, RunConfig):
         _check_roles(config)
-        _check_processes(config)
+        gpus, remedy = config.cluster.gpus_per_engine, "set it to 1, or train an adapter"
+        problem = "engines that divide the layers among GPUs are sent adapters only, and lora=null has none"
+        require(gpus == 1, "cluster.gpus_per_engine", problem, got=gpus, remedy=remedy)
     _check_engine(config)
     remedy = "set it to false, or train an adapter"
     require(not config.eval.kl_base, "eval.kl_base", "lora=null changes the base itself", remedy=remedy)
@@ -137,7 +138,10 @@ def _check_all_weights(config: RunConfig | SftConfig) -> None:
     problem = "with lora=null, no copy of all weights is kept that could be saved in place of a step's"
     remedy = "set it to step, or checkpoint.every=1"
     require(saves_each_step, "checkpoint.on_signal", problem, got=config.checkpoint.on_signal, remedy=remedy)
-    _check_trainable(config.model.dtype)
+    dtype = config.model.dtype
+    problem = f"small updates are lost in the rounding of {dtype} weights"
+    remedy = "set model.dtype=float32, or train an adapter (whose weights are float32)"
+    require(dtype in ("float32", "float64"), "model.dtype", problem, got=dtype, remedy=remedy)
 
 
 def _check_engine(config: RunConfig | SftConfig) -> None:
@@ -167,19 +171,6 @@ def _check_roles(config: RunConfig) -> None:
     problem = "the engine would sample from weights that the update changes meanwhile"
     remedy = "set it to 0, or train an adapter"
     require(not config.overlap.lag, "overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
-
-
-def _check_processes(config: RunConfig) -> None:
-    gpus, remedy = config.cluster.gpus_per_engine, "set it to 1, or train an adapter"
-    problem = "engines that divide the layers among GPUs are sent adapters only, and lora=null has none"
-    require(gpus == 1, "cluster.gpus_per_engine", problem, got=gpus, remedy=remedy)
-
-
-def _check_trainable(dtype: str) -> None:
-    """Refuses a dtype in which the small steps of an optimizer are lost."""
-    problem = f"small updates are lost in the rounding of {dtype} weights"
-    remedy = "set model.dtype=float32, or train an adapter (whose weights are float32)"
-    require(dtype in ("float32", "float64"), "model.dtype", problem, got=dtype, remedy=remedy)
 
 
 def check_roles(
@@ -255,10 +246,10 @@ def _teacher(config: RunConfig, algorithm: Objective) -> None:
 def _hint(hint: str, *, has_environment: bool) -> None:
     key, got = "snapshot.teacher_hint", repr(hint)
     require(hint.strip(), key, "is blank", got=got, remedy="use null for no hint")
-    for braces in (braces for braces in re.findall(r"\{[^{}]*\}", hint) if braces != ANSWER):
+    for braces in re.findall(r"\{[^{}]*\}", hint):
         remedy = f"use {ANSWER} for the prompt's answer, or leave the braces out"
-        raise UserError(key, f"has {braces}, which nothing is put in the place of", got=got, remedy=remedy)
-    for brace in (brace for brace in "{}" if brace in re.sub(r"\{[^{}]*\}", "", hint)):
+        require(braces == ANSWER, key, f"has {braces}, which nothing is put in the place of", got=got, remedy=remedy)
+    for brace in (brace for brace in "{}" if brace in hint.replace(ANSWER, "")):
         remedy = f"use {ANSWER} for the prompt's answer, or leave the brace out"
         raise UserError(key, f"has a {brace} without its partner", got=got, remedy=remedy)
     problem = "goes into prompts that are answered in one turn, and the environment has several"
@@ -348,10 +339,9 @@ def _critic_init(config: RunConfig, learned: Mapping[str, RewardSpec]) -> None:
     require(len(learned) == 1, "critic.init", problem, got="reward", remedy=remedy)
     [(name, spec)] = learned.items()
     path = spec.kwargs["path"]
-    if path is None or not is_adapter(path):
-        problem = f"`reward` is an adapter's folder, and reward.{name}.path={'null' if path is None else path} is none"
-        remedy = f"set reward.{name}.path=<folder of a reward adapter>, or critic.init=base"
-        raise UserError("critic.init", problem, got="reward", remedy=remedy)
+    problem = f"`reward` is an adapter's folder, and reward.{name}.path={'null' if path is None else path} is none"
+    remedy = f"set reward.{name}.path=<folder of a reward adapter>, or critic.init=base"
+    require(path is not None and is_adapter(path), "critic.init", problem, got="reward", remedy=remedy)
 
 
 def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned: Mapping[str, RewardSpec]) -> None:
@@ -370,15 +360,14 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
     remedy = "leave all but one out, or set reward_model.refresh_every=0"
     require(len(learned) <= 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
     [(name, spec)] = learned.items()
-    if not is_adapter(spec.kwargs["path"]):
-        problem = f"only an adapter is trained, and reward.{name}.path={spec.kwargs['path']} is a network of its own"
-        remedy = f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0"
-        raise UserError("reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
+    path = spec.kwargs["path"]
+    problem = f"only an adapter is trained, and reward.{name}.path={path} is a network of its own"
+    remedy = f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0"
+    require(is_adapter(path), "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
     rules = [other for other in rewards if other not in learned]
-    if labels not in rules:
-        problem = "must name the rule reward that says which of two siblings is better"
-        remedy = f"use {' or '.join(rules)}" if rules else "put one in: reward=[exact_match,...]"
-        raise UserError("reward_model.labels", problem, got="null" if labels is None else labels, remedy=remedy)
+    problem = "must name the rule reward that says which of two siblings is better"
+    remedy = f"use {' or '.join(rules)}" if rules else "put one in: reward=[exact_match,...]"
+    require(labels in rules, "reward_model.labels", problem, got="null" if labels is None else labels, remedy=remedy)
     problem = "learns from pairs of siblings, and group_size=1 has none"
     remedy = "set group_size=8, or reward_model.refresh_every=0"
     require(config.group_size != 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
@@ -405,12 +394,6 @@ def teacher_is_meant() -> Iterator[None]:
         raise UserError(key, error.problem, got=error.got, remedy=remedy) from None
 
 
-def check_top_k(top_k: int, vocabulary: int) -> None:
-    """Refuses more tokens of the teacher than the student's vocabulary has; a teacher never has fewer (see below)."""
-    problem = f"is more than the model's vocabulary of {vocabulary} tokens"
-    require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
-
-
 def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
     """A note that a planned run lacks its teacher's engine, or None; refuses that in a run that starts here."""
     missing = obstacle() if config.snapshot.teacher_engine == "vllm" else None
@@ -419,14 +402,6 @@ def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
     remedy = missing.remedy.replace("generation=transformers", f"{TEACHER_ENGINE}=transformers")
     require(not runs_here, TEACHER_ENGINE, missing.problem, got="vllm", remedy=remedy)
     return f"{missing.problem} here, and the teacher needs it where the run is: {remedy}"
-
-
-def check_teachers_machine(config: RunConfig, *, runs_here: bool) -> None:
-    """Checks that this machine can hold the weights of a teacher that is a separate model, as `check_machine`."""
-    settings = teacher_settings(config.snapshot, config.model)
-    if settings is not None:
-        with teacher_is_meant():
-            check_machine(settings, runs_here=runs_here)
 
 
 def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_here: bool) -> None:
@@ -455,7 +430,6 @@ def check_teacher(
     """The fingerprints of the teacher's model; empty if the teacher is not a separate model.
 
     Args:
-        config: the typed config.
         tokenizer: the student's.
         longest_prompt: number of tokens of the longest prompt that the teacher may read.
         vocabulary: number of token ids that the student may sample: the rows of its embedding.
@@ -522,11 +496,7 @@ class AdapterUse(Enum):
 class Use:
     """A folder, the config key that names it, and how the run uses it.
 
-    Attributes:
-        key: the config key that names the folder.
-        path: the folder.
-        accepts: how the run uses it.
-        words: the values of the key that are not folders, such as "base or reward"; empty where it is always a folder.
+    words: the values of the key that are not folders, such as "base or reward"; empty where it is always a folder.
     """
 
     key: str
@@ -541,11 +511,6 @@ class Use:
     @property
     def has_head(self) -> bool:
         return self.accepts in (AdapterUse.scalar, AdapterUse.head)
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether it samples as the run did that trained it: `rlft sample`."""
-        return self.key == "adapter"
 
     @property
     def starts_role(self) -> bool:
@@ -661,10 +626,15 @@ def check_adapters(
         mixture = mixture_of(empty_model(settings, model))
         names = frozenset(mixture.parameters(experts=lora.experts, router=lora.router))
     for use in used:
-        if changed := changed_base(use, base).without(() if use.is_sampled else OF_SAMPLES):
+        # `rlft sample` (adapter=) samples as the run did that trained it.
+        if changed := changed_base(use, base).without(() if use.key == "adapter" else OF_SAMPLES):
             raise _other_base(use, f"its rlft.json says it was made for a base with other {changed.both}")
         if use.has_head:
-            _check_head(use, model.get_text_config().hidden_size)
+            shapes = head_shapes(use.path, use.key)
+            for name, shape in {"weight": (1, model.get_text_config().hidden_size), "bias": (1,)}.items():
+                if shapes.get(name) != shape:
+                    actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
+                    raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
         if lora is not None and use.has_adapter:
             others = _check_tensors(lora, settings, use, model)
             if names and others and names != others:  # which PEFT does not take on one base
@@ -672,14 +642,6 @@ def check_adapters(
                 remedy = "use one that adapts the same (lora.experts and lora.router), or none"
                 raise UserError(use.key, problem, got=use.path, remedy=remedy)
             names = names or others
-
-
-def _check_head(use: Use, hidden_size: int) -> None:
-    shapes = head_shapes(use.path, use.key)
-    for name, shape in {"weight": (1, hidden_size), "bias": (1,)}.items():
-        if shapes.get(name) != shape:
-            actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
-            raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
 
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> frozenset[str]:

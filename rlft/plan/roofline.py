@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlft.model.activations import LayerSizes
+from rlft.types import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,40 @@ class Machine:
     of_the_bandwidth: float = 0.8
     is_host: bool = False
     is_compared: bool = False
+
+
+CARDS = {
+    "H200": Machine(rate=989e12, bandwidth=4.8e12, is_compared=True),
+    "H100": Machine(rate=989e12, bandwidth=3.35e12, is_compared=True),
+    "A100": Machine(rate=312e12, bandwidth=2.04e12),
+    "4090": Machine(rate=165e12, bandwidth=1.01e12),
+    "L4": Machine(rate=121e12, bandwidth=0.30e12),
+}
+"""Published rates of GPUs."""
+NAMES = {
+    "NVIDIA H200": "H200",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA GeForce RTX 4090": "4090",
+    "NVIDIA L4": "L4",
+}
+"""{name that a driver reports: card}. Cards with a part of such a name may be slower (H100 PCIe, RTX 4090 Laptop, a MIG
+slice, L40S)."""
+
+
+def read_card(text: str) -> str:
+    """The name in CARDS of a card that a command line names, in any case.
+
+    >>> read_card("h100")
+    'H100'
+
+    Raises:
+        UserError: no figures are known of it.
+    """
+    name = text.strip().upper().removeprefix("RTX").strip()
+    if name not in CARDS:
+        raise UserError("card", "no figures are known of this card", got=text, remedy=f"use {', '.join(CARDS)}")
+    return name
 
 
 IN_A_GRAPH = 1.5e-6
@@ -189,12 +224,11 @@ class StepWork:
 
     def shorter(self, share: float) -> StepWork:
         """The same with completions of this share of their tokens, where they are sampled."""
-        trained = _shorter(self.trained, share) if self.is_sampled else self.trained
-        return replace(self, trained=trained, sampled=self.sampled and _shorter(self.sampled, share))
-
-
-def _shorter(work: Work, share: float) -> Work:
-    return replace(work, completion=max(1.0, share * work.completion))
+        trained, sampled = (
+            work and replace(work, completion=max(1.0, share * work.completion))
+            for work in (self.trained, self.sampled)
+        )
+        return replace(self, trained=trained if self.is_sampled else self.trained, sampled=sampled)
 
 
 def product(name: str, number: float, rows: float, inputs: float, outputs: float, item: int) -> Kernel:

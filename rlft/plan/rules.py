@@ -81,9 +81,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objecti
     algorithm = instantiate(config.algorithm, "algorithm")
     check_run(config, algorithm, trains=trains)
     if trains:
-        check_sequence_ranks(config)
-        check_ranks(config.cluster)
-        check_shard_base(config)
+        check_ranks(config)
     check_environment(config)
     check_rewarded(config)
     rewards = specs(config.reward)
@@ -101,24 +99,18 @@ def check_sft(config: SftConfig) -> tuple[Logger, ...]:
     check_model(config.model)
     check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
-    if config.data:
-        check_stops_and_rewards(config.generation, specs(config.reward))
+    rewards = specs(config.reward) if config.data else {}
+    check_stops_and_rewards(config.generation, rewards)
     longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
     check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
-    rewards = specs(config.reward) if config.data else {}
     if config.data:
         check_rewarded(config)
     check_learned(rewards)
-    check_folders([*uses_of_sft(config), *uses_of_rewards(rewards)], config.lora)
+    check_folders([*use_of_policy("lora.path", start_of(config.lora)), *uses_of_rewards(rewards)], config.lora)
     for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
         if section:
             check_data(section, key)
     return checked_loggers(config)
-
-
-def uses_of_sft(config: SftConfig) -> list[Use]:
-    """The adapter folder that the run starts from, if it names one."""
-    return use_of_policy("lora.path", start_of(config.lora))
 
 
 def check_sample(config: SampleConfig) -> None:
@@ -292,9 +284,8 @@ def _sizes(config: RunConfig, algorithm: Objective) -> None:
     batches, groups = config.minibatches, config.prompts_per_step
     problem = f"whole groups are dealt to them, and a step has only prompts_per_step={counted(groups, 'group')}"
     require(batches <= groups, "minibatches", problem, got=batches, remedy=f"use at most {groups}")
-    if groups % batches:
-        problem, remedy = f"does not divide prompts_per_step={groups}", f"use one of {divisors_of(groups)}"
-        raise UserError("minibatches", problem, got=batches, remedy=remedy)
+    problem, remedy = f"does not divide prompts_per_step={groups}", f"use one of {divisors_of(groups)}"
+    require(groups % batches == 0, "minibatches", problem, got=batches, remedy=remedy)
     longest = config.prompts.max_tokens + config.generation.max_tokens
     problem = f"the longest row may have prompts.max_tokens + generation.max_tokens = {counted(longest, 'token')}"
     remedy = f"set token_budget={longest} or more, or shorten the rows"
@@ -313,14 +304,9 @@ def _weights(config: RunConfig, algorithm: Objective) -> None:
     if not algorithm.needs_teacher:
         problem = "has no weight but 0: nothing would be learned"
         raise UserError("reward", problem, got=f"[{','.join(rewards)}]", remedy=remedy)
-    if of_rewards := _reward_coef(config):
+    if of_rewards := config.algorithm.get("reward_coef", 0):
         problem = f"multiplies the advantages of rewards, and [{','.join(rewards)}] has no weight but 0"
         raise UserError("algorithm.reward_coef", problem, got=of_rewards, remedy=f"use 0, or {remedy}")
-
-
-def _reward_coef(config: RunConfig) -> float:
-    """What an algorithm with a teacher multiplies the advantages of the rewards with."""
-    return config.algorithm.get("reward_coef", 0)
 
 
 def _sampling(config: RunConfig, algorithm: Objective) -> None:
@@ -408,10 +394,11 @@ def check_members(config: RunConfig) -> None:
         problem = "applies to engines in processes of their own, and there are none"
         remedy = "set cluster.engines=1 or more, or leave it out"
         raise UserError("cluster.gpus_per_engine", problem, got=cluster.gpus_per_engine, remedy=remedy)
-    if cluster.scoring and not config.scoring.workers:
-        problem = "scoring.workers=0 scores in the run's own process"
-        remedy = "set scoring.workers=1 or more, or leave it out"
-        raise UserError("cluster.scoring", problem, got="true", remedy=remedy)
+    problem, remedy = (
+        "scoring.workers=0 scores in the run's own process",
+        "set scoring.workers=1 or more, or leave it out",
+    )
+    require(not cluster.scoring or config.scoring.workers, "cluster.scoring", problem, got="true", remedy=remedy)
     if cluster.engines and engine != AUTO:
         check_apart(config, engine)
 
@@ -420,7 +407,8 @@ def _resampling(config: RunConfig, algorithm: Objective) -> None:
     rounds, key = config.dynamic_sampling.max_rounds, "dynamic_sampling.max_rounds"
     if rounds:
         problem = "replaces groups of equal rewards, and a teacher teaches by their tokens all the same"
-        require(not algorithm.needs_teacher or _reward_coef(config), key, problem, got=rounds, remedy="use 0")
+        uses_rewards = not algorithm.needs_teacher or config.algorithm.get("reward_coef", 0)
+        require(uses_rewards, key, problem, got=rounds, remedy="use 0")
         problem = "replaces groups that are all right or all wrong, and with group_size=1 each of them is"
         remedy = "set group_size=8, or dynamic_sampling.max_rounds=0"
         require(config.group_size != 1, key, problem, got=rounds, remedy=remedy)
@@ -474,8 +462,7 @@ def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: in
     texts = []
     if num_train is not None and config.prompts_per_step > num_train:
         problem = f"there {are(num_train)} only {counted(num_train, 'train prompt')}"
-        problem += ", so that each step has some of them more than once"
-        problem += f", got {config.prompts_per_step}"
+        problem += f", so that each step has some of them more than once, got {config.prompts_per_step}"
         texts.append(f"prompts_per_step: {problem}; use at most {num_train}, or more data")
     if num_held_out is not None and config.eval.num_prompts > num_held_out:
         problem = f"there {are(num_held_out)} only {counted(num_held_out, 'held-out prompt')}"
@@ -506,26 +493,22 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
         raise UserError("dynamic_sampling.max_rounds", problem, got=config.dynamic_sampling.max_rounds, remedy=remedy)
 
 
-def check_ranks(cluster: ClusterConfig) -> None:
-    """Refuses a number of ranks among which the lanes cannot be divided evenly."""
-    lanes, sharing = cluster.num_lanes, cluster.sequence_ranks
-    if lanes % (cluster.ranks // sharing):
-        of_ranks = f" times cluster.sequence_ranks={sharing}" * (sharing > 1)
-        problem = f"does not divide cluster.lanes={lanes}{of_ranks}, which a run keeps from its first step"
-        remedy = f"use one of {divisors_of(lanes, sharing)}, or begin a run with other lanes"
-        raise UserError("cluster.ranks", problem, got=cluster.ranks, remedy=remedy)
-
-
-def check_sequence_ranks(config: RunConfig) -> None:
-    """Refuses ranks that share the tokens of a pass where the config alone says that they cannot."""
-    ranks, sharing = config.cluster.ranks, config.cluster.sequence_ranks
-    if sharing == 1:
-        return
+def check_ranks(config: RunConfig) -> None:
+    """Refuses ranks that cannot share the tokens of a pass, divide the lanes evenly, or divide the base's layers."""
+    cluster = config.cluster
+    ranks, lanes, sharing = cluster.ranks, cluster.num_lanes, cluster.sequence_ranks
     problem = f"does not divide cluster.ranks={ranks}"
     remedy = f"use one of {divisors_of(ranks)}, or set cluster.ranks={sharing} or a multiple of that"
     require(ranks % sharing == 0, "cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
-    problem, is_plain = "divides packed rows, and model.kernels=plain has none", config.model.kernels == "plain"
-    require(not is_plain, "cluster.sequence_ranks", problem, got=sharing, remedy="set it to 1")
+    problem, packs = "divides packed rows, and model.kernels=plain has none", config.model.kernels != "plain"
+    require(sharing == 1 or packs, "cluster.sequence_ranks", problem, got=sharing, remedy="set it to 1")
+    of_ranks = f" times cluster.sequence_ranks={sharing}" * (sharing > 1)
+    problem = f"does not divide cluster.lanes={lanes}{of_ranks}, which a run keeps from its first step"
+    remedy = f"use one of {divisors_of(lanes, sharing)}, or begin a run with other lanes"
+    require(lanes % (ranks // sharing) == 0, "cluster.ranks", problem, got=ranks, remedy=remedy)
+    if cluster.shard_base and (why := why_whole(config)) is not None:
+        problem, remedy = why
+        raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
 
 
 def divisors_of(number: int, factor: int = 1) -> str:
@@ -551,13 +534,6 @@ def idle_engines(config: RunConfig, name: str) -> str | None:
         remedy = f"use generation.{section_of(name)}.{engine.at_once_key}={num_prompts // cluster.engines * group_size}"
     problem = f"only {parts} of them will have something to sample: {why}"
     return f"cluster.engines: {problem}, got {cluster.engines}; {remedy}"
-
-
-def check_shard_base(config: RunConfig) -> None:
-    """Refuses cluster.shard_base where every rank needs the whole base."""
-    if config.cluster.shard_base and (why := why_whole(config)) is not None:
-        problem, remedy = why
-        raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
 
 
 def why_whole(config: RunConfig) -> tuple[str, str] | None:

@@ -26,14 +26,6 @@ LINE = 2048
 """Bytes of a line of metrics or of the chain, or of a completion's line besides its text and tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataLengths:
-    """The number of tokens of each item of some data."""
-
-    name: str
-    tokens: Sequence[int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Attributes:
@@ -144,9 +136,9 @@ class Plan(ABC):
         """{name: number of parameters} of the base and every role."""
         return {"base (frozen)": model.parameters}
 
-    def lengths(self) -> list[DataLengths]:
-        """How long the data are."""
-        return []
+    def lengths(self) -> dict[str, Sequence[int]]:
+        """{name of some data: the number of tokens of each item}"""
+        return {}
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         """{part: the most bytes that it may take on disk}; `model` holds the sizes of the base if known already."""

@@ -17,39 +17,30 @@ from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.model.identity import fingerprints
 from rlft.plan.memory_parts import Demand
-from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine
-from rlft.plan.rewards.checks import check_scoring
+from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine, unserved
+from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork
 from rlft.plan.rules import check_classifiers, check_images, lora_of, prompt_additions, uses_of_sample
-from rlft.plan.run_plan import DataLengths, Plan
-from rlft.plan.sizes import TOKEN_ID, classifier_bytes, completion_bytes, of_a_later_round, rows_of, sampling_of
+from rlft.plan.run_plan import Plan
+from rlft.plan.sizes import TOKEN_ID, completion_bytes, learned_rewards, of_a_later_round, rows_of, sampling_of
 from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Prompt, Split, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan(Plan):
-    """The plan of `rlft sample`.
-
-    Attributes:
-        engine: the engine that samples.
-        prompts: the tokenised prompts.
-        lora: the shape of the adapter that samples, or of a reward's adapter.
-        tokenizer: the tokenizer's fingerprint.
-        environment: the environment; None for completions of a single turn.
-        tower: the demand of a vision tower; None if prompts have no images.
-    """
+    """The plan of `rlft sample`."""
 
     config: SampleConfig
     engine: str
     prompts: PromptSet
-    lora: LoraSettings
-    tokenizer: str
-    environment: Environment | None = None
-    tower: TowerDemand | None = None
+    lora: LoraSettings  # the shape of the adapter that samples, or of a reward's adapter
+    tokenizer: str  # its fingerprint
+    environment: Environment | None = None  # None for completions of a single turn
+    tower: TowerDemand | None = None  # of the images in prompts
 
     @property
     def num_steps(self) -> int:
@@ -81,17 +72,16 @@ class SamplePlan(Plan):
         """The demand of the engine beside the base, the adapter that samples, and learned rewards."""
         run, longest = self.config, self.prompts.longest(self.config.num_prompts).token_ids
         per_step = min(run.prompts_per_step, len(self.chosen))
-        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
-        networks = [classifier_bytes(spec.kwargs["path"]) for spec in rewards]
+        on_the_base, beside = learned_rewards(run)
         decodings = [Decoding(num_prompts=per_step, samples=run.n, longest=longest)]
         if run.environment:
             decodings.append(of_a_later_round(decodings[0], run.generation.max_tokens))
         return Demand(
-            adapters=1 + networks.count(0),
+            adapters=1 + on_the_base,
             trainable=0,
             matrices=0,
             optimizer=OptimizerKind.adamw,
-            beside=sum(networks),
+            beside=beside,
             prompt_tokens=len(longest),
             completion_tokens=run.generation.max_tokens,
             group=run.n,
@@ -111,8 +101,8 @@ class SamplePlan(Plan):
         rows = rows_of(lengths, run.n, run, number=len(self.chosen) / self.num_steps)
         return StepWork(trained=rows, epochs=0, scorers=scorers, is_sampled=True)
 
-    def lengths(self) -> list[DataLengths]:
-        return [DataLengths("prompts", self.prompts.num_tokens)]
+    def lengths(self) -> dict[str, Sequence[int]]:
+        return {"prompts": self.prompts.num_tokens}
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
@@ -126,12 +116,10 @@ def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str
     if generation.engine == AUTO:
         return
     engine = generation.named(generation.engine)
-    if lora.use_dora and not engine.serves_dora:
-        problem = f"is a DoRA adapter, which {engine.title} cannot serve"
-        raise UserError("adapter", problem, got=adapter, remedy="use generation=transformers")
-    if lora.adapts_head and not engine.serves_head:
-        problem = f"adapts {HEAD}, which {engine.title} cannot serve"
-        raise UserError("adapter", problem, got=adapter, remedy="use generation=transformers")
+    problems = unserved(engine, lora)
+    for key, what in (("lora.use_dora", "is a DoRA adapter"), ("lora.target_modules", f"adapts {HEAD}")):
+        problem = f"{what}, which {engine.title} cannot serve"
+        require(key not in problems, "adapter", problem, got=adapter, remedy="use generation=transformers")
     check_served(generation, lora)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,15 +18,22 @@ from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_con
 from rlft.model.identity import fingerprints
 from rlft.plan.memory_parts import Demand, of_all_weights
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
-from rlft.plan.rewards.checks import check_scoring
-from rlft.plan.roles import check_learner_on, fingerprints_of, notes_of_adapters, uses_of_rewards
+from rlft.plan.rewards.references import check_scoring
+from rlft.plan.roles import (
+    check_learner_on,
+    fingerprints_of,
+    notes_of_adapters,
+    start_of,
+    use_of_policy,
+    uses_of_rewards,
+)
 from rlft.plan.roofline import StepWork, Work
-from rlft.plan.rules import check_classifiers, check_enough, uses_of_sft
-from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.rules import check_classifiers, check_enough
+from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import (
     checkpoint_bytes,
-    classifier_bytes,
     completion_bytes,
+    learned_rewards,
     of_evaluation,
     rows_of,
     sampling_of,
@@ -76,12 +84,11 @@ class SftPlan(Plan):
         """The demand of one adapter, or of training all weights."""
         run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))
-        rewards = [] if self.held_out is None else [s for s in specs(run.reward).values() if s.runs_in_trainer]
-        networks = [classifier_bytes(spec.kwargs["path"]) for spec in rewards]
-        adapters = {"adapters": 1 + networks.count(0), "trainable": model.lora}
+        on_the_base, beside = (0, 0) if self.held_out is None else learned_rewards(run)
+        adapters = {"adapters": 1 + on_the_base, "trainable": model.lora}
         return Demand(
             **(of_all_weights(model) if run.lora is None else adapters),
-            beside=sum(networks),
+            beside=beside,
             matrices=model.matrices,
             optimizer=run.trainer.optimizer,
             prompt_tokens=longest.num_given,
@@ -110,9 +117,9 @@ class SftPlan(Plan):
             return {"base (learns)": model.parameters}
         return {"base (frozen)": model.parameters, "policy (learns)": model.lora}
 
-    def lengths(self) -> list[DataLengths]:
-        splits = (("demonstrations", self.train), ("held-out demonstrations", self.held_out_examples))
-        return [DataLengths(name, [len(text.ids) for text in split.texts]) for name, split in splits]
+    def lengths(self) -> dict[str, Sequence[int]]:
+        splits = {"demonstrations": self.train, "held-out demonstrations": self.held_out_examples}
+        return {name: [len(text.ids) for text in split.texts] for name, split in splits.items()}
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
@@ -142,7 +149,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     check_weights(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
-    used = uses_of_sft(config)
+    used = use_of_policy("lora.path", start_of(config.lora))
     tokenizer = load_tokenizer(config.model, limits.template_variables)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)

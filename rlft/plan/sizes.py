@@ -26,6 +26,7 @@ from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
 from rlft.plan.model_rules import empty_model, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.roofline import Work
 from rlft.plan.run_plan import LINE, Plan
+from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import multiprocessors, resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
@@ -114,11 +115,12 @@ def sampling_of(run: SamplingRoot, engine: str | None, decodings: Sequence[Decod
     }
 
 
-def classifier_bytes(path: str | None) -> int:
-    """Bytes of a learned reward's own network; 0 for an adapter on the base."""
-    if path is None or is_adapter(path):
-        return 0
-    return sum(file.stat().st_size for file in Path(resolve_path(path)).glob("*.safetensors"))
+def learned_rewards(run: SamplingRoot) -> tuple[int, int]:
+    """(number of learned rewards that are adapters on the base, bytes of the networks of the others)."""
+    paths = [spec.kwargs.get("path") for spec in specs(run.reward).values() if spec.runs_in_trainer]
+    networks = [Path(resolve_path(path)) for path in paths if path is not None and not is_adapter(path)]
+    num_bytes = sum(file.stat().st_size for network in networks for file in network.glob("*.safetensors"))
+    return len(paths) - len(networks), num_bytes
 
 
 def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) -> list[Decoding]:
@@ -185,7 +187,6 @@ def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, demand: Demand,
 
     Args:
         settings: how often a checkpoint is saved, and how many are kept.
-        num_steps: number of steps of the whole run.
         demand: the run's, whose trained parameters are saved with their averages.
         beside: number of parameters of adapters that change without being trained, such as a moving reference.
     """

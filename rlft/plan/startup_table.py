@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
@@ -23,13 +23,6 @@ def learner_of(lora: LoraSettings | None) -> str:
     return "all weights" if lora is None else f"{lora.kind} rank {lora.rank}"
 
 
-class BaseCopies(NamedTuple):
-    """How many copies of the base the trainer and the engine hold together, and what they share or why they cannot."""
-
-    number: int
-    explanation: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Facts about a model, loaded or planned.
@@ -42,7 +35,8 @@ class Facts:
         forward: whether rows are "packed" or "padded".
         reason: why they are packed or padded.
         kernels: the kernels of the model, and why it has these.
-        base_copies: copies of the base in trainer and engine; None where the engine has no base of its own.
+        base_copies: (copies of the base in trainer and engine together, what they share or why they cannot); None where
+            the engine has no base of its own.
         layer_kinds: which layers have an adapter, which have none, and the number of weights of the former; empty
             without adapters.
     """
@@ -54,7 +48,7 @@ class Facts:
     forward: str
     reason: str
     kernels: Decision
-    base_copies: BaseCopies | None = None
+    base_copies: tuple[int, str] | None = None
     layer_kinds: tuple[str, str, int] = ("", "", 0)
 
     def model_row(self, path: str, what: str = "frozen parameters") -> TableRow:
@@ -70,7 +64,8 @@ class Facts:
         """The row about copies of the base; none where the engine has no base of its own."""
         if self.base_copies is None:
             return []
-        return [("copies of the base", str(self.base_copies.number), self.base_copies.explanation)]
+        number, explanation = self.base_copies
+        return [("copies of the base", str(number), explanation)]
 
     def forward_rows(self) -> list[TableRow]:
         """How rows go through the network: packed or padded, and by which kernels."""
@@ -108,7 +103,7 @@ def facts_of(
     learning: Iterable[tuple[str, Parameter]],
     backbone: Any,
     forward: Any,
-    base_copies: BaseCopies | None = None,
+    base_copies: tuple[int, str] | None = None,
 ) -> Facts:
     """The facts about a loaded model with these trained parameters."""
     return Facts(

@@ -6,12 +6,13 @@ tokenizer, data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rlft.algorithm.objective import Objective
 from rlft.config.instantiate import instantiate
-from rlft.config.model import CriticKind, ModelConfig, Old, Recompute, RoutingSource, SnapshotConfig, teacher_settings
+from rlft.config.model import CriticKind, Old, Recompute, RoutingSource, SnapshotConfig, teacher_settings
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
@@ -39,16 +40,15 @@ from rlft.plan.model_rules import (
     notes_of_tiles,
     resolve_mismatch,
 )
-from rlft.plan.rewards.checks import check_scoring
+from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import (
     check_learner_on,
     check_teacher,
     check_teacher_engine,
-    check_teachers_machine,
-    check_top_k,
     fingerprints_of,
     missing_engine,
     notes_of_adapters,
+    teacher_is_meant,
     uses,
 )
 from rlft.plan.roofline import StepWork
@@ -65,13 +65,13 @@ from rlft.plan.rules import (
     warnings_of_sizes,
     why_whole,
 )
-from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import (
     LOGPROB,
     TOKEN_ID,
     checkpoint_bytes,
-    classifier_bytes,
     completion_bytes,
+    learned_rewards,
     of_training,
     rows_of,
     sampling_of,
@@ -282,21 +282,20 @@ class TrainPlan(Plan):
         """The fields of a Demand about the networks of the roles."""
         run, snapshot, critic = self.config, self.config.snapshot, self.config.critic.kind
         heads = (critic is not CriticKind.none) * model.hidden
-        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
-        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
+        on_the_base, beside = learned_rewards(run)
         if run.lora is None:
             fields = of_all_weights(model, heads=heads, copies=len(copied_roles(snapshot)))
             held = largest_share(model.trained, run.cluster.ranks)
-            return fields | {"matrices": model.matrices, "held": held, "beside": sum(networks)}
-        adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
-        adapters += critic is CriticKind.adapter
-        learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
+            return fields | {"matrices": model.matrices, "held": held, "beside": beside}
+        learning = 1 + (critic is CriticKind.adapter)
+        adapters = learning + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        learning += run.reward_model.refresh_every > 0
         return {
-            "adapters": adapters + networks.count(0),
+            "adapters": adapters + on_the_base,
             "frozen": sum(frozen_parameters(snapshot).values()),
             "trainable": learning * model.lora + heads,
             "matrices": learning * model.matrices,
-            "beside": sum(networks),
+            "beside": beside,
         }
 
     def _choice_bytes(self) -> int:
@@ -362,9 +361,9 @@ class TrainPlan(Plan):
             result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
         return result
 
-    def lengths(self) -> list[DataLengths]:
-        named = (("train", self.train_prompts), ("held out", self.held_out))
-        return [DataLengths(f"{name} prompts", prompts.num_tokens) for name, prompts in named if prompts is not None]
+    def lengths(self) -> dict[str, Sequence[int]]:
+        named = {"train prompts": self.train_prompts, "held out prompts": self.held_out}
+        return {name: prompts.num_tokens for name, prompts in named.items() if prompts is not None}
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config, snapshot = self.config, self.config.snapshot
@@ -390,7 +389,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     check_machine(config.model, runs_here=runs_here)
     check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     if trains:
-        check_teachers_machine(config, runs_here=runs_here)
+        if (separate := teacher_settings(config.snapshot, config.model)) is not None:
+            with teacher_is_meant():
+                check_machine(separate, runs_here=runs_here)
         device = resolve_device(config.model.device)
         check_cluster_has_devices(config.cluster, device)
         check_lag_has_devices(config, device.type)
@@ -416,7 +417,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     if trains:
         check_routing(config.snapshot, config.generation.named(engine), config.model, model_config)
     if trains and config.cluster.shard_base:
-        check_layers(config.model, model_config)
+        problem = f"the layers of a {model_config.model_type} are not one list, or have weights in common"
+        layers, remedy = decoder_layers(empty_model(config.model, model_config)), "leave it out, or use another model"
+        require(layers, "cluster.shard_base", problem, got="true", remedy=remedy)
     check_learner_on(config, config.generation.named(engine), used, base, model_config)
     classifiers = check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
@@ -440,7 +443,8 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     teacher, teacher_row_tokens = dict[str, str](), 0
     if trains and config.snapshot.teacher != "none":
         vocabulary = model_config.get_text_config().vocab_size
-        check_top_k(algorithm.teacher_top_k, vocabulary)
+        problem, top_k = f"is more than the model's vocabulary of {vocabulary} tokens", algorithm.teacher_top_k
+        require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
         longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
         teacher = check_teacher(config, tokenizer, longest, vocabulary)
         teacher_row_tokens = longest + config.generation.max_tokens
@@ -533,13 +537,6 @@ def longest_read_by_the_teacher(
     return longest
 
 
-def check_layers(settings: ModelConfig, model_config: Any) -> None:
-    """Refuses cluster.shard_base for a model whose decoder layers cannot be divided."""
-    if not decoder_layers(empty_model(settings, model_config)):
-        problem = f"the layers of a {model_config.model_type} are not one list, or have weights in common"
-        raise UserError("cluster.shard_base", problem, got="true", remedy="leave it out, or use another model")
-
-
 def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:
     """The pretraining text, tokenised; None if the config names none."""
     settings = config.pretrain
@@ -573,9 +570,11 @@ def teacher_sizes(config: RunConfig) -> ModelSizes:
 def role_names(plan: TrainPlan) -> list[str]:
     """The roles of this run: the networks on the base or beside it."""
     snapshot, critic = plan.config.snapshot, plan.config.critic
-    has_role = {"policy": True, "old": snapshot.old == "copy", "reference": snapshot.reference != "none"}
-    has_role |= {"teacher": snapshot.teacher != "none"}
-    has_role |= {
+    has_role = {
+        "policy": True,
+        "old": snapshot.old == "copy",
+        "reference": snapshot.reference != "none",
+        "teacher": snapshot.teacher != "none",
         "critic": critic.kind != "none",
         "reward": any(s.runs_in_trainer for s in specs(plan.config.reward).values()),
     }

@@ -18,7 +18,7 @@ from rlft.config import catalog
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.model import backbone
-from rlft.plan.rewards import checks, tester
+from rlft.plan.rewards import references, tester
 from rlft.plan.rewards.verdicts import verdicts_on
 from rlft.system.check_rows import Status
 
@@ -102,7 +102,7 @@ def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(checks, "check_servers", lambda rewards, prompt: asked.append(prompt.id))
+    monkeypatch.setattr(references, "check_servers", lambda rewards, prompt: asked.append(prompt.id))
     words = ["+recipe=grpo_arithmetic", "data.size=5", "data.held_out_size=2", "reward=exact_match"]
     resolved = resolve(compose(words))
     prompts, _ = reward.try_rewards(resolved, reward.specs_of(resolved.config), 7)

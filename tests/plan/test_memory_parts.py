@@ -22,7 +22,6 @@ from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
 from rlft.plan.fit import remedies
-from rlft.plan.live_bytes import LiveBytes
 from rlft.plan.memory_parts import (
     TEACHER_SHARE,
     TOP_K_FIELDS,
@@ -37,6 +36,7 @@ from rlft.plan.memory_parts import (
 )
 from rlft.plan.roles import check_teacher_engine, missing_engine
 from rlft.plan.sizes import sizes_of
+from rlft.plan.tower import LiveBytes
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 

@@ -57,10 +57,6 @@ class Brief:
     trials: Sequence[RewardTrial] = ()
     lines: Sequence[str] = ()
 
-    @property
-    def doubts(self) -> list[str]:
-        return doubts(self.trials)
-
 
 def brief_of(config: SamplingRoot, prompts: Sequence[Prompt], writer: Writer) -> Brief:
     """The brief on the config's rewards, which score completions of these prompts."""

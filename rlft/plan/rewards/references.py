@@ -1,31 +1,40 @@
-"""Scores all reference answers before a run: each must be right by itself.
+"""What is tried of rewards before any run that scores: their servers, and all reference answers.
 
-A reference that no completion can match costs a prompt's completions in every epoch, or ends the run where its reward
-refuses it; one that other references match rewards wrong answers. Only rewards that say how a completion gives an
-answer take part (`reference_text`); `rlft plan` tries the others on a few completions.
+Each reference must be right by itself. One that no completion can match costs a prompt's completions in every epoch, or
+ends the run where its reward refuses it; one that other references match rewards wrong answers. Only rewards that say
+how a completion gives an answer take part (`reference_text`); `rlft plan` tries the others on a few completions.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlft.config.schema import SamplingRoot
+from rlft.data.lazy import joined
+from rlft.data.prompts import PromptSet, untokenised
 from rlft.plan.rewards.writer import Writer, group_of
+from rlft.plan.rules import check_metadata
 from rlft.reward.answer import AnswerIn, AnswerKeys, composed, plain_number
 from rlft.reward.exact_match import ExactMatch
+from rlft.reward.http import ServerKeys, shown_url
 from rlft.reward.math import Math
-from rlft.reward.workers.reward_spec import RewardSpec
+from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
 from rlft.tokens.answers import ReferenceIn, answers_in, boxes, names_an_answer, opened
 from rlft.tokens.reasoning import end_of
-from rlft.types import Completion, Prompt, UserError, counted
+from rlft.types import Completion, FinishReason, Group, Prompt, Unscored, UserError, counted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.tokens.ends import TurnEnds
 
 LIMIT_S = 20.0
 """Processor seconds that a reward may take for all references together; GSM8K's 7,473 take less than one."""
@@ -45,6 +54,8 @@ _WITH_NUMBER = re.compile(
 """Texts that may be words or a calculation with a number as the answer."""
 NEVERTHELESS = ", or start nevertheless with data.allow_unscorable=true"
 CHUNK = 256
+TIME_LIMIT_S = 10.0
+"""Time limit of a server's one request in seconds, if the reward's own timeout is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +91,41 @@ class Found:
             self.num_unscorable += 1
             if len(self.examples) < NUM_SHOWN:
                 self.examples.append(f"{prompt.answer!r:.60} of prompt {prompt.id!r}{problem}")
+
+
+def check_scoring(
+    config: SamplingRoot,
+    rewards: Mapping[str, RewardSpec],
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
+    held_out: PromptSet | None = None,
+) -> tuple[str, ...]:
+    """Notes about the rewards and the prompts whose completions they score, after all that can be tried beforehand."""
+    first = prompts.prompts[0]
+    check_metadata(rewards, first)
+    texts = joined(untokenised(prompts), untokenised(held_out) if held_out else ())
+    writer = Writer(tokenizer, ends, config.generation.sampling)
+    notes = (*check_with_rewards(rewards, texts), *check_references(config, rewards, texts, writer))
+    check_servers(rewards, first)
+    return notes
+
+
+def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
+    """Asks each reward's server to score one completion of this prompt, its reference answer, without retries."""
+    completion = Completion(text=prompt.answer, token_ids=(), logprobs=(), finish_reason=FinishReason.stop)
+    group = group_of(prompt, [completion])
+    for name, spec in rewards.items():
+        reward = spec.build()
+        if not isinstance(reward, ServerKeys) or not reward.try_first:
+            continue
+        single_attempt = replace(reward, retries=0, timeout=min(reward.timeout, TIME_LIMIT_S))
+        try:
+            cast("Callable[[Group], Any]", single_attempt)(group)  # whatever has ServerKeys is a reward
+        except Unscored as error:
+            problem = f"was asked for one score before the start, and {' '.join(str(error).split()).rstrip(',')}"
+            remedy = f"start the server, correct its keys, or set reward.{name}.try_first=false to begin without it"
+            raise UserError(f"reward.{name}.url", problem, got=shown_url(reward.url), remedy=remedy) from None
 
 
 def check_references(

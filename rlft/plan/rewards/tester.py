@@ -100,13 +100,18 @@ class RewardTester:
         if cheapest is not None:
             prompt = next(prompt for prompt in prompts if prompt.id == cheapest.prompt)
             cheapest = self._reduced(prompt, cheapest, weights)
+        over, hangs = f"its {self.limit_s:g} s were over", f"{MAX_TIME_LIMITS} texts took longer than scoring.timeout"
         return Tried(
             texts=tuple(texts),
             weights=weights,
             form=total.name if total else "",
             forms={name: form.name if form else "" for name, form in best.items()},
             left_out=self._left_out,
-            stopped={name: self._why(name) for name in tried if any(name not in text.scores for text in texts)},
+            stopped={
+                name: over if self._hangs[name] < MAX_TIME_LIMITS else hangs
+                for name in tried
+                if any(name not in text.scores for text in texts)
+            },
             at_once=at_once,
             cheapest=cheapest,
             **again,
@@ -226,12 +231,6 @@ class RewardTester:
             policy = policy_on(outcome, self.rewards[name], usual, allow_unscorable=allowed)
             return (None if policy == "stop" else float(policy)), outcome.problem
         return number(outcome[0]), ""
-
-    def _why(self, name: str) -> str:
-        """Why a reward has not scored all texts."""
-        if self._hangs[name] >= MAX_TIME_LIMITS:
-            return f"{MAX_TIME_LIMITS} texts took longer than scoring.timeout"
-        return f"its {self.limit_s:g} s were over"
 
     def _again(self, prompt: Prompt, texts: Sequence[ScoredText]) -> dict[str, Any]:
         """What `Tried` says of a few texts with different scores that are scored again: alone, and as a group."""

@@ -43,7 +43,9 @@ def verdicts_on(tried: Tried, completions_per_step: int, workers: int) -> list[C
             continue
         found = list(_of_reward(tried, name, is_main=number == 0))
         rows += _of_failures(tried, name)
-        rows += found if weight else [replace(row, status=_at_most_limit(row.status)) for row in found]
+        for row in found:  # no policy learns from a reward of weight 0
+            is_limit = not weight and row.status is Status.wrong
+            rows.append(replace(row, status=Status.limit) if is_limit else row)
         rows += _of_time(tried, name, completions_per_step / max(1, workers) / tried.at_once.get(name, 1))
     return [*rows, *_of_total(tried)]
 
@@ -60,11 +62,6 @@ def summary_of(tried: Tried) -> list[str]:
     wrong = listed(bad, 3) if bad else "none"
     first = f"gold answers accepted in {len(accepted)} of {len(forms)} forms; wrong texts accepted: {wrong}"
     return [first, f"cheapest text: {shown_cheapest(tried.cheapest)}; {scored.worth()}"]
-
-
-def _at_most_limit(status: Status) -> Status:
-    """Of a reward of weight 0, which no policy learns from."""
-    return Status.limit if status is Status.wrong else status
 
 
 def _of_failures(tried: Tried, name: str) -> Iterator[CheckRow]:

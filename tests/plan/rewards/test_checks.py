@@ -9,7 +9,7 @@ import pytest
 from scripted_server import Reply, ScriptedServer, chat, rated, scores
 
 from rlft.config.compose import compose
-from rlft.plan.rewards.checks import check_servers
+from rlft.plan.rewards.references import check_servers
 from rlft.reward.workers.reward_spec import specs
 from rlft.types import Prompt, UserError
 
