@@ -194,3 +194,19 @@ def test_a_piece_of_code_or_markup_is_no_answer_of_a_sentence() -> None:
         assert answers_in(text, ReferenceIn.sentence) == [], text
     for whole in ("f(x)", "[0, 1)", "(3, 4)", "don't", "<b>3</b>", "'a'"):
         assert answers_in(f"The answer is {whole}.", ReferenceIn.sentence) == [whole]
+
+
+TEXTS = ["Paris", "New York", "a cat", "x + y", "Rome", "B"]
+
+
+@each("begin", ["A: ", "Answer - ", "Antwort: ", "答案：", "故选", "The capital (of it) is: ", "So\n=> ", "**A**: "])
+def test_references_that_all_begin_with_an_announcement_are_noted_with_a_pattern_that_works(begin: str) -> None:
+    [told] = notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
+    [typed] = re.findall(r"set (data\.answer_\S.*?)(?:, or start.*)?$", told)
+    data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
+    assert [data._answers(begin + text) for text in TEXTS] == [[text] for text in TEXTS]
+
+
+@each("begin", ["", "New ", "the ", "A"])
+def test_references_that_merely_begin_alike_are_answers(begin: str) -> None:
+    assert notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match") == []

@@ -7,9 +7,10 @@ how a completion gives an answer take part (`reference_text`); `rlft plan` tries
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -52,6 +53,9 @@ _WITH_NUMBER = re.compile(
     re.DOTALL,
 )
 """Texts that may be words or a calculation with a number as the answer."""
+_ANNOUNCEMENT = re.compile(r"(?s).*(?:\w\W*?(?:[-=]>|[:：=→]|[-–](?=\s))|[是为选])[\s*_]*")
+"""What ends with a mark or a word behind which an answer follows."""
+_SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")
 NEVERTHELESS = ", or start nevertheless with data.allow_unscorable=true"
 CHUNK = 256
 TIME_LIMIT_S = 10.0
@@ -231,14 +235,30 @@ def _scored(judge: _Judge, prompts: Sequence[Prompt], limit_s: float, title: str
     return found
 
 
-def _hidden(judge: _Judge, prompts: Sequence[Prompt]) -> Iterator[Hidden]:
+def _right_alone(judge: _Judge, candidates: Iterable[Hidden]) -> Iterator[Hidden]:
     """The references of which the answer alone is not right, though it would be if it were the reference."""
-    candidates = [hidden for prompt in prompts if (hidden := _candidate(judge, prompt)) is not None]
     written = [(hidden, text) for hidden in candidates if (text := judge.written(hidden.short))]
     said = judge.writer.completions([(hidden.prompt, text) for hidden, text in written])
     for (hidden, _), completion in zip(written, said, strict=True):
         if not judge.is_right(hidden.prompt, completion) and judge.is_right(hidden.short, completion):
             yield hidden
+
+
+def _announced(judge: _Judge, prompts: Sequence[Prompt]) -> list[Hidden]:
+    """The references with the answers in them where all begin with the same announcement, such as "A: "."""
+    begun = os.path.commonprefix([prompt.answer for prompt in prompts])  # noqa: RUF071 (of texts, not of paths)
+    match = _ANNOUNCEMENT.match(begun) if isinstance(judge.reward, ExactMatch | Math) else None
+    shorts = [prompt.answer[match.end() :].strip() for prompt in prompts] if match else []
+    if match is None or len({*shorts}) < FEW_PAIRS or not all(shorts):
+        return []
+    prefix = _SPECIAL.sub(r"\\\g<0>", match[0])
+    way = f"data.answer_pattern='{prefix}(.*)'"
+    of_rows = [
+        Hidden(prompt=prompt, short=replace(prompt, answer=short, other_answers=()), way=way)
+        for prompt, short in zip(prompts, shorts, strict=True)
+    ]
+    first = list(_right_alone(judge, of_rows[:NUM_SHOWN]))
+    return of_rows if len(first) == len(of_rows[:NUM_SHOWN]) else []
 
 
 def _candidate(judge: _Judge, prompt: Prompt) -> Hidden | None:
@@ -289,11 +309,12 @@ def _more_than_answers(
     name: str, judge: _Judge, prompts: Sequence[Prompt], data: Mapping[str, Any], allowed: bool
 ) -> Iterator[str]:
     """Notes about references that are more than their answers. UserError where that is certain and not allowed."""
-    found, number, rows, has_lists = list[Hidden](), 0, iter(prompts), False
-    while number < MAX_OPENED and len(found) < MAX_HIDDEN and (chunk := list(islice(rows, CHUNK))):
-        found += _hidden(judge, chunk)
-        number += len(chunk)
+    found, read, rows, has_lists = list[Hidden](), list[Prompt](), iter(prompts), False
+    while len(read) < MAX_OPENED and len(found) < MAX_HIDDEN and (chunk := list(islice(rows, CHUNK))):
+        found += _right_alone(judge, filter(None, (_candidate(judge, prompt) for prompt in chunk)))
+        read += chunk
         has_lists = has_lists or any(_is_list(prompt.answer) for prompt in chunk)
+    found, number = found or _announced(judge, read), len(read)
     likely = 2 * sum(each.is_likely for each in found) >= number
     as_json = f"data.answer_in={ReferenceIn.json}"
     if has_lists:  # then [3] is one as well
