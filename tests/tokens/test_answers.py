@@ -202,7 +202,7 @@ TEXTS = ["Paris", "New York", "a cat", "x + y", "Rome", "B"]
 @each("begin", ["A: ", "Answer - ", "Antwort: ", "答案：", "故选", "The capital (of it) is: ", "So\n=> ", "**A**: "])
 def test_references_that_all_begin_with_an_announcement_are_noted_with_a_pattern_that_works(begin: str) -> None:
     [told] = notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
-    [typed] = re.findall(r"set (data\.answer_\S.*?)(?:, or start.*)?$", told)
+    [typed] = re.findall(r"set (data\.answer_\S.*?)(?:, or start.*)?$", told, re.DOTALL)
     data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
     assert [data._answers(begin + text) for text in TEXTS] == [[text] for text in TEXTS]
 
