@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rlft.data.arithmetic import OPERATIONS
 from rlft.data.chains import Chain, draw
+from rlft.data.drawn import split_of
 from rlft.types import Split
 
 STEPS, LARGEST = 5, 20
@@ -48,7 +49,7 @@ def problem(rng: random.Random) -> Chain:
     """One of the training split."""
     while True:
         chain = draw(rng, STEPS, LARGEST)
-        if chain.split is Split.train:
+        if split_of(chain.identity) is Split.train:
             return chain
 
 

@@ -12,6 +12,7 @@ import pytest
 from chain_lessons import CLEAN, MIXED, Shares
 
 from rlft.data.chains import Chain, Chains
+from rlft.data.drawn import split_of
 from rlft.reward.equations import equations
 from rlft.types import Split
 
@@ -29,7 +30,7 @@ def test_chains_are_of_the_training_split_alone_and_as_the_data_asks_them(tmp_pa
     held_out = {prompt.messages[0]["content"] for prompt in Chains(**keys).load(Split.held_out)}
     assert len(asked) == 500
     assert not held_out & {*asked}
-    assert all(chain.split is Split.train for chain, _ in drawn(MIXED))
+    assert all(split_of(chain.identity) is Split.train for chain, _ in drawn(MIXED))
 
 
 def test_clean_lessons_have_a_right_equation_for_each_step_and_the_last_result_as_the_answer() -> None:

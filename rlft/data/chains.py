@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rlft.config.bounds import PositiveInt
 from rlft.data.arithmetic import OPERATIONS
-from rlft.data.drawn import Drawn, Problem, split_of
-from rlft.types import Split, require
+from rlft.data.drawn import Drawn, Problem
+from rlft.types import require
 
 LARGEST_FACTOR = 9
 
@@ -23,11 +24,8 @@ class Chain:
     @property
     def results(self) -> tuple[int, ...]:
         """The result of each step; the last one is the answer."""
-        results, value = [], self.start
-        for operation, number in self.steps:
-            value = OPERATIONS[operation](value, number)
-            results.append(value)
-        return tuple(results)
+        values = accumulate(self.steps, lambda value, step: OPERATIONS[step[0]](value, step[1]), initial=self.start)
+        return tuple(values)[1:]
 
     @property
     def identity(self) -> str:
@@ -39,11 +37,6 @@ class Chain:
         """What a model is asked."""
         return f"Take {self.start}, then {', '.join(f'{operation}{number}' for operation, number in self.steps)}."
 
-    @property
-    def split(self) -> Split:
-        """The split of the chain, by a hash of the chain itself."""
-        return split_of(self.identity)
-
 
 def draw(rng: random.Random, steps: int, largest: int) -> Chain:
     """A random chain of `steps` steps in which every number and every result is an integer from 0 to `largest`.
@@ -53,22 +46,13 @@ def draw(rng: random.Random, steps: int, largest: int) -> Chain:
     start = value = rng.randint(1, largest)
     drawn_steps: list[tuple[str, int]] = []
     for _ in range(steps):
-        possible = {"+": value < largest, "-": value > 0, "*": 0 < 2 * value <= largest}
-        operation = rng.choice([operation for operation, is_possible in possible.items() if is_possible])
-        number = _draw_number(rng, operation, value, largest)
+        factors = (2, min(LARGEST_FACTOR, largest // value)) if value else (2, 0)
+        numbers = {"+": (1, largest - value), "-": (1, value), "*": factors}
+        operation = rng.choice([operation for operation, (least, most) in numbers.items() if least <= most])
+        number = rng.randint(*numbers[operation])
         drawn_steps.append((operation, number))
         value = OPERATIONS[operation](value, number)
     return Chain(start, tuple(drawn_steps))
-
-
-def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -> int:
-    match operation:
-        case "+":
-            return rng.randint(1, largest - value)
-        case "-":
-            return rng.randint(1, value)
-        case _:
-            return rng.randint(2, min(LARGEST_FACTOR, largest // value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

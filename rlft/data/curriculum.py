@@ -16,6 +16,7 @@ the four operations of arithmetic alone, so that all machines choose the same pr
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -166,15 +167,6 @@ class PassRates:
     fingerprint: str
 
 
-@dataclass(slots=True)
-class _Counted:
-    """The completions of a prompt in a file; `question` is None where an environment may have added to it."""
-
-    question: str | None
-    right: int = 0
-    number: int = 0
-
-
 def read_pass_rates(path: str, reward: str, correct_at: float, prompts: Sequence[Prompt]) -> PassRates:
     """The counts of these prompts in a file of `rlft sample`, whose completion is right by that reward.
 
@@ -182,30 +174,31 @@ def read_pass_rates(path: str, reward: str, correct_at: float, prompts: Sequence
         UserError: a row is none of its lines or lacks the reward; prompts have unequal numbers of completions, because
             some were not kept; the prompts are of other data.
     """
-    counted: dict[str, _Counted] = {}
+    questions: dict[str, str | None] = {}  # None where an environment may have added to it
+    of_right, of_all = Counter[str](), Counter[str]()
     for place, fields in parsed(path, PATH, None, lambda fields, _: [fields]):
         scores = fields.get("rewards")
         if not is_sampled(fields) or not isinstance(scores, Mapping) or reward not in scores:
             problem = f"{place} is no line of rlft sample with the reward {reward}"
             remedy = f"sample with reward=[{reward}] dedupe=false, and name the samples.jsonl of that run"
             raise UserError(PATH, problem, got=path, remedy=remedy)
-        question = None if "mask" in fields else identity(fields["prompt"])
-        entry = counted.setdefault(str(fields.get("prompt_id")), _Counted(question))
-        entry.right += scores[reward] is not None and scores[reward] >= correct_at
-        entry.number += 1
-    numbers = {entry.number for entry in counted.values()}
+        prompt_id = str(fields.get("prompt_id"))
+        questions.setdefault(prompt_id, None if "mask" in fields else identity(fields["prompt"]))
+        of_right[prompt_id] += scores[reward] is not None and scores[reward] >= correct_at
+        of_all[prompt_id] += 1
+    numbers = {*of_all.values()}
     if len(numbers) > 1:
         problem = f"has {min(numbers)} to {max(numbers)} completions of a prompt: some of those sampled are missing"
         raise UserError(PATH, problem, got=path, remedy="sample with dedupe=false keep=all")
     right, wrong, digest = np.zeros(len(prompts)), np.zeros(len(prompts)), hashlib.sha256()
     for index, prompt in enumerate(prompts):
-        if (entry := counted.get(prompt.id)) is None:
+        if prompt.id not in questions:
             continue
         problem = f"prompt {prompt.id} has another text in the training data"
-        same = entry.question in (None, identity(prompt.messages))
+        same = questions[prompt.id] in (None, identity(prompt.messages))
         require(same, PATH, problem, got=path, remedy="sample the data of this run")
-        right[index], wrong[index] = entry.right, entry.number - entry.right
-        digest.update(f"{prompt.id}/{entry.right}/{entry.number}\n".encode())
+        right[index], wrong[index] = of_right[prompt.id], of_all[prompt.id] - of_right[prompt.id]
+        digest.update(f"{prompt.id}/{of_right[prompt.id]}/{of_all[prompt.id]}\n".encode())
     remedy = "sample the train split of this run's data"
     require((right + wrong).any(), PATH, "has none of the training prompts", got=path, remedy=remedy)
     return PassRates(right=right, wrong=wrong, fingerprint=digest.hexdigest())

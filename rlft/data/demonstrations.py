@@ -22,8 +22,7 @@ from rlft.data.fields import (
 from rlft.data.hub import HubSet
 from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
-from rlft.data.prompt_keys import PromptKeys
-from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
+from rlft.data.records import LearnedKeys, RecordRow, identity
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import (
     chat,
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemonstrationKeys(PromptKeys, RowSource):
+class DemonstrationKeys(LearnedKeys):
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
     - a chat in messages_field
@@ -68,8 +67,8 @@ class DemonstrationKeys(PromptKeys, RowSource):
 
     def load(self, split: Split) -> list[Demonstration]:
         """The split's demonstrations in the order of the data; no question is in both splits. Raises UserError."""
-        rows = useful(self.read(split, self.parse), split, self.section)
-        demonstrations = [row.made for row in rows if row.made is not None]
+        rows = self.useful(split)
+        demonstrations = [made for made in rows if made is not None]
         if not demonstrations:
             problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
             remedy = "sample with a higher generation.max_tokens, or learn them with demonstrations.token_ids=sampled"
@@ -81,14 +80,8 @@ class DemonstrationKeys(PromptKeys, RowSource):
         check_prompt_ids([demonstration.prompt for demonstration in demonstrations], "demonstrations.path")
         return demonstrations
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Any]]:
+    def learned(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         """The row's demonstrations; None where the length limit cut the text to learn. Raises RowError."""
-        try:
-            return self._parsed(fields, row_id)
-        except UselessRow as error:
-            return [left_out(row_id, error)]
-
-    def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         if is_sampled(fields):
             return [self._sampled(fields)]
         is_chat = has(fields, self.messages_field)

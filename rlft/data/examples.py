@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,7 +33,6 @@ from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, Us
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 PART_OF_A_TAG = re.compile(r"<[^<>\s]*$")
 
 Said = tuple[Prompt, str | Message]
@@ -98,24 +96,23 @@ def scan_demonstrations(
 
     Raises UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
     """
-    if samplers := sampled_with(d.prompt for d in demonstrations):
-        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), "demonstrations")
-    given = list(tokenised([d.prompt for d in demonstrations], tokenizer, prompts.style))
-    prompt_ids = [prompt.token_ids for prompt in given]
+    given = _given([d.prompt for d in demonstrations], tokenizer, prompts.style, "demonstrations")
     what = f"{split} demonstrations"
     said = [
-        (prompt, _message_of(d.completion, d.fields), d.completion_ids)
+        (prompt, {"role": "assistant", "content": d.completion, **d.fields}, d.completion_ids)
         for d, prompt in zip(demonstrations, given, strict=True)
     ]
     completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
     texts = [
         TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
-        for prompt, ids in zip(prompt_ids, completion_ids, strict=True)
+        for prompt, ids in zip((each.token_ids for each in given), completion_ids, strict=True)
         if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
     ]
     dropped = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, what)
-    bare = [(prompt, d.completion) for prompt, d in zip(given, demonstrations, strict=True) if not d.fields]
-    unclosed = _note_of_tails(bare, split)
+    tails = [(last_tag(prompt.tail), d) for prompt, d in zip(given, demonstrations, strict=True) if not d.fields]
+    opened = [tag for tag, d in tails if tag and f"{tag[0]}/{tag[1:]}" not in d.completion]
+    number = f"{counted(len(opened), f'{split} demonstration')} {are(len(opened))}"
+    unclosed = f"{number} learned inside {opened[0]}, opened by the prompt and never closed" if opened else None
     spelled = _notes_of_spelled(given, [d.completion for d in demonstrations], tokenizer, prompts.style, what)
     notes = (*filter(None, [dropped, unlike, unclosed]), *spelled)
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
@@ -133,9 +130,7 @@ def scan_rankings(
 
     UserError: as in `scan_demonstrations`.
     """
-    if samplers := sampled_with(r.prompt for r in rankings):
-        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), "preferences")
-    given = list(tokenised([r.prompt for r in rankings], tokenizer, prompts.style))
+    given = _given([r.prompt for r in rankings], tokenizer, prompts.style, "preferences")
     what = f"completions of {split} rankings"
     said = [
         (prompt, text, ids)
@@ -162,6 +157,13 @@ def scan_rankings(
     return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), notes=(*filter(None, [*notes, unlike]), *spelled))
 
 
+def _given(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, key: str) -> list[Prompt]:
+    """The prompts with their tokens. UserError of `key`: completions of theirs were sampled with another tokenizer."""
+    if samplers := sampled_with(prompts):
+        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), key)
+    return list(tokenised(prompts, tokenizer, style))
+
+
 def _completions(
     texts: Sequence[tuple[Prompt, str | Message, Sequence[int]]],
     tokenizer: PreTrainedTokenizerBase,
@@ -184,7 +186,7 @@ def turns_of(
     ends = turn_ends(tokenizer, style)
     problem = "its tokenizer has no end token, so completions could never end"
     require(ends.closing, "model.path", problem, remedy="set one")
-    turns = [(prompt, _message_of(turn) if isinstance(turn, str) else turn) for prompt, turn in said]
+    turns = [(p, {"role": "assistant", "content": turn} if isinstance(turn, str) else turn) for p, turn in said]
     plain, rows, problems = PlainText(tokenizer), list[tuple[int, ...]](), list[str]()
     if style != "chat" or not tokenizer.chat_template:
         for prompt, turn in turns:
@@ -201,10 +203,6 @@ def turns_of(
         [(most_common, _)] = Counter(problems).most_common(1)
         note = f"{len(problems)} of {len(said)} {what} are not learned as the chat template writes them: {most_common}"
     return rows, note
-
-
-def _message_of(text: str, fields: Mapping[str, Any] = NO_FIELDS) -> Message:
-    return {"role": "assistant", "content": text, **fields}
 
 
 def _written(
@@ -302,15 +300,6 @@ def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit:
     if not num_kept:
         raise UserError("max_completion_tokens", problem, remedy="raise them, or choose other data")
     return _dropped(problem, prompts, "raise them, or set prompts.over_limit=drop")
-
-
-def _note_of_tails(said: Sequence[tuple[Prompt, str]], split: Split) -> str | None:
-    """A note about demonstrations that never close what their prompt has opened, such as <think>."""
-    opened = [tag for prompt, text in said if (tag := last_tag(prompt.tail)) and f"{tag[0]}/{tag[1:]}" not in text]
-    if not opened:
-        return None
-    what = counted(len(opened), f"{split} demonstration")
-    return f"{what} {are(len(opened))} learned inside {opened[0]}, opened by the prompt and never closed"
 
 
 def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:

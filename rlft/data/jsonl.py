@@ -166,9 +166,6 @@ class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
     def __len__(self) -> int:
         return len(self._index.starts)
 
-    def at(self, index: int) -> RecordRow[Made]:
-        return next(self.between(index, index + 1))
-
     def between(self, start: int, stop: int) -> Iterator[RecordRow[Made]]:
         starts = self._index.starts
         while start < stop:

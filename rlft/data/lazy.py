@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar, overload
 
@@ -13,12 +12,12 @@ Made = TypeVar("Made")
 class Lazy(Sequence[Item], Generic[Item]):
     """A sequence that holds none of its items. Its slices are lazy, too.
 
-    Subclasses define `__len__` and `at`, and also `between` where consecutive items are cheaper than single ones.
+    Subclasses define `__len__` and one of `at` and `between`: the latter where consecutive items are cheaper.
     """
 
-    @abstractmethod
     def at(self, index: int) -> Item:
         """The item at an index from 0 to the length - 1."""
+        return next(self.between(index, index + 1))
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
         """The items from `start` up to but not including `stop`, in order."""
@@ -51,9 +50,6 @@ class Chosen(Lazy[Item]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def at(self, index: int) -> Item:
-        return self._items.at(self._indices[index])
-
     def between(self, start: int, stop: int) -> Iterator[Item]:
         for begin in range(start, stop, CHUNK):
             chunk = self._indices[begin : min(stop, begin + CHUNK)]
@@ -70,9 +66,6 @@ class Mapped(Lazy[Item], Generic[Made, Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def at(self, index: int) -> Item:
-        return self._make(self._items.at(index))
-
     def between(self, start: int, stop: int) -> Iterator[Item]:
         return map(self._make, self._items.between(start, stop))
 
@@ -85,13 +78,6 @@ class Chained(Lazy[Item]):
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
-
-    def at(self, index: int) -> Item:
-        for part in self._parts:
-            if index < len(part):
-                return part[index]
-            index -= len(part)
-        raise IndexError(index)
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
         part_start = 0

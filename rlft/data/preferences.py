@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from rlft.data.fields import (
@@ -31,8 +31,7 @@ from rlft.data.fields import (
 from rlft.data.hub import HubSet
 from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
-from rlft.data.prompt_keys import PromptKeys
-from rlft.data.records import RecordRow, RowSource, identity, left_out, useful
+from rlft.data.records import LearnedKeys, RecordRow, identity
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import chat, check_template, question_of, takes_question
 from rlft.tokens.ends import num_common
@@ -46,24 +45,7 @@ Pair = tuple[tuple[Message, ...], str, str]
 """(turns of the prompt, chosen completion, rejected completion)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One completion with its score; token_ids is empty where the text is to be tokenised."""
-
-    completion: str
-    score: float
-    token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """The completions of one prompt that a row holds. A sampled line holds one; a prompt's lines are combined later."""
-
-    prompt: Prompt
-    candidates: tuple[Candidate, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class RankingSet:
     """The rankings of a split, and the numbers of prompts left out because there is nothing to learn from them.
 
@@ -73,8 +55,8 @@ class RankingSet:
     """
 
     rankings: list[Ranking]
-    num_identical: int
-    num_tied: int
+    num_identical: int = 0
+    num_tied: int = 0
 
     @property
     def note(self) -> str | None:
@@ -89,7 +71,7 @@ class RankingSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceKeys(PromptKeys, RowSource):
+class PreferenceKeys(LearnedKeys):
     """The config keys that say how a row becomes a ranking. A row has one of three shapes:
 
     - a pair in chosen_field and rejected_field: two texts (or one assistant message each) with a prompt, or two whole
@@ -126,30 +108,41 @@ class PreferenceKeys(PromptKeys, RowSource):
 
         UserError: no ranking has two different completions with different scores.
         """
-        rows = [row.made for row in useful(self.read(split, self.parse), split, self.section)]
+        rows: list[Ranking] = self.useful(split)
         check_prompt_ids([row.prompt for row in rows], "preferences.path")
-        candidates: dict[str, list[Candidate]] = {}
+        rows_of_prompt: dict[str, list[Ranking]] = {}
         for row in rows:
-            candidates.setdefault(row.prompt.id, []).extend(row.candidates)
-        prompts = {row.prompt.id: row.prompt for row in rows}
-        rankings = ranking_set([(prompts[prompt_id], ranked) for prompt_id, ranked in candidates.items()])
-        if not rankings.rankings:
+            rows_of_prompt.setdefault(row.prompt.id, []).append(row)
+        found = RankingSet([])
+        for same in rows_of_prompt.values():
+            candidates: list[tuple[str, float, tuple[int, ...]]] = []
+            for row in same:
+                ids = row.completion_ids or [()] * len(row.completions)
+                candidates += zip(row.completions, row.scores, ids, strict=True)
+            # Of equal completions (the same tokens, or the same text if there are no tokens) the first counts.
+            first = {each[2] or each[0]: each for each in reversed(candidates)}
+            ranked = [each for each in candidates if first[each[2] or each[0]] is each]
+            completions, scores, ids = zip(*sorted(ranked, key=lambda each: -each[1]), strict=True)
+            if len(ranked) == 1 < len(candidates):
+                found.num_identical += 1
+            elif scores[0] == scores[-1]:
+                found.num_tied += 1
+            else:
+                ids = ids if ids[0] else ()
+                made = replace(same[-1], completions=completions, scores=scores, completion_ids=ids)
+                found.rankings.append(made)
+        if not found.rankings:
             raise UserError(
                 "preferences.path",
-                f"no prompt has two different completions with different scores: of {len(prompts)} {split} prompts "
-                f"{rankings.num_identical} have the same completion throughout, and {rankings.num_tied} the same score",
+                f"no prompt has two different completions with different scores: of {len(rows_of_prompt)} {split} "
+                f"prompts {found.num_identical} have the same completion throughout, and {found.num_tied} the same "
+                "score",
                 remedy="give data with better and worse completions, or sample more of each prompt",
             )
-        return rankings
+        return found
 
-    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Any]]:
-        """The row's completions with their scores. Raises RowError."""
-        try:
-            return self._parsed(fields, row_id)
-        except UselessRow as error:
-            return [left_out(row_id, error)]
-
-    def _parsed(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Candidates]]:
+    def learned(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Ranking]]:
+        """The row's completions with their scores, in its order. Raises RowError."""
         if is_sampled(fields):
             return [self._sampled(fields)]
         is_pair = has(fields, self.chosen_field, self.rejected_field)
@@ -173,8 +166,9 @@ class PreferenceKeys(PromptKeys, RowSource):
         if len(scored) == 1:  # the id that all rows of the prompt share
             row_id = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
         prompt = Prompt(id=row_id, messages=messages, answer="", tools=tools_of(fields))
-        candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
-        return [RecordRow(identity=identity(question), made=Candidates(prompt=prompt, candidates=candidates))]
+        completions, scores = zip(*scored, strict=True)
+        made = Ranking(prompt=prompt, completions=completions, scores=scores)
+        return [RecordRow(identity=identity(question), made=made)]
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         for name in (self.messages_field, self.prompt_field):
@@ -233,7 +227,7 @@ class PreferenceKeys(PromptKeys, RowSource):
             raise RowError(f"field {self.scores_field!r} must be a list of {wanted}, one a completion")
         return [(text, number) for text, number in zip(texts, numbers, strict=True) if number is not None]
 
-    def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Candidates]:
+    def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Ranking]:
         line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
         rewards = {**line.rewards, "reward": line.reward}
         if self.rank_by not in rewards:
@@ -242,10 +236,9 @@ class PreferenceKeys(PromptKeys, RowSource):
         score = rewards[self.rank_by]
         if score is None:
             raise RowError(f"{self.rank_by!r} is null", remedy="rank by another reward (preferences.rank_by)")
-        tokens = line.token_ids if self.token_ids == "sampled" else ()
-        candidate = Candidate(completion=line.completion, score=score, token_ids=tokens)
-        candidates = Candidates(prompt=line.prompt, candidates=(candidate,))
-        return RecordRow(identity=identity(line.prompt.messages), made=candidates)
+        ids = (line.token_ids,) if self.token_ids == "sampled" else ()
+        made = Ranking(prompt=line.prompt, completions=(line.completion,), scores=(score,), completion_ids=ids)
+        return RecordRow(identity=identity(line.prompt.messages), made=made)
 
 
 def transcript(text: str, name: str) -> tuple[Message, ...]:
@@ -274,36 +267,6 @@ def _pair_of_texts(chosen: str, rejected: str) -> Pair:
     if not prompt.strip():
         raise UselessRow("has two texts that do not begin alike, so there is no prompt")
     return ({"role": "user", "content": prompt},), chosen[len(prompt) :], rejected[len(prompt) :]
-
-
-def ranking_set(groups: Sequence[tuple[Prompt, Sequence[Candidate]]]) -> RankingSet:
-    """The rankings of these prompts, without those from which nothing can be learned; equal scores keep their order."""
-    rankings: list[Ranking] = []
-    num_identical = num_tied = 0
-    for prompt, candidates in groups:
-        ranked = sorted(distinct(candidates), key=lambda candidate: -candidate.score)
-        if len(ranked) == 1 < len(candidates):
-            num_identical += 1
-        elif ranked[0].score == ranked[-1].score:
-            num_tied += 1
-        else:
-            rankings.append(
-                Ranking(
-                    prompt=prompt,
-                    completions=tuple(c.completion for c in ranked),
-                    scores=tuple(c.score for c in ranked),
-                    completion_ids=tuple(c.token_ids for c in ranked) if ranked[0].token_ids else (),
-                )
-            )
-    return RankingSet(rankings=rankings, num_identical=num_identical, num_tied=num_tied)
-
-
-def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each group of equal completions: the same tokens, or the same text if there are no tokens."""
-    first_of_equals: dict[tuple[int, ...] | str, Candidate] = {}
-    for candidate in candidates:
-        first_of_equals.setdefault(candidate.token_ids or candidate.completion, candidate)
-    return list(first_of_equals.values())
 
 
 def _names(field: str | Sequence[str]) -> Sequence[str]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby, takewhile
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -35,15 +34,6 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthSummary:
-    """The number of tokens of the shortest, the median and the longest prompt of a set."""
-
-    shortest: int
-    median: float
-    longest: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
     """The tokenised prompts of one split.
 
@@ -51,7 +41,6 @@ class PromptSet:
         prompts: the prompts in the order of the data, with token_ids; of streamed data (rlft/data/jsonl.py) a lazy
             sequence, which reads and tokenises a prompt at each access.
         num_tokens: the number of tokens of each prompt.
-        num_dropped: the number of prompts that exceeded the limit.
         fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
         notes: sentences for the person watching.
         images: the most images of a prompt.
@@ -60,8 +49,6 @@ class PromptSet:
 
     prompts: Sequence[Prompt]
     num_tokens: Sequence[int]
-    num_dropped: int
-    lengths: LengthSummary
     fingerprint: str
     notes: tuple[str, ...]
     images: int = 0
@@ -83,9 +70,6 @@ class TokenisedPrompts(Lazy[Prompt]):
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    def at(self, index: int) -> Prompt:
-        return next(self.between(index, index + 1))
 
     def between(self, start: int, stop: int) -> Iterator[Prompt]:
         return tokenised(self.texts.between(start, stop), self._tokenizer, self._style, self._shown)
@@ -113,7 +97,7 @@ def scan(
         _check_ids(prompts, split)
     kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
-    empty, long, images, longest_with_images = LengthTally(), LengthTally(), 0, None
+    empty, long, longest, images, longest_with_images = list[str](), Tally(), 0, 0, None
     by_template, of_split = uses_template(tokenizer, style), split.replace("_", "-")
     find, found = PlainText(tokenizer), Findings(by_template=by_template)
     progress = with_progress(
@@ -122,9 +106,10 @@ def scan(
     for index, prompt in enumerate(progress):
         number = len(prompt.token_ids)
         if not number:
-            empty.add(prompt.id, number)
+            empty.append(prompt.id)
+        longest = max(longest, number)
         if number > max_prompt_tokens:
-            long.add(prompt.id, number)
+            long.add(f"{prompt.id} with {number}")
             continue
         if prompt.images and (longest_with_images is None or number > num_tokens[longest_with_images]):
             longest_with_images = len(kept)
@@ -135,17 +120,25 @@ def scan(
         digest.update(fingerprinted(prompt))
         if not isinstance(prompts, Lazy):
             kept_in_memory.append(prompt)
-    _check_lengths(empty, long, len(prompts), max_prompt_tokens, over_limit, split)
+    problem = f"{len(empty)} of {len(prompts)} {split} prompts have no token, so nothing can be predicted from them"
+    remedy = "leave them out, or use prompts.style=chat, whose template gives each some tokens"
+    require(not empty, "data", problem, got=next(iter(empty), None), remedy=remedy)
+    problem = f"{long.number} of {len(prompts)} {split} prompts are longer, first {long.first}"
+    remedy = f"raise prompts.max_tokens (the longest has {longest})"
+    if over_limit == "refuse":
+        remedy += ", or set prompts.over_limit=drop"
+    is_fine = not long.number if over_limit == "refuse" else bool(kept)
+    require(is_fine, "prompts.max_tokens", problem, got=max_prompt_tokens, remedy=remedy)
+    what, were = counted(long.number, f"{of_split} prompt"), "was" if long.number == 1 else "were"
+    dropped = f"{what} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
     kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
     if isinstance(prompts, Lazy):
         kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style, shown)
     return PromptSet(
         prompts=kept_prompts,
         num_tokens=num_tokens,
-        num_dropped=long.number,
-        lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
         fingerprint=digest.hexdigest(),
-        notes=(*_note_of_dropped(long, of_split, max_prompt_tokens), *found.notes(len(kept), f"{of_split} prompts")),
+        notes=(*([dropped] if long.number else []), *found.notes(len(kept), f"{of_split} prompts")),
         images=images,
         longest_with_images=longest_with_images,
     )
@@ -179,23 +172,10 @@ class Findings:
             such = f"spell the special token {self.spelled.first}, which stays text"
             yield f"{self.spelled.number} of {number} {what} {such}: only a chat template writes special tokens"
         if self.marked.number:
-            yield self.marked.note_of_markers(f"{self.marked.number} of {number} {what}", by_template=self.by_template)
-
-
-@dataclass(slots=True)
-class LengthTally:
-    """A count of prompts of some kind, with the first one's id and length, and the longest one's length."""
-
-    number: int = 0
-    first: str = ""
-    first_tokens: int = 0
-    most_tokens: int = 0
-
-    def add(self, prompt_id: str, num_tokens: int) -> None:
-        if not self.number:
-            self.first, self.first_tokens = prompt_id, num_tokens
-        self.number += 1
-        self.most_tokens = max(self.most_tokens, num_tokens)
+            such = f"hold markers of a chat template, such as {self.marked.first}"
+            style = "the model's own is written around them: prompts.style=raw reads such texts as they are"
+            then = f"and {style}" if self.by_template else "which stay text"
+            yield f"{self.marked.number} of {number} {what} {such}, {then}"
 
 
 def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
@@ -208,13 +188,6 @@ def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
         return prompts
     tail = prompts[0].tail
     return Mapped(prompts.texts, partial(replace, tail=tail)) if tail else prompts.texts
-
-
-def _note_of_dropped(long: LengthTally, split: str, limit: int) -> Iterator[str]:
-    """A sentence about the prompts that were too long; none if all fit."""
-    if long.number:
-        were = "was" if long.number == 1 else "were"
-        yield f"{counted(long.number, f'{split} prompt')} longer than prompts.max_tokens={limit} {were} dropped"
 
 
 def joined(prompt: Prompt) -> str:
@@ -392,18 +365,3 @@ def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
     if repeated:
         problem = f"the {split} split has {counted(len(repeated), 'id')} more than once"
         raise UserError("data", problem, got=repeated[0], remedy="give each prompt its own id")
-
-
-def _check_lengths(
-    empty: LengthTally, long: LengthTally, number: int, limit: int, over_limit: str, split: Split
-) -> None:
-    """Refuses prompts without a token; and too long ones, unless they are dropped and some of the `number` are left."""
-    problem = f"{empty.number} of {number} {split} prompts have no token, so nothing can be predicted from them"
-    remedy = "leave them out, or use prompts.style=chat, whose template gives each some tokens"
-    require(not empty.number, "data", problem, got=empty.first, remedy=remedy)
-    problem = f"{long.number} of {number} {split} prompts are longer, first {long.first} with {long.first_tokens}"
-    remedy = f"raise prompts.max_tokens (the longest has {long.most_tokens})"
-    is_fine = long.number < number
-    if over_limit == "refuse":
-        remedy, is_fine = f"{remedy}, or set prompts.over_limit=drop", not long.number
-    require(is_fine, "prompts.max_tokens", problem, got=limit, remedy=remedy)

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from typing import Any, BinaryIO
 
 from rlft.config.bounds import PositiveInt, Seed
@@ -62,15 +63,15 @@ class ReasoningGym:
         check_installed("data", "reasoning_gym")
         options = json.dumps(self.options or {}, sort_keys=True)
         entries_of_split = make(self.task, options, self.size, self.held_out_size, self.seed)
-        return [self._prompt(draw_number, entry) for draw_number, entry in entries_of_split[split]]
-
-    def _prompt(self, number: int, entry: Entry) -> Prompt:
-        return Prompt(
-            id=f"{self.task}:{number}",
-            messages=prompt_of(entry["question"], self.system_prompt, self.prompt_template),
-            answer=entry["answer"] if isinstance(entry["answer"], str) else "",
-            metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options or {}), "entry": entry}},
-        )
+        return [
+            Prompt(
+                id=f"{self.task}:{number}",
+                messages=prompt_of(entry["question"], self.system_prompt, self.prompt_template),
+                answer=entry["answer"] if isinstance(entry["answer"], str) else "",
+                metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options or {}), "entry": entry}},
+            )
+            for number, entry in entries_of_split[split]
+        ]
 
 
 def check_installed(key: str, name: str) -> None:
@@ -86,19 +87,16 @@ def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> M
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "rlft.data.reasoning_gym"]
     entries_of_split: dict[Split, list[tuple[int, Entry]]] = {Split.train: [], Split.held_out: []}
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):  # the child died at once, which is reported below
-                child.stdin.write(json.dumps(request).encode())
-                child.stdin.close()
-            for split_or_refused, value in _received(child.stdout):
-                if split_or_refused == "refused":
-                    raise UserError(value.pop("key"), value.pop("problem"), **value)
-                entries_of_split[Split(split_or_refused)].append(value)
-        finally:
-            child.kill()
+    child = subprocess.run(
+        command, env=environment, input=json.dumps(request).encode(), stdout=subprocess.PIPE, check=False
+    )
+    received = BytesIO(child.stdout)
+    with contextlib.suppress(EOFError):
+        while True:
+            split_or_refused, value = pickle.load(received)
+            if split_or_refused == "refused":
+                raise UserError(value.pop("key"), value.pop("problem"), **value)
+            entries_of_split[Split(split_or_refused)].append(value)
     if len(entries_of_split[Split.train]) < size or len(entries_of_split[Split.held_out]) < held_out_size:
         raise RuntimeError(f"the process that makes the questions of {task} ended early; its error stands above")
     return entries_of_split
@@ -124,7 +122,11 @@ def draw(
         if counts == sizes:
             return
         if useless_draws > PATIENCE:
-            raise _too_few(task, sizes, counts)
+            split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
+            key = "data.size" if split is Split.train else "data.held_out_size"
+            problem = f"there are not that many distinct {split} questions of {task}"
+            remedy = f"use {f'at most {counts[split]}, or ' if counts[split] else ''}options with more variety"
+            raise UserError(key, problem, got=sizes[split], remedy=remedy)
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[int, Entry]]:
@@ -187,22 +189,6 @@ def main() -> None:
 def _send(out: BinaryIO, kind: str, value: Any) -> None:
     pickle.dump((kind, value), out)
     out.flush()  # this fails at the next question if the parent was killed
-
-
-def _received(stream: Any) -> Iterator[tuple[str, Any]]:
-    while True:
-        try:
-            yield pickle.load(stream)
-        except EOFError:
-            return
-
-
-def _too_few(task: str, sizes: Mapping[Split, int], counts: Mapping[Split, int]) -> UserError:
-    split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
-    key = "data.size" if split is Split.train else "data.held_out_size"
-    problem = f"there are not that many distinct {split} questions of {task}"
-    remedy = f"use {f'at most {counts[split]}, or ' if counts[split] else ''}options with more variety"
-    return UserError(key, problem, got=sizes[split], remedy=remedy)
 
 
 if __name__ == "__main__":

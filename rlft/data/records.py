@@ -7,9 +7,9 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.keys import Key
@@ -19,7 +19,7 @@ from rlft.data.lazy import mapped
 from rlft.data.prompt_keys import OPTIONS, PromptKeys
 from rlft.data.templates import chat, check_answer_template, check_template, filled, placeholders, question_of
 from rlft.tokens.answers import ReferenceIn, answers_in
-from rlft.types import IMAGE, Image, Message, Prompt, Split, UserError, are, counted, require
+from rlft.types import IMAGE, Message, Prompt, Split, UserError, are, counted, require
 
 logger = logging.getLogger(__name__)
 
@@ -47,48 +47,8 @@ class RecordRow(Generic[Made]):
     made: Made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """What is made of a row from which nothing can be learned."""
-
-    row_id: str
-    problem: str
-
-
 MOST_LEFT_OUT = 0.5
 """The share of rows without use above which the data are not what the keys say that they are."""
-
-
-def left_out(row_id: str, error: UselessRow) -> RecordRow[LeftOut]:
-    """The row of a useless row, which its id puts into one split."""
-    return RecordRow(
-        identity=hashlib.sha256(row_id.encode()).hexdigest(), made=LeftOut(row_id=row_id, problem=str(error))
-    )
-
-
-def useful(rows: Iterable[RecordRow[Made | LeftOut]], split: Split, section: str) -> list[RecordRow[Made]]:
-    """The rows from which something can be learned, with a warning about the number of the others.
-
-    UserError of `section`.path: they are less than half.
-    """
-    kept: list[RecordRow[Made]] = []
-    others: list[LeftOut] = []
-    for row in rows:
-        if isinstance(row.made, LeftOut):
-            others.append(row.made)
-        else:
-            kept.append(cast("RecordRow[Made]", row))
-    if others:
-        total, key = len(others) + len(kept), f"{section}.path"
-        problem = (
-            f"nothing can be learned from {len(others)} of {total} {split} rows: {others[0].row_id} {others[0].problem}"
-        )
-        remedy = f"correct them, or the keys that say what a row is ({section}.*)"
-        require(len(others) <= MOST_LEFT_OUT * total, key, problem, remedy=remedy)
-        logger.warning("%s: %s; they are left out", key, problem)
-    return kept
-
-
 Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
 """A function that maps (fields, id) of a row to the objects made of it, all with one identity. It raises RowError."""
 
@@ -106,19 +66,38 @@ class RowSource(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The question of a row, a chat up to the last user message, with its answer and what goes with the prompt.
+class LearnedKeys(PromptKeys, RowSource):
+    """The config keys of rows that are learned: one from which nothing can be is left out and counted, not refused."""
 
-    Rewards compare with `answer`, a part of the whole text, `worked_answer`, and with `other_answers`, as right as it.
-    """
+    def useful(self, split: Split) -> list[Any]:
+        """What is made of the split's rows from which something can be learned. UserError: they are less than half."""
+        made = [row.made for row in self.read(split, self.parse)]
+        if others := [error for error in made if isinstance(error, UselessRow)]:
+            key = f"{self.section}.path"
+            problem = f"nothing can be learned from {len(others)} of {len(made)} {split} rows: {others[0]}"
+            remedy = f"correct them, or the keys that say what a row is ({self.section}.*)"
+            require(len(others) <= MOST_LEFT_OUT * len(made), key, problem, remedy=remedy)
+            logger.warning("%s: %s; they are left out", key, problem)
+        return [each for each in made if not isinstance(each, UselessRow)]
 
-    id: str
-    turns: tuple[Message, ...]
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> Sequence[RecordRow[Any]]:
+        """What is learned of the row; of a useless one the error, which its id puts into one split. Raises RowError."""
+        try:
+            return self.learned(fields, row_id)
+        except UselessRow as error:
+            made = UselessRow(f"{row_id} {error}")
+            return [RecordRow(identity=hashlib.sha256(row_id.encode()).hexdigest(), made=made)]
+
+    @abstractmethod
+    def learned(self, fields: Mapping[str, Any], row_id: str) -> Sequence[RecordRow[Any]]:
+        """What is learned of the row. Raises RowError."""
+
+
+class Question(NamedTuple):
+    """A row's prompt, without system prompt and examples, and the text that its answer is a part of."""
+
+    prompt: Prompt
     worked_answer: str
-    answer: str
-    other_answers: tuple[str, ...]
-    metadata: Mapping[str, Any]
-    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,28 +181,25 @@ class RecordKeys(PromptKeys, RowSource):
         if images and places != len(images):
             raise RowError(f"its question has places for {places} of {len(images)} images")
         self.note_unread(fields, prompt=None if self.messages_field else self.prompt_field)
-        metadata = {name: self._metadata(fields, name) for name in self.metadata_fields}
+        try:
+            metadata = {name: value_of(fields, name) for name in self.metadata_fields}
+        except RowError as error:
+            raise MissingField(f"{error} (data.metadata_fields)") from None
         if options := self.options(fields):
             metadata[OPTIONS] = {
                 key: [option and option[i] for option in options] for i, key in enumerate(("label", "text"))
             }
-        made = Question(
+        prompt = Prompt(
             id=row_id,
-            turns=turns,
-            worked_answer=worked_answers[0] if worked_answers else "",
+            messages=turns,
             answer=answer,
             other_answers=tuple(others),
             metadata=metadata,
             images=images,
         )
+        made = Question(prompt, worked_answers[0] if worked_answers else "")
         pictures = ({"role": "image", "content": image.digest} for image in images)
         return [RecordRow(identity=identity([*question, *pictures]), made=made)]
-
-    def _metadata(self, fields: Mapping[str, Any], name: str) -> Any:
-        try:
-            return value_of(fields, name)
-        except RowError as error:
-            raise MissingField(f"{error} (data.metadata_fields)") from None
 
     def _worked_answers(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> list[str]:
         """The texts of the row's answers, any of which is right; none where no field has them."""
@@ -280,32 +256,27 @@ class RecordKeys(PromptKeys, RowSource):
             logger.warning(
                 "data.answer_pattern: cuts a number in %d of %d answers: %s has the answer %r of %r; let the pattern "
                 r"take digits, commas and points: (-?[\d,.]*\d)",
-                *(number, min(len(rows), MAX_CHECKED_ANSWERS), first.id, first.answer, first.worked_answer[-40:]),
+                *(number, min(len(rows), MAX_CHECKED_ANSWERS)),
+                *(first.prompt.id, first.prompt.answer, first.worked_answer[-40:]),
             )
 
     def _prompt(self, question: Question, examples: Sequence[Message]) -> Prompt:
-        return Prompt(
-            id=question.id,
-            messages=chat(question.turns, self.system_prompt, examples),
-            answer=question.answer,
-            other_answers=question.other_answers,
-            metadata=question.metadata,
-            images=question.images,
-        )
+        prompt = question.prompt
+        return replace(prompt, messages=chat(prompt.messages, self.system_prompt, examples))
 
     def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
         others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
         found = counted(len(others), "training question")
-        problem = f"there {are(len(others))} only {found} besides {row.made.id} to show"
+        problem = f"there {are(len(others))} only {found} besides {row.made.prompt.id} to show"
         remedy = f"use data.few_shot={len(others)}, or more data"
         require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
         return [turn for example in others for turn in self._example(example)]
 
     def _example(self, example: Question) -> tuple[Message, ...]:
-        values = {"answer": example.worked_answer, "final": example.answer}
+        values = {"answer": example.worked_answer, "final": example.prompt.answer}
         answer_turn = _FEW_SHOT_PLACEHOLDER.sub(lambda match: values[match[1]], self.few_shot_template)
-        turns = [turn for turn in example.turns if turn["role"] != "system"]
+        turns = [turn for turn in example.prompt.messages if turn["role"] != "system"]
         return (*turns, {"role": "assistant", "content": answer_turn})
 
 
@@ -321,13 +292,13 @@ def _warn_of_other_answers(rows: Sequence[RecordRow[Question]]) -> None:
 
     numbers = np.asarray(identities(rows), dtype=np.uint64)
     values, counts = np.unique(numbers, return_counts=True)
-    first_of: dict[str, Question] = {}
+    first_of: dict[str, Prompt] = {}
     number, example = 0, None
     for position in np.flatnonzero(np.isin(numbers, values[counts > 1]))[:MAX_CHECKED_ANSWERS]:
         row = rows[int(position)]
-        first = first_of.setdefault(row.identity, row.made)
-        if {*_answers(first)}.isdisjoint(_answers(row.made)):
-            number, example = number + 1, example or (first, row.made)
+        first = first_of.setdefault(row.identity, row.made.prompt)
+        if {*_answers(first)}.isdisjoint(_answers(row.made.prompt)):
+            number, example = number + 1, example or (first, row.made.prompt)
     if example is not None:
         first, other = example
         logger.warning(
@@ -336,9 +307,9 @@ def _warn_of_other_answers(rows: Sequence[RecordRow[Question]]) -> None:
         )
 
 
-def _answers(question: Question) -> list[str]:
+def _answers(prompt: Prompt) -> list[str]:
     """The answers, without differences in white space."""
-    return [" ".join(answer.split()) for answer in (question.answer, *question.other_answers)]
+    return [" ".join(answer.split()) for answer in (prompt.answer, *prompt.other_answers)]
 
 
 def identity(turns: Sequence[Message]) -> str:

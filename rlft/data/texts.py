@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlft.config.model import ANSWER
 from rlft.data.fields import MissingField, RowError, value_of
@@ -79,10 +80,6 @@ def _string(fields: Mapping[str, Any], key: str, field: str) -> str:
     return value
 
 
-MIN_TOKENS = 2
-"""Nothing predicts a text's first token, so a text of a single token has none to learn."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextTokens:
     """The tokens of a text, int32 `[tokens]`; the first `num_given` (1 or more) are given and not learned."""
@@ -100,18 +97,15 @@ class PretrainText:
         held_out_texts: the held-out texts, also cut.
         sequences_per_update: number of texts per optimizer update.
         updates_per_step: number of optimizer updates per step.
-        num_dropped: number of texts without a token to learn within the limit.
-        num_cut: number of other texts that were cut.
-        fingerprint: the sha256 (hex) over the token ids and numbers of given tokens of all texts, for resumed runs.
-        note: a sentence for the person watching, or None.
+        fingerprint: the sha256 (hex) over the number of given tokens (4 bytes, little-endian) and the digest of the
+            token ids of all texts, for resumed runs.
+        note: how many texts were cut, or dropped as they have no token to learn within the limit; None if none was.
     """
 
     train_texts: tuple[TextTokens, ...]
     held_out_texts: tuple[TextTokens, ...]
     sequences_per_update: int
     updates_per_step: int
-    num_dropped: int
-    num_cut: int
     fingerprint: str
     note: str | None
 
@@ -151,9 +145,11 @@ def scan_texts(
     Raises:
         UserError: the limit is below 2 tokens, or there are too few texts to hold out that many or to fill an update.
     """
+    contexts, learned = [text.context for text in texts], [text.text for text in texts]
     problem = "a text's first token is given, so it needs a second one to learn from"
-    require(max_tokens >= MIN_TOKENS, "pretrain.max_tokens", problem, got=max_tokens, remedy="use 2 or more")
-    whole = _tokenise(texts, tokenizer)
+    require(max_tokens >= 2, "pretrain.max_tokens", problem, got=max_tokens, remedy="use 2 or more")
+    parts = zip(*(_text_ids(part, tokenizer) for part in (contexts, learned)), strict=True)
+    whole = [TextTokens(ids=np.concatenate(both), num_given=max(len(both[0]), 1)) for both in parts]
     learnable = [text for text in whole if text.num_given < min(len(text.ids), max_tokens)]
     kept = [replace(text, ids=text.ids[:max_tokens]) for text in learnable]
     digests = [hashlib.sha256(text.ids.tobytes()).digest() for text in kept]
@@ -176,15 +172,17 @@ def scan_texts(
         remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
     )
     num_dropped, num_cut = len(whole) - len(learnable), sum(len(text.ids) > max_tokens for text in learnable)
+    within = f"pretrain.max_tokens={max_tokens}"
+    notes = [f"{num_cut} were cut after {within}"] if num_cut else []
+    notes += [f"{num_dropped} with no token to learn within {within} were dropped"] if num_dropped else []
+    numbered = [text.num_given.to_bytes(4, "little") + digest for text, digest in zip(kept, digests, strict=True)]
     return PretrainText(
         train_texts=tuple(train_texts),
         held_out_texts=tuple(text for digest, text in distinct.items() if digest in held_out_digests),
         sequences_per_update=sequences_per_update,
         updates_per_step=updates_per_step,
-        num_dropped=num_dropped,
-        num_cut=num_cut,
-        fingerprint=_fingerprint(kept, digests),
-        note=_note(len(whole), num_dropped, num_cut, max_tokens),
+        fingerprint=hashlib.sha256(b"".join(numbered)).hexdigest(),
+        note=f"of {len(texts)} pretraining texts {', '.join(notes)}" if notes else None,
     )
 
 
@@ -195,10 +193,9 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
     """
     lengths_B = torch.tensor([len(text.ids) for text in texts])
     num_given_B = torch.tensor([text.num_given for text in texts])
-    columns_T = torch.arange(int(lengths_B.max()))
+    token_ids_BT = pad_sequence([torch.from_numpy(text.ids.astype(np.int64)) for text in texts], batch_first=True)
+    columns_T = torch.arange(token_ids_BT.shape[1])
     attention_mask_BT = columns_T < lengths_B[:, None]
-    token_ids_BT = torch.zeros(attention_mask_BT.shape, dtype=torch.int64)
-    token_ids_BT[attention_mask_BT] = torch.from_numpy(np.concatenate([text.ids for text in texts]).astype(np.int64))
     return Batch(
         token_ids=token_ids_BT,
         attention_mask=attention_mask_BT,
@@ -209,17 +206,7 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
     )
 
 
-def _tokenise(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[TextTokens]:
-    """The tokens of each text without a limit: the given part and the learned part, joined."""
-    given_ids = text_ids([text.context for text in texts], tokenizer)
-    learned_ids = text_ids([text.text for text in texts], tokenizer)
-    return [
-        TextTokens(ids=np.concatenate([given, ids]), num_given=max(len(given), 1))
-        for given, ids in zip(given_ids, learned_ids, strict=True)
-    ]
-
-
-def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+def _text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
     """The tokens of each text; special tokens written in it are read as such, and none are added."""
     return [
         np.array(ids, dtype="<i4")
@@ -227,19 +214,6 @@ def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[N
         # Not verbose: a text that exceeds the model's context is cut afterwards, so no warning is needed.
         for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[union-attr]
     ]
-
-
-def _fingerprint(texts: Sequence[TextTokens], digests: Sequence[bytes]) -> str:
-    """The sha256 over every text's number of given tokens (4 bytes, little-endian) and digest of its token ids."""
-    parts = zip(texts, digests, strict=True)
-    return hashlib.sha256(b"".join(text.num_given.to_bytes(4, "little") + digest for text, digest in parts)).hexdigest()
-
-
-def _note(num_texts: int, num_dropped: int, num_cut: int, max_tokens: int) -> str | None:
-    within = f"pretrain.max_tokens={max_tokens}"
-    cut = f"{num_cut} were cut after {within}" if num_cut else ""
-    dropped = f"{num_dropped} with no token to learn within {within} were dropped" if num_dropped else ""
-    return f"of {num_texts} pretraining texts {', '.join(filter(None, (cut, dropped)))}" if cut or dropped else None
 
 
 def with_hint(prompt: Prompt, hint: str) -> Prompt:
@@ -253,10 +227,7 @@ def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTok
     """int64 `[B, P]`: for each row of a Batch, the tokens of its prompt with the hint, padded with -1."""
     hinted = tokenised((with_hint(group.prompt, hint) for group in groups), tokenizer, style)
     rows = [prompt.token_ids for group, prompt in zip(groups, hinted, strict=True) for _ in group.rollouts]
-    prompts_BP = torch.full((len(rows), max(map(len, rows))), -1)
-    for b, row in enumerate(rows):
-        prompts_BP[b, : len(row)] = torch.tensor(row)
-    return prompts_BP
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-1)
 
 
 def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:

@@ -257,7 +257,7 @@ class TrainPlan(Plan):
         return Demand(
             **self._networks(model),
             optimizer=run.trainer.optimizer,
-            prompt_tokens=self.train_prompts.lengths.longest,
+            prompt_tokens=max(self.train_prompts.num_tokens),
             completion_tokens=run.generation.max_tokens,
             group=run.group_size,
             rows=run.completions_per_step,
@@ -312,7 +312,7 @@ class TrainPlan(Plan):
         if snapshot.teacher_model is None:
             return None
         share = snapshot.teacher_gpu_memory_utilization if snapshot.teacher_engine == "vllm" else None
-        unhinted = self.train_prompts.lengths.longest
+        unhinted = max(self.train_prompts.num_tokens)
         hinted = self.teacher_row_tokens - self.config.generation.max_tokens
         return TeacherDemand(
             model=teacher_sizes(self.config),

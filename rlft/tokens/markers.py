@@ -122,10 +122,3 @@ class Tally:
         """Counts a text, unless nothing was found in it ("")."""
         self.number += bool(found)
         self.first = self.first or found
-
-    def note_of_markers(self, which: str, *, by_template: bool) -> str:
-        """A sentence about the texts that have markers; `which` they are: `3 of 9 train prompts`."""
-        such = f"{which} hold markers of a chat template, such as {self.first}"
-        if by_template:
-            return f"{such}, and the model's own is written around them: prompts.style=raw reads such texts as they are"
-        return f"{such}, which stay text"

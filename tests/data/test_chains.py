@@ -3,6 +3,7 @@ import random
 import pytest
 
 from rlft.data.chains import Chain, Chains, draw
+from rlft.data.drawn import split_of
 from rlft.types import Split, UserError
 
 KEYS = {"steps": 5, "largest": 99, "size": 300, "held_out_size": 60, "seed": 0}
@@ -45,8 +46,8 @@ def test_the_prompts_are_those_chains() -> None:
 def test_the_split_of_a_chain_is_fixed() -> None:
     # The embedded model was taught the training side: moving the boundary would leak held-out chains into it.
     # The first byte of sha256("1+40") is 25 < 0.1 * 256 = 25.6, that of sha256("2+2") is 26.
-    assert Chain(1, (("+", 40),)).split is Split.held_out
-    assert Chain(2, (("+", 2),)).split is Split.train
+    assert split_of(Chain(1, (("+", 40),)).identity) is Split.held_out
+    assert split_of(Chain(2, (("+", 2),)).identity) is Split.train
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
                 parsed("data", each)
             assert refusal.value.remedy == f"set data.image_field={name}"
             [made] = parsed("data", each, image_field=name)
-            assert [image.digest for image in made.made.images] == [image_of(A, "a").digest]
+            assert [image.digest for image in made.made.prompt.images] == [image_of(A, "a").digest]
             for group in ("demonstrations", "preferences"):
                 with pytest.raises(RowError, match="no key names its field") as refusal:
                     parsed(group, each)
@@ -232,7 +232,7 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
             parsed("data", row)
         assert refusal.value.remedy == f"set data.image_field={name}"
         [made] = parsed("data", row, image_field=name)
-        assert made.made.turns[-1]["content"] == f"What is {IMAGE}?"
+        assert made.made.prompt.messages[-1]["content"] == f"What is {IMAGE}?"
         if name == "image_1":
             with pytest.raises(RowError) as refusal:
                 parsed("data", row | {"image_2": str(file)})

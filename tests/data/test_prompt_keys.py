@@ -15,8 +15,7 @@ import pytest
 from reward_groups import TAGGED
 
 from rlft.data import prompt_keys
-from rlft.data.fields import RowError, TypedRow, messages_of
-from rlft.data.records import LeftOut
+from rlft.data.fields import RowError, TypedRow, UselessRow, messages_of
 from rlft.reward.choice import Choice
 from rlft.tokens.options import letters, options_of
 from rlft.types import Prompt, Split, UserError
@@ -56,11 +55,11 @@ def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(mak
         )
         [made] = data.parse(row, "x")
         shown = "\n".join(f"{label}) {text}" for label, text in expected.items())
-        content = made.made.turns[0]["content"]
+        content = made.made.prompt.messages[0]["content"]
         assert content == (f"Which?\n{shown}" if template == "{question}" else f"{shown}\n\nWhich of these: Which?"), (
             row
         )
-        assert options_of(made.made.metadata["options"]) == expected, row
+        assert options_of(made.made.prompt.metadata["options"]) == expected, row
         number += 1
     assert number == 6 * 3 * 5 * 2
 
@@ -82,9 +81,9 @@ def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data
         for fields in (row, TypedRow(row)):
             [made] = data.parse(fields, "x")
             shown = "\n".join(f"{label}) {text}" for label, text in expected.items())
-            assert made.made.turns[0]["content"] == f"Q\n{shown}", (items, form)
+            assert made.made.prompt.messages[0]["content"] == f"Q\n{shown}", (items, form)
             reward = Choice(**TAGGED, ignore_case=True, choices_field="options")
-            prompt = Prompt(id="x", messages=(), answer=row["answer"], metadata=made.made.metadata)
+            prompt = Prompt(id="x", messages=(), answer=row["answer"], metadata=made.made.prompt.metadata)
             assert reward._right(prompt, reward._choices(prompt)) == {"ABCD"[last]}
             number += 1
     assert number == 11 * (4 * 2 + 3) * 2
@@ -132,14 +131,12 @@ def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make
 
 def test_history_is_read_as_the_turns_before(make_data, make_demonstrations, make_preferences) -> None:
     """Lengths x sections; the system message stands before it, and the template is that of the last turn alone."""
-    for number, (make, section) in product(
-        range(4), ((make_data, "answer"), (make_demonstrations, "completion"), (make_preferences, "chosen"))
-    ):
+    for number, make in product(range(4), (make_data, make_demonstrations, make_preferences)):
         row = {"prompt": "q", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "s": "S"}
         row["history"] = [[f"q{i}", f"a{i}"] for i in range(number)]
         keys = {"path": "x", "system_field": "s", "prompt_template": "<{question}>"}
         [made] = make("jsonl", **keys).parse(row, "x")
-        turns = made.made.turns if section == "answer" else made.made.prompt.messages
+        turns = made.made.prompt.messages
         texts = [turn["content"] for turn in turns]
         assert texts == ["S", *(text for pair in row["history"] for text in pair), "<q>"]
         assert [turn["role"] for turn in turns] == ["system", *["user", "assistant"] * number, "user"]
@@ -168,7 +165,7 @@ def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             [made] = make("jsonl", **keys).parse(row, "x")
-        turns = made.made.turns if section == "data" else made.made.prompt.messages
+        turns = made.made.prompt.messages
         is_read = [turn["content"] for turn in turns[:-1]] == ["h", "i"]
         assert is_read is (prompt == "q" or (prompt != "whole" and template == "{other}")), (section, prompt)
         noted = [record.getMessage().split(", which")[0] for record in caplog.records]
@@ -242,7 +239,7 @@ def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_prefere
                 assert "completions_field=completion preferences.scores_field=label" in str(refusal.value.remedy)
             source = make_preferences("jsonl", path="x", completions_field="completion", scores_field="label")
             [made] = [row.made for row in source.parse(row, "x")]
-            assert [(each.completion, each.score) for each in made.candidates] == [("x", float(score))]
+            assert (made.completions, made.scores) == (("x",), (float(score),))
             assert made.prompt.messages == ({"role": "user", "content": "1?"},)
             number += 1
     for chosen, scores in product(product(forms, repeat=3), (["3", 2, 1.0], [True, None, 0.5])):
@@ -260,10 +257,10 @@ def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_prefere
                 with pytest.raises(RowError, match="is not a pair"):
                     source.parse(row, "x")
             elif not expected:
-                assert isinstance(source.parse(row, "x")[0].made, LeftOut)
+                assert isinstance(source.parse(row, "x")[0].made, UselessRow)
             else:
                 [made] = [row.made for row in source.parse(row, "x")]
-                found = [(each.completion, each.score) for each in made.candidates]
+                found = list(zip(made.completions, made.scores, strict=True))
                 assert found == [(text, float(score)) for text, score in expected]
     assert number == 18 + 64 * 2 * 2
 
@@ -272,13 +269,13 @@ def test_completions_and_scores_in_several_fields_are_ranked(make_preferences) -
     row = {"prompt": "1?", "a": "x", "b": "y", "score_a": 1, "score_b": 2}
     source = make_preferences("jsonl", path="x", completions_field=["a", "b"], scores_field=["score_a", "score_b"])
     [made] = source.parse(row, "x")
-    assert [(each.completion, each.score) for each in made.made.candidates] == [("x", 1.0), ("y", 2.0)]
+    assert (made.made.completions, made.made.scores) == (("x", "y"), (1.0, 2.0))
 
 
 def test_a_boolean_answer_is_true_or_false(make_data) -> None:
     for value, text in ((True, "true"), (False, "false"), ("yes", "yes"), ([True, "yes"], "true")):
         [made] = make_data("jsonl", path="x").parse({"prompt": "1?", "answer": value}, "x")
-        assert made.made.answer == text
+        assert made.made.prompt.answer == text
 
 
 def test_what_has_a_meaning_and_is_not_read_is_noted_once(

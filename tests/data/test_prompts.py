@@ -54,15 +54,16 @@ def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer)
     # Characters are tokens here: the three questions differ by 2 and 4 characters.
     a, b, c = (len(p.token_ids) for p in found.prompts)
     assert (b - a, c - b) == (2, 4)
-    assert (found.lengths.shortest, found.lengths.median, found.lengths.longest) == (a, b, c)
-    assert (found.num_dropped, found.notes) == (0, ())
+    assert [*found.num_tokens] == [a, b, c]
+    assert found.notes == ()
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted(tokenizer) -> None:
     a, b, _ = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
     found = scan(THREE, tokenizer, b, "drop", Split.train)  # exactly at the limit is within
-    assert ([p.id for p in found.prompts], found.num_dropped) == (["a", "b"], 1)
-    assert found.lengths.longest == b
+    assert [p.id for p in found.prompts] == ["a", "b"]
+    assert [*found.num_tokens] == [a, b]
+    assert found.notes == (f"1 train prompt longer than prompts.max_tokens={b} was dropped",)
     assert [p.id for p in scan(THREE, tokenizer, b - 1, "drop", Split.train).prompts] == ["a"]
     with pytest.raises(UserError, match=r"^prompts\.max_tokens: 3 of 3 train prompts are longer, first a with"):
         scan(THREE, tokenizer, a - 1, "drop", Split.train)
@@ -133,7 +134,7 @@ def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> N
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
         "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
-    assert scan(THREE, strict, 100, "drop", Split.train).num_dropped == 0
+    assert len(scan(THREE, strict, 100, "drop", Split.train).prompts) == 3
     with_system = replace(THREE[0], messages=({"role": "system", "content": "x"}, *THREE[0].messages))
     with pytest.raises(UserError, match=r"^data\.system_prompt: .*no system role.*; set data\.system_prompt=null"):
         scan([with_system], strict, 100, "drop", Split.train)

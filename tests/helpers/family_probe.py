@@ -16,7 +16,7 @@ from torch import Tensor
 from rlft.batch import collate, score_sequences
 from rlft.commands.export import weights as exported
 from rlft.config.model import LoraSettings, ModelConfig
-from rlft.data.prompts import LengthSummary, PromptSet
+from rlft.data.prompts import PromptSet
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.loop.freshness import Limits, check_decoding
@@ -52,8 +52,6 @@ PROMPTS = tuple(
 DATA = PromptSet(
     prompts=list(PROMPTS),
     num_tokens=[len(prompt.token_ids) for prompt in PROMPTS],
-    num_dropped=0,
-    lengths=LengthSummary(shortest=6, median=13, longest=20),
     fingerprint="",
     notes=(),
 )

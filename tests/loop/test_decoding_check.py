@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlft import cli
 from rlft.config.model import KernelChoice
-from rlft.data.prompts import LengthSummary, PromptSet
+from rlft.data.prompts import PromptSet
 from rlft.generation import repeated_cache
 from rlft.generation.engine import Generator
 from rlft.generation.repeated_cache import RepeatedCache
@@ -36,8 +36,6 @@ TOKENS = [tuple(3 + (7 * i + 5 * k) % 200 for k in range(9 + 4 * i)) for i in ra
 PROMPTS = PromptSet(
     prompts=[Prompt(id=str(i), messages=(), answer="", token_ids=tokens) for i, tokens in enumerate(TOKENS)],
     num_tokens=[len(tokens) for tokens in TOKENS],
-    num_dropped=0,
-    lengths=LengthSummary(shortest=9, median=13, longest=17),
     fingerprint="",
     notes=(),
 )

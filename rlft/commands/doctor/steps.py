@@ -177,7 +177,7 @@ def step_rows(trial: MachineTrial) -> list[CheckRow]:
         for stages in (("sample",), ("credit", "update"), ("publish",))
     )
     shape = Shape.of_model(trial.session.backbone.model, sizes_of(trial.config.model, trial.config.lora).lora)
-    longest = trial.plan.train_prompts.lengths.longest
+    longest = max(trial.plan.train_prompts.num_tokens)
     flops = step_flops(shape, replace(work, prompt_tokens=longest))
     sampled, prompts = steps[-1]["tokens/completion"], steps[-1]["tokens/prompt"]
     tokens = sampled + prompts * (1 if roles.forward.packed else work.group)
