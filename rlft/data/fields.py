@@ -130,7 +130,7 @@ def as_text(value: Any, name: str, *, numbers: bool = False, blank: bool = False
     """
     if numbers and isinstance(value, bool):
         return str(value).lower()
-    if numbers and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+    if numbers and isinstance(value, int | float | Decimal):
         if not math.isfinite(value):  # tables use NaN for a missing value
             raise RowError(f"field {name!r} holds no number, it is {value}")
         return format(Decimal(str(value)), "f").removesuffix(".0")
@@ -196,17 +196,14 @@ def tools_of(fields: Mapping[str, Any]) -> tuple[Schema, ...]:
     if isinstance(value, str) and value.strip():
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-    schemas = [tool if "function" in tool else {"type": "function", "function": tool}
-               for tool in _listed(value or [], f"field {TOOLS!r}") if isinstance(tool, Mapping)]  # fmt: skip
-    if len(schemas) < len(value or []) or not all(isinstance(s["function"].get("name"), str) for s in schemas):
+    value = value or []
+    if not isinstance(value, list | tuple):
+        raise RowError(f"field {TOOLS!r} must be a list, it is {kind(value)}", remedy="fix it")
+    tools = [tool for tool in value if isinstance(tool, Mapping)]
+    schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    if len(schemas) < len(value) or not all(isinstance(s["function"].get("name"), str) for s in schemas):
         raise RowError(f"field {TOOLS!r} must be a list of schemas of functions with a name", remedy="fix it")
     return tuple(schemas)
-
-
-def _listed(value: Any, what: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise RowError(f"{what} must be a list, it is {kind(value)}", remedy="fix it")
-    return value
 
 
 def earlier_turns(fields: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,9 +142,6 @@ class HubTable(Table):
 
     def again(self, starts: Iterable[int]) -> Iterator[Record]:
         return (Record(start, start, 1, self._dataset[start]) for start in starts)
-
-    def fields(self, record: Record) -> Mapping[str, Any]:
-        return record.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ def opened(file: Path, key: str) -> Iterator[IO[bytes]]:
             raw.seek(0)
             with raw if unpack is None else unpack(raw) as content:
                 encoding = _encoding(content.peek(4))
-                yield content if encoding is None else io.BytesIO(_recoded(content.read(), encoding))
+                yield content if encoding is None else io.BytesIO(content.read().decode(encoding).encode())
     except UnicodeDecodeError as error:
         raise UserError(key, f"is not {error.encoding} text", got=file, remedy="write it again as UTF-8") from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
@@ -156,7 +156,3 @@ def _encoding(begin: bytes) -> str | None:
     """The encoding of a text that begins with these bytes, if it is neither UTF-8 nor of one byte a character."""
     encoding = json.detect_encoding(begin[:4])
     return None if encoding.startswith("utf-8") else encoding
-
-
-def _recoded(content: bytes, encoding: str) -> bytes:
-    return content.decode(encoding).encode()

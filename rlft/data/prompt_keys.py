@@ -12,26 +12,19 @@ from typing import Annotated, Any, ClassVar
 from rlft.config.keys import Key
 from rlft.data.fields import HISTORY, TOOLS, RowError, is_empty, text_of, values_of
 from rlft.data.templates import fields_in, filled_turns, reads_history
-from rlft.tokens.options import placed_options
+from rlft.tokens.options import FORMS, placed_options
 from rlft.types import Message
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = "options"
 """The placeholder of the options in a template, and their name in a prompt's metadata."""
-FORMS = ({"label", "text"}, {"key", "value"})
-"""The fields of an option that is an object."""
-_SYSTEM = "{section}.system_field={name} makes it the system message"
-_TEXT = "{section}.prompt_template='{{{name}}} {{question}}' shows it"
-_OPTIONS = "{section}.options_field={name} shows them"
-_IMAGES = "data.image_field={name} reads it in prompts"
-_NEVER = "no model is given it"
 TELLING: Mapping[str, str] = {
-    **dict.fromkeys(("system", "system_prompt"), _SYSTEM),
-    **dict.fromkeys(("input", "context", "passage"), _TEXT),
-    **dict.fromkeys(("choices", "options"), _OPTIONS),
-    **dict.fromkeys(("image", "images"), _IMAGES),
-    **dict.fromkeys(("audio", "audios", "video", "videos"), _NEVER),
+    **dict.fromkeys(("system", "system_prompt"), "{section}.system_field={name} makes it the system message"),
+    **dict.fromkeys(("input", "context", "passage"), "{section}.prompt_template='{{{name}}} {{question}}' shows it"),
+    **dict.fromkeys(("choices", "options"), "{section}.options_field={name} shows them"),
+    **dict.fromkeys(("image", "images"), "data.image_field={name} reads it in prompts"),
+    **dict.fromkeys(("audio", "audios", "video", "videos"), "no model is given it"),
     HISTORY: "pairs of texts, [[question, answer], ..], are earlier turns of a prompt that is a text",
     TOOLS: "demonstrations and preferences show them, prompts those of an environment",
     "label": "preferences read it: preferences.completions_field=<the completion> preferences.scores_field={name}",

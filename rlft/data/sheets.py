@@ -126,10 +126,6 @@ class Workbook(Sheet):
 
     streams, blank = False, None
 
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        every = list(self._rows())
-        yield from (every[start] for start in starts)
-
     def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{self.name}:{record.number}", self.fields(record)
 
@@ -149,7 +145,8 @@ class Workbook(Sheet):
             if any(a is None and isinstance(b, str) and b.startswith("=") for a, b in zip(row, written, strict=True)):
                 remedy = "open the workbook in a spreadsheet and save it"
                 raise self.bad(number, "has a formula that was never computed", remedy)
-        return [[_plain(cell) for cell in row] for row in values[named[0]]]
+        # Dates and times become texts in ISO 8601.
+        return [[c.isoformat() if isinstance(c, date | time) else c for c in row] for row in values[named[0]]]
 
     def _sheets(self, *, values: bool) -> dict[str, list[tuple[Any, ...]]]:
         """{name: rows} of the sheets with cells."""
@@ -204,8 +201,3 @@ def _length(cells: Sequence[Any]) -> int:
 
 def _is_blank(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
-
-
-def _plain(cell: Any) -> Any:
-    """A cell's value, of which dates and times are texts in ISO 8601."""
-    return cell.isoformat() if isinstance(cell, date | time) else cell

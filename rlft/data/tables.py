@@ -7,7 +7,6 @@ middle, so they are held.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import zlib
@@ -87,13 +86,13 @@ class Table(ABC):
     def records(self) -> Iterator[Record]:
         """All records, without blank lines. UserError: the table cannot be read."""
 
-    @abstractmethod
     def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        """The records that start there. UserError: the table cannot be read."""
+        """The records that start there, of a table that streams. UserError: the table cannot be read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def fields(self, record: Record) -> Mapping[str, Any]:
         """The fields of a record. UserError: it is no row."""
+        return record.content
 
     def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(id, fields) of each row of a record. RowError: there is none where `nested` leads."""
@@ -140,7 +139,10 @@ def nested_rows(table: Table, record: Record, parse: Callable[[Mapping[str, Any]
     for path in paths_to_rows(top):
         if path == table.nested:
             continue
-        fields = next((fields for _, fields in _read(top, path)), None)
+        try:
+            fields = next((fields for _, fields in rows_at(top, path)), None)
+        except RowError:
+            continue
         if fields is None:
             continue
         try:
@@ -152,11 +154,6 @@ def nested_rows(table: Table, record: Record, parse: Callable[[Mapping[str, Any]
     return " or ".join(found[:3]) if others else ""
 
 
-def _read(top: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with contextlib.suppress(RowError):
-        yield from rows_at(top, path)
-
-
 class FileTable(Table):
     """The rows of the file that the config key `key` names; another version of the file is another table."""
 
@@ -165,11 +162,11 @@ class FileTable(Table):
         self.file, self.key, self.nested, self.name, self.where = file, key, nested, file.name, str(file)
         self._plain = is_plain(file)
         self.streams = type(self).streams and self._plain
-        version = type(self), file, key, nested, status.st_ino, status.st_mtime_ns
-        self._size, self._version = status.st_size, version
+        self._size = status.st_size
+        self._version = type(self), file, key, nested, status.st_ino, status.st_mtime_ns, self._size
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileTable) and (self._version, self._size) == (other._version, other._size)
+        return isinstance(other, FileTable) and self._version == other._version
 
     def __hash__(self) -> int:
         return hash(self._version)
@@ -246,10 +243,6 @@ class JsonDocument(FileTable):
     def records(self) -> Iterator[Record]:
         for number, row in enumerate(self._rows):
             yield Record(number, number, 1, row)
-
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        for start in starts:
-            yield Record(start, start, 1, self._rows[start])
 
     def fields(self, record: Record) -> Mapping[str, Any]:
         row = self.checked(record.content, record.number)
@@ -329,9 +322,6 @@ class Parquet(FileTable):
                 self._group = group, self._read_group(group)
             [row] = _as_python(self._group[1].slice(start - self._starts[group], 1))
             yield Record(0, start, 1, row)
-
-    def fields(self, record: Record) -> Mapping[str, Any]:
-        return record.content
 
     def _batches(self) -> Iterator[Any]:
         with self._parquet() as file:

@@ -205,8 +205,8 @@ class TurnTemplate:
             if READING in self._after(text, _mark(0), role)[1]:
                 eos, rendered = str(self._tokenizer.eos_token or ""), partial(self._rendered, start=False)
                 asked, turn, answer = self._opening, self._turn(role, _mark(0)), _answer(role)
-                ends = closing_of(rendered, asked, turn, answer, _mark(0), READING, self._special, eos)
-                self._runs[role] = ends.run
+                closing = closing_of(rendered, asked, turn, answer, _mark(0), READING, self._special, eos)
+                _, self._runs[role], _ = closing
                 return
         except UserError:
             raise

@@ -108,10 +108,6 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 # -- references --------------------------------------------------------------------------------------------------------
-def _of_reasoning(text: str) -> list[str]:
-    return [without_reasoning(text)] if any(map(text.__contains__, "<[◁")) else []
-
-
 def _of_json(text: str) -> list[str]:
     """The answers in a list, or under the name of an answer in an object, or a text in quotes, as JSON or Python."""
     value: Any = None
@@ -125,18 +121,6 @@ def _of_json(text: str) -> list[str]:
     values = value if isinstance(value, list) else [value]
     is_plain = all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values)
     return list(map(str, values)) if is_plain else []
-
-
-def _of_tag(text: str) -> list[str]:
-    return [match[2] for match in _TAG.finditer(text)][-1:] if "</" in text else []
-
-
-def _of_hashes(text: str) -> list[str]:
-    return list(hashed(text))[-1:] if "####" in text else []
-
-
-def _of_box(text: str) -> list[str]:
-    return boxes(text)[-1:]
 
 
 def boxes(text: str) -> list[str]:
@@ -183,11 +167,6 @@ def _of_markup(text: str) -> list[str]:
     return [text[:-1]] if text.endswith(".") and text[:-1].replace(",", "").lstrip("-$").isdecimal() else []
 
 
-def _of_brackets(text: str) -> list[str]:
-    match = _BRACKETS.fullmatch(text) if text.endswith(")") else None
-    return [match[1]] if match else []
-
-
 class ReferenceIn(StrEnum):
     """The form of a reference around its answer."""
 
@@ -203,14 +182,14 @@ class ReferenceIn(StrEnum):
 
 
 _READERS: Mapping[ReferenceIn, Callable[[str], list[str]]] = {
-    ReferenceIn.reasoning: _of_reasoning,
+    ReferenceIn.reasoning: lambda text: [without_reasoning(text)] if any(map(text.__contains__, "<[◁")) else [],
     ReferenceIn.json: _of_json,
-    ReferenceIn.tag: _of_tag,
-    ReferenceIn.hashes: _of_hashes,
-    ReferenceIn.boxed: _of_box,
+    ReferenceIn.tag: lambda text: [match[2] for match in _TAG.finditer(text)][-1:] if "</" in text else [],
+    ReferenceIn.hashes: lambda text: list(hashed(text))[-1:] if "####" in text else [],
+    ReferenceIn.boxed: lambda text: boxes(text)[-1:],
     ReferenceIn.markup: _of_markup,
     ReferenceIn.sentence: _of_sentence,
-    ReferenceIn.brackets: _of_brackets,
+    ReferenceIn.brackets: lambda text: [m[1]] if text.endswith(")") and (m := _BRACKETS.fullmatch(text)) else [],
 }
 
 

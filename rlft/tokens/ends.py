@@ -32,21 +32,6 @@ SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
-    """What a template puts after an assistant's text.
-
-    Attributes:
-        lead: plain text, such as the line break before `<|end|>` in some templates.
-        run: the special tokens up to the last end token, with what is between them; "": there are none.
-        last: all that it puts after the last turn of a conversation.
-    """
-
-    lead: str = ""
-    run: str = ""
-    last: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnds:
     """What ends an assistant's turn with one tokenizer.
 
@@ -83,31 +68,42 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any 
         style: `chat`: the chat template's turns; `raw`, or a tokenizer without a template: the tokenizer's end token.
         eos_token_id: what the model's generation config names as ends: a token id, a list of them, or None.
     """
-    configured = configured_ids(eos_token_id)
     eos = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
-    own = [] if eos is None else [eos]
-    if style != "chat" or not tokenizer.chat_template:
-        notes = (NO_TEMPLATE_NOTE,) if style == "chat" else ()
-        return _ends(tokenizer, [*own, *configured], closing=tuple(own), notes=notes)
-    eos_text = str(tokenizer.eos_token) if eos is not None else ""
-    special = special_tokens(tokenizer)
-    pattern = special_pattern(special)
-    render = partial(chat_template_text, tokenizer)
-    turn, answer = {"role": "assistant", "content": SAID}, {"role": "user", "content": REPLY}
-    closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos_text)
-    called = _end_of_calls(tokenizer, pattern, eos_text)
-    if not closing.run:
-        notes = _without_end(eos_text)
-        return _ends(tokenizer, [*own, *called, *configured], closing=tuple(own), last=closing.last, notes=notes)
-    ids = list(tokenizer(closing.run, add_special_tokens=False)["input_ids"])
-    if (name := pattern.findall(closing.run)[-1]) in _inside(render, pattern):
-        closing_ids, notes = (*ids, *own), _also_inside(name, eos_text)
+    own, configured = [] if eos is None else [eos], configured_ids(eos_token_id)
+    ends, closing, lead, last, note = [*own, *configured], own, "", "", ""
+    if style == "chat" and not tokenizer.chat_template:
+        note = NO_TEMPLATE_NOTE
+    elif style == "chat":
+        eos_text = str(tokenizer.eos_token) if own else ""
+        pattern = special_pattern(special_tokens(tokenizer))
+        render = partial(chat_template_text, tokenizer)
+        turn, answer = {"role": "assistant", "content": SAID}, {"role": "user", "content": REPLY}
+        lead, run, last = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos_text)
+        called = _end_of_calls(tokenizer, pattern, eos_text)
         ends = [*own, *called, *configured]
-        return _ends(tokenizer, ends, lead=closing.lead, closing=closing_ids, last=closing.last, notes=notes)
-    end = ids[-1]
-    notes = () if end == eos else _differing(tokenizer, end, eos_text)
-    ends = [end, *called, *own, *configured]
-    return _ends(tokenizer, ends, lead=closing.lead, closing=tuple(ids), last=closing.last, notes=notes)
+        name = pattern.findall(run)[-1] if run else ""
+        ids = list(tokenizer(run, add_special_tokens=False)["input_ids"]) if run else []
+        if not run:
+            how = f"with no special token: the tokenizer's {eos_text} ends it, learned and sampled"
+            note = f"the chat template ends a turn {how}" if own else ""
+        elif name in _inside(render, pattern):
+            closing = [*ids, *own]
+            how = f"{eos_text} after it ends one, learned and sampled" if own else "only a limit ends one"
+            note = f"the chat template ends a turn with {name}, which is also inside its turns: {how}"
+        else:
+            ends, closing = [ids[-1], *called, *own, *configured], ids
+            its = f"the tokenizer's end token is {eos_text}" if own else "the tokenizer names no end token"
+            such = f"a turn ends with {tokenizer.convert_ids_to_tokens(ids[-1])}, as the chat template has it"
+            note = f"{such}, while {its}: sampling and exports end at both" if ids[-1] != eos else ""
+    distinct = tuple(dict.fromkeys(map(int, ends)))
+    return TurnEnds(
+        ids=distinct,
+        lead=lead,
+        closing=tuple(closing) or distinct[:1],
+        last=last,
+        names={token: str(tokenizer.convert_ids_to_tokens(token)) for token in distinct},
+        notes=(note,) if note else (),
+    )
 
 
 def configured_ids(eos_token_id: Any) -> list[int]:
@@ -138,8 +134,11 @@ def closing_of(
     reply: str,
     special: re.Pattern[str],
     eos: str,
-) -> Closing:
+) -> tuple[str, str, str]:
     """What the template puts after an assistant's turn and before whatever follows it.
+
+    (lead: plain text, such as the line break before `<|end|>` in some templates; run: the special tokens up to the last
+    end token, with what is between them, "" if there are none; last: all that follows the last turn of a conversation).
 
     Args:
         opening: messages before the turn.
@@ -165,9 +164,9 @@ def closing_of(
         openers.add(going_on[-1][0])
     tokens = list(takewhile(lambda token: token[0] not in openers, tokens))
     if not tokens:
-        return Closing(last=last or "")
+        return "", "", last or ""
     start, end = tokens[0].start(), tokens[-1].end()
-    return Closing(lead=text[:start], run=text[start:end], last=last or "")
+    return text[:start], text[start:end], last or ""
 
 
 def num_common(first: str, second: str) -> int:
@@ -179,21 +178,6 @@ def num_common(first: str, second: str) -> int:
     if second.startswith(first):
         return len(first)
     return next((n for n, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
-
-
-def _ends(
-    tokenizer: PreTrainedTokenizerBase,
-    ids: Sequence[int],
-    *,
-    lead: str = "",
-    closing: tuple[int, ...],
-    last: str = "",
-    notes: tuple[str, ...] = (),
-) -> TurnEnds:
-    distinct = tuple(dict.fromkeys(map(int, ids)))
-    closing = closing or distinct[:1]
-    names = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in distinct}
-    return TurnEnds(ids=distinct, lead=lead, closing=closing, last=last, names=names, notes=notes)
 
 
 def _rendered(render: Render, messages: Sequence[Message]) -> str:
@@ -236,25 +220,8 @@ def _end_of_calls(tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], 
     before, found, _ = _rendered(render, [QUESTION, turn]).rpartition(SAID)
     if not found:
         return []
-    closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
+    _, run, _ = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
     own = before[num_common(before, _rendered(render, [QUESTION])) :]
-    if closing.run and (end := special.findall(closing.run)[-1]) not in special.findall(own):
+    if run and (end := special.findall(run)[-1]) not in special.findall(own):
         return [special_tokens(tokenizer)[end]]
     return []
-
-
-def _differing(tokenizer: PreTrainedTokenizerBase, end: int, eos: str) -> tuple[str, ...]:
-    name = tokenizer.convert_ids_to_tokens(end)
-    its = f"the tokenizer's end token is {eos}" if eos else "the tokenizer names no end token"
-    return (f"a turn ends with {name}, as the chat template has it, while {its}: sampling and exports end at both",)
-
-
-def _without_end(eos: str) -> tuple[str, ...]:
-    if not eos:
-        return ()
-    return (f"the chat template ends a turn with no special token: the tokenizer's {eos} ends it, learned and sampled",)
-
-
-def _also_inside(end: str, eos: str) -> tuple[str, ...]:
-    ends = f"{eos} after it ends one, learned and sampled" if eos else "only a limit ends one"
-    return (f"the chat template ends a turn with {end}, which is also inside its turns: {ends}",)

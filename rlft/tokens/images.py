@@ -135,11 +135,9 @@ class ImageProcessor:
             number = len(parts) - 1
             problem = f"the model's chat template writes {number} of the {len(prompt.images)} images of {prompt.id!r}"
             raise UserError("model.path", problem, remedy="use a model whose template shows images")
-        replacements = [self._replacement(image, f" of {prompt.id!r}") for image in prompt.images]
+        read = (self._processed(image, f" of {prompt.id!r}") for image in prompt.images)
+        replacements = [self._processor.replace_image_token(each, 0) for each in read]
         return "".join(part for pair in zip(parts, [*replacements, ""], strict=True) for part in pair)
-
-    def _replacement(self, image: Image, whose: str) -> str:
-        return self._processor.replace_image_token(self._processed(image, whose), 0)
 
     def tensors(self, image: Image) -> dict[str, Tensor]:
         """What the model's tower reads of an image."""

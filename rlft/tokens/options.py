@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count, islice, product
 from typing import Any
 
+FORMS = ({"label", "text"}, {"key", "value"})
+"""The fields of an option that is an object."""
 LABEL = r"[^\W_]{1,4}"
 _OWN_LABEL = re.compile(rf"[(\[]?({LABEL})[)\].:]*")
 _PREFIX = re.compile(
@@ -78,7 +80,7 @@ def _parts(value: Any) -> tuple[list[Any] | None, list[Any]]:
                 value = read(value.strip())
     if isinstance(value, list | tuple) and value and all(isinstance(e, Mapping) and len(e) == 2 for e in value):
         value = {key: [each.get(key) for each in value] for key in value[0]}
-    if isinstance(value, Mapping) and set(value) in ({"label", "text"}, {"key", "value"}):
+    if isinstance(value, Mapping) and value.keys() in FORMS:
         columns = [list(value[key]) for key in sorted(value)]
     elif isinstance(value, Mapping) and all(isinstance(label, str) for label in value):
         written = {label: text for label, text in value.items() if text is not None}  # others are a table's fillers
