@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlft.config.bounds import PositiveInt
-from rlft.data.drawn import Drawn, Problem
+from rlft.data.drawn import Drawn
 from rlft.types import require
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -36,13 +36,13 @@ class Arithmetic(Drawn):
     def words(self) -> tuple[str, str]:
         return f"problems of difficulty {self.difficulty}", "a higher data.difficulty"
 
-    def draw(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random) -> tuple[str, str, int]:
         low, high = (0 if self.difficulty == 1 else 10 ** (self.difficulty - 1)), 10**self.difficulty - 1
         a, b = rng.randint(low, high), rng.randint(low, high)
         operation = rng.choice(list(self.operations))
         if operation == "-" and a < b:
             a, b = b, a
-        return Problem(f"{a}{operation}{b}", question(a, operation, b), OPERATIONS[operation](a, b))
+        return f"{a}{operation}{b}", question(a, operation, b), OPERATIONS[operation](a, b)
 
     def check(self) -> None:
         """Refuses keys for which there is no problem. Raises UserError."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from rlft.config.bounds import PositiveInt
 from rlft.data.arithmetic import OPERATIONS
-from rlft.data.drawn import Drawn, Problem
+from rlft.data.drawn import Drawn
 from rlft.types import require
 
 LARGEST_FACTOR = 9
@@ -69,9 +69,9 @@ class Chains(Drawn):
     def words(self) -> tuple[str, str]:
         return f"chains of data.steps={self.steps} data.largest={self.largest}", "more data.steps"
 
-    def draw(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random) -> tuple[str, str, int]:
         chain = draw(rng, self.steps, self.largest)
-        return Problem(chain.identity, chain.question, chain.results[-1])
+        return chain.identity, chain.question, chain.results[-1]
 
     def check(self) -> None:
         """Refuses keys for which there is no chain. Raises UserError."""

@@ -6,7 +6,6 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.types import Prompt, Split, UserError
@@ -18,14 +17,6 @@ def split_of(*problem: int | str) -> Split:
     """The split of a problem, by a hash of what is written of it: no seed or size can make the two splits overlap."""
     digest = hashlib.sha256("".join(map(str, problem)).encode()).digest()
     return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
-
-
-class Problem(NamedTuple):
-    """What is asked: its id, which decides its split, the question and the number that answers it."""
-
-    id: str
-    question: str
-    answer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +33,9 @@ class Drawn(ABC):
         count = self.size if split is Split.train else self.held_out_size
         rng, prompts = random.Random(f"{self.seed}-{split}"), dict[str, Prompt]()
         for _ in range(self.most_draws(count) + 1):
-            problem = self.draw(rng)
-            if split_of(problem.id) is split and problem.id not in prompts:
-                prompts[problem.id] = self.prompt(problem)
+            name, question, answer = self.draw(rng)
+            if split_of(name) is split and name not in prompts:
+                prompts[name] = self.prompt(name, question, str(answer))
             if len(prompts) == count:
                 return list(prompts.values())
         what, more = self.words
@@ -60,7 +51,8 @@ class Drawn(ABC):
         """Refuses keys for which there is no problem. Raises UserError."""
 
     @abstractmethod
-    def draw(self, rng: random.Random) -> Problem: ...
+    def draw(self, rng: random.Random) -> tuple[str, str, int]:
+        """The id of a problem, which decides its split, the question and the number that answers it."""
 
     @property
     @abstractmethod
@@ -71,6 +63,5 @@ class Drawn(ABC):
         """After how many draws there are not `count` distinct problems of a split."""
         return 200 * count + 10_000
 
-    def prompt(self, problem: Problem) -> Prompt:
-        message = {"role": "user", "content": problem.question}
-        return Prompt(id=problem.id, messages=(message,), answer=str(problem.answer))
+    def prompt(self, name: str, question: str, answer: str) -> Prompt:
+        return Prompt(id=name, messages=({"role": "user", "content": question},), answer=answer)

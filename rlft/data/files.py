@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft.data.nested import SPLITS
 from rlft.data.opened import (
     ARROW_FILE,
     ARROW_STREAM,
@@ -23,7 +22,18 @@ from rlft.data.opened import (
     unpacked_name,
 )
 from rlft.data.sheets import DELIMITERS, Csv, Workbook
-from rlft.data.tables import Arrow, FileTable, JsonDocument, JsonLines, Made, Parquet, Table, are_columns, rows_of
+from rlft.data.tables import (
+    SPLITS,
+    Arrow,
+    FileTable,
+    JsonDocument,
+    JsonLines,
+    Made,
+    Parquet,
+    Table,
+    are_columns,
+    rows_of,
+)
 from rlft.types import UserError, require
 
 EMBEDDED = "embedded:"

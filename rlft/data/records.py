@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,8 +17,16 @@ from rlft.config.keys import Key
 from rlft.data.fields import TOOLS, MissingField, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.images import check_none_unread, with_images
 from rlft.data.lazy import mapped
-from rlft.data.prompt_keys import OPTIONS, PromptKeys
-from rlft.data.templates import chat, check_answer_template, check_template, filled, placeholders, question_of
+from rlft.data.templates import (
+    OPTIONS,
+    PromptKeys,
+    chat,
+    check_answer_template,
+    check_template,
+    filled,
+    placeholders,
+    question_of,
+)
 from rlft.tokens.answers import ReferenceIn, answers_in
 from rlft.types import IMAGE, Message, Prompt, Split, UserError, are, counted, require
 
@@ -238,10 +247,8 @@ class RecordKeys(PromptKeys, RowSource):
         return answer
 
     def _last_match(self, text: str) -> re.Match[str] | None:
-        last = None
-        for match in re.finditer(_BOX if self.answer_pattern == BOXED else self.answer_pattern or "", text):
-            last = match
-        return last
+        pattern = _BOX if self.answer_pattern == BOXED else self.answer_pattern or ""
+        return next(iter(deque(re.finditer(pattern, text), maxlen=1)), None)
 
     def _warn_of_cut_numbers(self, rows: Sequence[RecordRow[Question]]) -> None:
         """Warns once if the pattern takes part of a number, such as 1 of 1,080: the answers would be wrong."""

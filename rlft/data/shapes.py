@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from rlft.config.bounds import PositiveInt
-from rlft.data.drawn import Drawn, Problem
+from rlft.data.drawn import Drawn
 from rlft.system.terminal import pip_install
 from rlft.types import IMAGE, Image, Prompt, require
 
@@ -43,12 +43,12 @@ class Shapes(Drawn):
     def most_draws(self, count: int) -> int:
         return 200 * count
 
-    def draw(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random) -> tuple[str, str, int]:
         number = rng.randint(1, self.most)
-        return Problem(f"{number}-{rng.getrandbits(40):010x}", QUESTION, number)
+        return f"{number}-{rng.getrandbits(40):010x}", QUESTION, number
 
-    def prompt(self, problem: Problem) -> Prompt:
-        return replace(Drawn.prompt(self, problem), images=(drawing(problem.id),))
+    def prompt(self, name: str, question: str, answer: str) -> Prompt:
+        return replace(Drawn.prompt(self, name, question, answer), images=(drawing(name),))
 
     def check(self) -> None:
         """Refuses keys for which there is no picture, and to draw without Pillow. Raises UserError."""

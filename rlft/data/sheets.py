@@ -34,6 +34,7 @@ _MARKDOWN = re.compile(rb"[^\r\n]*\|[^\r\n]*\r?\n[ \t]*\|?(?:[ \t]*:?--+:?[ \t]*
 class Sheet(FileTable):
     """Rows of cells below their names."""
 
+    hint = ", or write a first row with the names of the columns, if it has none"
     blank: Any = ""
     """What a cell holds that a row lacks."""
 
@@ -55,9 +56,6 @@ class Sheet(FileTable):
         row.pop("", None)
         return row
 
-    def hint(self) -> str:
-        return ", or write a first row with the names of the columns, if it has none"
-
     @cached_property
     def _names(self) -> Sequence[str]:
         first = next(self._rows(), None)
@@ -65,8 +63,7 @@ class Sheet(FileTable):
         names = ["" if cell is None else str(cell).strip() for cell in cells]
         named = list(filter(None, names))
         problem = f"two columns have the same name, only {', '.join(map(repr, names))}"
-        remedy = "rename one, or write a first row with the names of the columns, if it has none"
-        require(len(set(named)) == len(named), self.key, problem, got=self.file, remedy=remedy)
+        require(len(set(named)) == len(named), self.key, problem, got=self.file, remedy=f"rename one{self.hint}")
         return names
 
 

@@ -3,6 +3,10 @@
 A record knows where it starts in its table, so that the rows of large files need not be held: they are read again
 whenever they are used. Packed files, texts that are not UTF-8, JSON documents and workbooks cannot be read from the
 middle, so they are held.
+
+Rows may lie within an object: `data.*.paragraphs.*.qas` leads to the questions in a file of SQuAD. A part of such a
+path is the name of a field, the number of an item of a list, or `*` for each item of a list or each value of an object.
+What it leads to is a row, or a list of rows; `*` may be left out before the items of a list.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rlft.data.fields import MissingField, RowError, TypedRow, kind, only
-from rlft.data.nested import paths_to_rows, rows_at
 from rlft.data.opened import ARROW_FILE, is_plain, not_utf8, opened
 from rlft.types import UserError, lone_surrogate, require
 
@@ -29,6 +33,12 @@ ROWS_AT_A_TIME = 1000
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _JSON_TYPE = "arrow.json"
 """The name of Arrow's type of texts that are JSON."""
+
+EACH = "*"
+KEY = "key"
+"""The field of a row with its name, where an object holds the rows by name."""
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Names with which files, and lists in them, say that they are one split of a set."""
 
 Made = TypeVar("Made")
 
@@ -63,6 +73,7 @@ class Table(ABC):
         streams: whether records can be read again without those before them.
         unit: what is numbered, line or row.
         has_types: whether its columns have types, so that objects have null for the fields that they do not have.
+        hint: what a message about a missing field should say of the names of this table's fields.
     """
 
     name: str
@@ -71,6 +82,7 @@ class Table(ABC):
     streams: bool = True
     unit: str = "row"
     has_types: bool = False
+    hint: str = ""
 
     @property
     @abstractmethod
@@ -104,10 +116,6 @@ class Table(ABC):
         """The object that a path to rows begins at."""
         return self.fields(record)
 
-    def hint(self) -> str:
-        """What a message about a missing field should say of the names of this table's fields."""
-        return ""
-
     def place(self, number: int) -> str:
         """Where the record with this number is, for messages."""
         return f"{self.where}:{number}" if self.unit == "line" else f"{self.where}, row {number}"
@@ -128,7 +136,7 @@ def rows_of(
         is_missing = isinstance(error, MissingField)
         if is_missing and (found := nested_rows(table, record, parse, others=remedy is None)):
             remedy = f"set {section}.rows to the path to the rows: {found}"
-        other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field){table.hint()}"
+        other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field){table.hint}"
         key = key if error.key == "path" else f"{section}.{error.key}"
         raise UserError(key, f"{where}: {error}", remedy=remedy or other_fields) from None
 
@@ -187,16 +195,13 @@ class FileTable(Table):
         """A context with the file's bytes, unpacked and as UTF-8. UserError for what it cannot be read for."""
         return opened(self.file, self.key)
 
-    def checked(self, row: Any, number: int) -> Mapping[str, Any]:
-        """The row, unless it is no object. UserError."""
+    def checked(self, row: Any, number: int, *, may_hold_surrogates: bool) -> Mapping[str, Any]:
+        """The row. UserError: it is no object, or holds half of a character in UTF-16, which JSON can write."""
         if not isinstance(row, dict):
             raise self.bad(number, f"must be a JSON object, it is {kind(row)}")
-        return row
-
-    def check_characters(self, row: Any, number: int) -> None:
-        """Refuses a lone surrogate, half of a character in UTF-16, which JSON can write."""
-        if surrogate := lone_surrogate(json.dumps(row, ensure_ascii=False)):
+        if may_hold_surrogates and (surrogate := lone_surrogate(json.dumps(row, ensure_ascii=False))):
             raise self.bad(number, f"holds the lone surrogate {surrogate}, which is not text")
+        return row
 
 
 class JsonLines(FileTable):
@@ -227,10 +232,7 @@ class JsonLines(FileTable):
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             raise self.bad(record.number, f"is not JSON ({reason})") from None
-        row = self.checked(row, record.number)
-        if _SURROGATE.search(record.content):
-            self.check_characters(row, record.number)
-        return row
+        return self.checked(row, record.number, may_hold_surrogates=_SURROGATE.search(record.content) is not None)
 
 
 class JsonDocument(FileTable):
@@ -245,10 +247,7 @@ class JsonDocument(FileTable):
             yield Record(number, number, 1, row)
 
     def fields(self, record: Record) -> Mapping[str, Any]:
-        row = self.checked(record.content, record.number)
-        if self._may_hold_surrogates:
-            self.check_characters(row, record.number)
-        return row
+        return self.checked(record.content, record.number, may_hold_surrogates=self._may_hold_surrogates)
 
     def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{self.name}:{record.number}", self.fields(record)
@@ -452,3 +451,79 @@ def are_columns(document: Any) -> bool:
     values = [list(column.values() if isinstance(column, dict) else column) for column in columns]
     plain = all(not isinstance(value, list | dict) for column in values for value in column[:2])
     return plain and len(set(map(len, values))) == len({type(column) for column in columns}) == 1
+
+
+# -- rows that lie within an object ------------------------------------------------------------------------------------
+def rows_at(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where below `value`, fields) of each row to which the path leads, with the fields of what encloses it.
+
+    A row's own field stands for an enclosing one of the same name. RowError: the path leads nowhere.
+
+    >>> list(rows_at({"v": 2, "data": [{"title": "A", "qas": [{"q": "1?"}, {"q": "2?"}]}]}, "data.*.qas"))[1]
+    ('.0.1', {'v': 2, 'title': 'A', 'q': '2?'})
+    """
+    return _walk(value, path.split("."), {}, "")
+
+
+def _walk(
+    value: Any, parts: Sequence[str], around: Mapping[str, Any], place: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, list | tuple):
+        numbers: Sequence[int] = range(len(value))
+        if parts and parts[0].isdecimal():
+            numbers = [int(parts[0])] if int(parts[0]) in numbers else []
+        parts = parts[1:] if parts and (parts[0] == EACH or parts[0].isdecimal()) else parts
+        for i in numbers:
+            yield from _walk(value[i], parts, around, f"{place}.{i}")
+    elif not isinstance(value, Mapping):
+        problem = f"there is {kind(value)} at {place.strip('.') or 'the top'}, not a row"
+        raise MissingField(problem, key="rows", remedy="")
+    elif not parts:
+        yield place, {**around, **value}
+    elif parts[0] == EACH and EACH not in value:
+        held = {name: item for name, item in value.items() if item is None or isinstance(item, Mapping | list | tuple)}
+        around = {**around, **{name: item for name, item in value.items() if name not in held}}
+        for name, item in held.items():
+            yield from _walk(item, parts[1:], {**around, KEY: name}, f"{place}.{name}")
+    else:
+        length = next((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in value), None)
+        if length is None:
+            raise MissingField(f"there is no {parts[0]!r}, {only(value)}", key="rows", remedy="")
+        name = ".".join(parts[:length])
+        if value[name] is not None:  # null: no rows
+            others = {other: item for other, item in value.items() if other != name}
+            yield from _walk(value[name], parts[length:], {**around, **others}, place)
+
+
+def paths_to_rows(value: Any, deepest: int = 8) -> Iterator[str]:
+    """The paths below `value` that lead to rows, the nearest first; of each list only the first item is looked at."""
+    waiting: deque[tuple[Any, tuple[str, ...]]] = deque([(value, ())])
+    while waiting:
+        inner, parts = waiting.popleft()
+        if len(parts) >= deepest:
+            continue
+        if isinstance(inner, list | tuple):
+            waiting.extend((item, (*parts, EACH)) for item in inner[:1])
+        elif isinstance(inner, Mapping):
+            named = _is_keyed(inner)
+            items = {EACH: next(filter(_holds_rows, inner.values()))} if named else inner
+            for name, item in items.items():
+                if _holds_rows(item) and (named or isinstance(item, list | tuple)):
+                    yield ".".join((*parts, name))
+                waiting.append((item, (*parts, name)))
+
+
+def _is_keyed(value: Mapping[str, Any]) -> bool:
+    """Whether an object has rows, or lists of rows, by their names: they have fields in common."""
+    held = [item for item in value.values() if isinstance(item, Mapping | list | tuple)]
+    if not held or not all(map(_holds_rows, held)) or any(name in SPLITS for name in value):
+        return False
+    first, other = (set(item[0] if isinstance(item, list | tuple) else item) for item in (held[0], held[-1]))
+    return len(held) > 1 and bool(first & other) and type(held[0]) is type(held[-1])
+
+
+def _holds_rows(value: Any) -> bool:
+    """Whether this is an object, or a list of them, and no chat."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, Mapping)
+    return bool(value) and isinstance(value[0], Mapping) and not {"role", "from"} & value[0].keys()

@@ -1,15 +1,54 @@
-"""Templates of a prompt's last message, in which `{name}` stands for a field of the row, and messages with them."""
+"""How the prompt of a row is written, whatever is learned of the row, and what of a row nobody reads.
+
+In the template of a prompt's last message `{name}` stands for a field of the row.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar
 
-from rlft.data.fields import HISTORY, MissingField, RowError, as_text, earlier_turns, has, turns_of, value_of
+from rlft.config.keys import Key
+from rlft.data.fields import (
+    HISTORY,
+    TOOLS,
+    MissingField,
+    RowError,
+    as_text,
+    earlier_turns,
+    has,
+    is_empty,
+    text_of,
+    turns_of,
+    value_of,
+    values_of,
+)
+from rlft.tokens.options import FORMS, placed_options
 from rlft.types import Message, UserError, require
 
+logger = logging.getLogger(__name__)
+
 PLACEHOLDER = "{question}"
+OPTIONS = "options"
+"""The placeholder of the options in a template, and their name in a prompt's metadata."""
+TELLING: Mapping[str, str] = {
+    **dict.fromkeys(("system", "system_prompt"), "{section}.system_field={name} makes it the system message"),
+    **dict.fromkeys(("input", "context", "passage"), "{section}.prompt_template='{{{name}}} {{question}}' shows it"),
+    **dict.fromkeys(("choices", "options"), "{section}.options_field={name} shows them"),
+    **dict.fromkeys(("image", "images"), "data.image_field={name} reads it in prompts"),
+    **dict.fromkeys(("audio", "audios", "video", "videos"), "no model is given it"),
+    HISTORY: "pairs of texts, [[question, answer], ..], are earlier turns of a prompt that is a text",
+    TOOLS: "demonstrations and preferences show them, prompts those of an environment",
+    "label": "preferences read it: preferences.completions_field=<the completion> preferences.scores_field={name}",
+}
+"""{field of a row that has a meaning for its prompt: how it is read}: it is noted where no key reads it."""
+
+_NUMBERED_IMAGE = re.compile(r"image_?\d+")
 _PARTS = re.compile(r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{\{(?P<braced>[^{}\n]+)\}\}|(?P<space>\s*)\{(?P<name>[^{}\n]+)\}")
 """A LaTeX command with its arguments, which is no placeholder; a name in double braces, which stands in single ones; a
 placeholder with the white space before it."""
@@ -88,10 +127,16 @@ def filled(
         name = match["name"]
         if match["braced"]:
             return f"{{{match['braced']}}}"
-        if name is None or (name not in values and not _reads(fields, name, key)):
+        if name is None or (name not in values and fields is None):
             return match[0]
         if name not in values:
-            value = value_of(fields or {}, name)
+            try:
+                value = value_of(fields or {}, name)
+            except RowError as error:
+                if not _IDENTIFIER.fullmatch(name):
+                    return match[0]
+                remedy = f"name a field, or write {{{{{name}}}}} for the word in braces"
+                raise MissingField(str(error), remedy=remedy, key=key) from None
             values[name] = "" if value is None else as_text(value, name, numbers=True, blank=True)
         if values[name].strip():
             return match["space"] + values[name]
@@ -102,20 +147,6 @@ def filled(
     text = _PARTS.sub(put, template)
     text = text.lstrip() if begins_blank else text
     return text, "\x1f".join(values[name] for name in sorted(set(placeholders(template)) & set(values)))
-
-
-def _reads(fields: Mapping[str, Any] | None, name: str, key: str) -> bool:
-    """Whether the name in braces is a field of the row. RowError if it should be."""
-    if fields is None:
-        return False
-    try:
-        value_of(fields, name)
-    except RowError as error:
-        if _IDENTIFIER.fullmatch(name):
-            remedy = f"name a field, or write {{{{{name}}}}} for the word in braces"
-            raise MissingField(str(error), remedy=remedy, key=key) from None
-        return False
-    return True
 
 
 def filled_turns(
@@ -168,3 +199,83 @@ def chat(turns: Sequence[Message], system_prompt: str | None, examples: Sequence
     if turns[0]["role"] == "system":
         system, turns = turns[:1], turns[1:]
     return (*system, *examples, *turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptKeys:
+    """The config keys that say how a row's prompt is written, of prompts, demonstrations and preferences alike."""
+
+    section: ClassVar[str]
+
+    system_prompt: str | None
+    system_field: Annotated[str | None, Key(before=None)]
+    options_field: Annotated[str | Sequence[str] | None, Key(before=None)]
+    prompt_template: str
+
+    @property
+    def template(self) -> str:
+        """The template, with the options at its end where it has no other place for them."""
+        place = f"{{{OPTIONS}}}"
+        without = self.options_field is None or OPTIONS in fields_in(self.prompt_template)
+        return self.prompt_template if without else f"{self.prompt_template}\n{place}"
+
+    def options(self, row: Mapping[str, Any]) -> list[tuple[str, str] | None]:
+        """What `placed_options` returns for the row's options; none where no key names them. Raises RowError."""
+        if self.options_field is None:
+            return []
+        value = values_of(row, self.options_field)
+        if not isinstance(self.options_field, str):  # blank cells of a table are none, also where all are blank
+            value = [None if isinstance(text, str) and not text.strip() else text for text in value]
+        items = value if isinstance(value, list | tuple) else []
+        nested = [item for item in items if isinstance(item, Mapping | list | tuple)]
+        try:
+            if not all(isinstance(item, Mapping) and item.keys() in FORMS for item in nested):
+                raise ValueError(f"choices must be texts, or objects with a label and a text each, got {value!r:.80}")
+            return placed_options(value)
+        except ValueError as error:
+            raise RowError(f"in {self.options_field!r} {error}", key="options_field") from None
+
+    def filled(
+        self, turns: Sequence[Message], row: Mapping[str, Any]
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """What `filled_turns` returns for the row's template, whose system message is first. Raises RowError."""
+        if options := self.options(row):
+            row = {**row, OPTIONS: "\n".join(f"{label}) {text}" for label, text in filter(None, options))}
+        turns, question = filled_turns(turns, self.template, row)
+        if self.system_field is None or turns[0]["role"] == "system" or is_empty(row, self.system_field):
+            return turns, question
+        system: Message = {"role": "system", "content": text_of(row, self.system_field)}
+        return (system, *turns), (system, *question)
+
+    def note_unread(self, row: Mapping[str, Any], *read: str, prompt: str | None) -> None:
+        """Says, once a section, which fields of the row mean something and are in no key, nor among those `read`.
+
+        `prompt` is the field of the row's prompt; None where another has its chat.
+        """
+        if prompt is not None and HISTORY in row and reads_history(row, prompt, self.template):
+            read = (*read, HISTORY)
+        for name in row:
+            if _kind(name) not in TELLING:
+                continue
+            tells = row[name] not in (None, "", [], {}) and (name != "label" or isinstance(row[name], bool))
+            if tells and name not in read and not self._names(name):
+                _note(self.section, name)
+
+    def _names(self, name: str) -> bool:
+        ends = "_field", "_fields", "_template"
+        keys = [getattr(self, key.name) for key in dataclasses.fields(self) if key.name.endswith(ends)]
+        values = [value for key in keys if key for value in ([key] if isinstance(key, str) else key)]
+        names = {part for value in values for part in (value, *fields_in(value))}
+        return any(part == name or part.startswith(f"{name}.") for part in names)
+
+
+@cache
+def _kind(name: str) -> str:
+    """The name of a field without the number of its image."""
+    return "image" if _NUMBERED_IMAGE.fullmatch(name) else name
+
+
+@cache
+def _note(section: str, name: str) -> None:
+    how = TELLING[_kind(name)].format(section=section, name=name)
+    logger.warning("%s.path: rows have %r, which is not read: %s", section, name, how)

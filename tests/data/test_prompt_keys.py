@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from reward_groups import TAGGED
 
-from rlft.data import prompt_keys
+from rlft.data import templates
 from rlft.data.fields import RowError, TypedRow, UselessRow, messages_of
 from rlft.reward.choice import Choice
 from rlft.tokens.options import letters, options_of
@@ -161,7 +161,7 @@ def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
                 continue
             chosen, rejected = ([*whole, {"role": "assistant", "content": text}] for text in "ab")
             row |= {"prompt": "q", "chosen": chosen, "rejected": rejected}
-        prompt_keys._note.cache_clear()
+        templates._note.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             [made] = make("jsonl", **keys).parse(row, "x")
@@ -285,7 +285,7 @@ def test_what_has_a_meaning_and_is_not_read_is_noted_once(
     base = {"prompt": "1?", "answer": "1", "completion": "c", "chosen": "c", "rejected": "r"}
     number = 0
     for name, (section, make) in product(
-        prompt_keys.TELLING,
+        templates.TELLING,
         (("data", make_data), ("demonstrations", make_demonstrations), ("preferences", make_preferences)),
     ):
         value = {"label": True, "tools": [], "history": "talk", "choices": ["a", "b"]}.get(name, "v")
@@ -299,7 +299,7 @@ def test_what_has_a_meaning_and_is_not_read_is_noted_once(
             number += 1
             if name == "tools" and keys:
                 continue  # no template takes a list
-            prompt_keys._note.cache_clear()
+            templates._note.cache_clear()
             caplog.clear()
             with caplog.at_level(logging.WARNING):
                 for _ in range(2):
