@@ -25,8 +25,7 @@ from rlft.data.sampled import check_tokenizer, sampled_with
 from rlft.data.texts import TextTokens, as_batch
 from rlft.system.seeds import derive
 from rlft.tokens.ends import TurnEnds, num_common, special_pattern, turn_ends
-from rlft.tokens.markers import Tally
-from rlft.tokens.plain import PlainText
+from rlft.tokens.plain import PlainText, Tally
 from rlft.tokens.text import THINKING_FIELDS, last_tag, rendered, without_tail
 from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, UserError, are, counted, require
 

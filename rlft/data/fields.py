@@ -152,12 +152,10 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for i, message in enumerate(value):
         where = f"message {i} of field {name!r}"
-        if isinstance(message, Mapping):  # without the fields of a table that say nothing
-            message = {key: value for key, value in message.items() if value is not None}
-        if isinstance(message, dict):
-            message = _with_role(message)
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(message, dict) or not isinstance(role, str) or role not in FIELDS:
+        given = message if isinstance(message, Mapping) else {}  # without the fields of a table that say nothing:
+        message = _with_role({key: value for key, value in given.items() if value is not None})
+        role = message.get("role")
+        if not isinstance(role, str) or role not in FIELDS:
             got = f", its role is {role!r}" if role is not None else ""
             raise RowError(
                 f'{where} must be {{"role": {" | ".join(FIELDS)}, "content": text}} or '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Generic, TypeVar, overload
 
 Item = TypeVar("Item")
@@ -58,16 +59,16 @@ class Chosen(Lazy[Item]):
 
 
 class Mapped(Lazy[Item], Generic[Made, Item]):
-    """The results of a function for each item of another lazy sequence."""
+    """What a function makes of the items of another lazy sequence, one of each; it is given consecutive items."""
 
-    def __init__(self, items: Lazy[Made], make: Callable[[Made], Item]) -> None:
-        self._items, self._make = items, make
+    def __init__(self, items: Lazy[Made], make: Callable[[Iterator[Made]], Iterator[Item]]) -> None:
+        self.items, self._make = items, make
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
-        return map(self._make, self._items.between(start, stop))
+        return self._make(self.items.between(start, stop))
 
 
 class Chained(Lazy[Item]):
@@ -88,7 +89,7 @@ class Chained(Lazy[Item]):
 
 def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
     """The result of the function for each item: a list, or a lazy sequence if the items are lazy."""
-    return Mapped(items, make) if isinstance(items, Lazy) else [make(item) for item in items]
+    return Mapped(items, partial(map, make)) if isinstance(items, Lazy) else [make(item) for item in items]
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:

@@ -150,8 +150,12 @@ class PreferenceKeys(LearnedKeys):
         self.note_unread(fields, TOOLS, prompt=None if is_chat else self.prompt_field)
         if is_pair:
             turns, chosen, rejected = self._pair(fields)
-            margin = 1.0 if self.margin_field is None else _margin(fields, self.margin_field)
-            scored = [(chosen, margin), (rejected, 0.0)]
+            margin: Any = 1.0
+            if (name := self.margin_field) is not None:
+                margin = value_of(fields, name) if has(fields, name) else None
+            if not _is_number(margin) or margin < 0:
+                raise RowError(f"field {name!r}, by how much the chosen one is better, must be a number of at least 0")
+            scored = [(chosen, float(margin)), (rejected, 0.0)]
         elif any(has(fields, name) for name in _names(self.completions_field)):
             turns, scored = self._prompt(fields), self._list(fields)
         else:
@@ -283,13 +287,6 @@ def _completion(fields: Mapping[str, Any], name: str, value: Any) -> str:
     """The text of a completion in the field `name` of a row, a text or one assistant message. Raises RowError."""
     row = TypedRow({name: value}) if isinstance(fields, TypedRow) else {name: value}
     return only_text(completion_of(row, name), f"a completion in field {name!r}")
-
-
-def _margin(fields: Mapping[str, Any], name: str) -> float:
-    margin: Any = value_of(fields, name) if has(fields, name) else None
-    if not _is_number(margin) or margin < 0:
-        raise RowError(f"field {name!r}, by how much the chosen one is better, must be a number of at least 0")
-    return float(margin)
 
 
 def _score(value: Any) -> float | None:

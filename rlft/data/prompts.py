@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rlft.data.lazy import Chosen, Lazy, Mapped
+from rlft.data.lazy import Chosen, Lazy, Mapped, mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
-from rlft.tokens.markers import Tally
-from rlft.tokens.plain import PlainText
+from rlft.tokens.plain import PlainText, Tally
 from rlft.tokens.said import Unread, unread
 from rlft.tokens.text import rendered, tail
 from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, require
@@ -60,21 +59,6 @@ class PromptSet:
         return self.prompts[max(range(len(lengths)), key=lengths.__getitem__)]
 
 
-class TokenisedPrompts(Lazy[Prompt]):
-    """Prompts of streamed data whose token ids are computed at each access; `texts` are the prompts without them."""
-
-    def __init__(
-        self, texts: Lazy[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
-    ) -> None:
-        self.texts, self._tokenizer, self._style, self._shown = texts, tokenizer, style, shown
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def between(self, start: int, stop: int) -> Iterator[Prompt]:
-        return tokenised(self.texts.between(start, stop), self._tokenizer, self._style, self._shown)
-
-
 def scan(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
@@ -94,7 +78,9 @@ def scan(
     """
     require(len(prompts), "data", f"the {split} split is empty", remedy="choose other data")
     if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines
-        _check_ids(prompts, split)
+        repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+        problem = f"the {split} split has {counted(len(repeated), 'id')} more than once"
+        require(not repeated, "data", problem, got=next(iter(repeated), None), remedy="give each prompt its own id")
     kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
     empty, long, longest, images, longest_with_images = list[str](), Tally(), 0, 0, None
@@ -133,7 +119,8 @@ def scan(
     dropped = f"{what} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
     kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
     if isinstance(prompts, Lazy):
-        kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style, shown)
+        make = partial(tokenised, tokenizer=tokenizer, style=style, shown=shown)
+        kept_prompts = Mapped(Chosen(prompts, kept), make)
     return PromptSet(
         prompts=kept_prompts,
         num_tokens=num_tokens,
@@ -184,10 +171,10 @@ def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
     What their prompts have begun to say for the assistant is that of the first one.
     """
     prompts = prompt_set.prompts
-    if not isinstance(prompts, TokenisedPrompts):
+    if not isinstance(prompts, Mapped):
         return prompts
     tail = prompts[0].tail
-    return Mapped(prompts.texts, partial(replace, tail=tail)) if tail else prompts.texts
+    return mapped(prompts.items, partial(replace, tail=tail)) if tail else prompts.items
 
 
 def joined(prompt: Prompt) -> str:
@@ -358,10 +345,3 @@ def _refused(problem: str, *, is_system: bool, otherwise: str, got: str | None =
 def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
     """Whether prompts of this style are written by the tokenizer's chat template."""
     return style != "raw" and bool(tokenizer.chat_template)
-
-
-def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
-    repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
-    if repeated:
-        problem = f"the {split} split has {counted(len(repeated), 'id')} more than once"
-        raise UserError("data", problem, got=repeated[0], remedy="give each prompt its own id")

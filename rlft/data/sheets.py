@@ -193,8 +193,4 @@ def _form(sample: str, default: str) -> dict[str, Any]:
 
 def _length(cells: Sequence[Any]) -> int:
     """The number of cells up to the last that is not blank."""
-    return next((i for i in range(len(cells), 0, -1) if not _is_blank(cells[i - 1])), 0)
-
-
-def _is_blank(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, str) and not cell.strip())
+    return next((i for i in range(len(cells), 0, -1) if cells[i - 1] is not None and str(cells[i - 1]).strip()), 0)

@@ -16,7 +16,7 @@ import pytest
 from rlft.data import jsonl
 from rlft.data.files import JsonLines
 from rlft.data.lazy import Lazy
-from rlft.data.prompts import PromptSet, TokenisedPrompts, scan, untokenised
+from rlft.data.prompts import PromptSet, scan, untokenised
 from rlft.data.records import RecordRow, first_by_identity
 from rlft.model.backbone import Backbone
 from rlft.types import Prompt, Split, UserError
@@ -79,7 +79,7 @@ def test_streamed_data_are_what_held_data_are(
     assert isinstance(lazy, Lazy)
     assert list(lazy) == held
     assert [lazy[i] for i in range(-len(lazy), len(lazy))] == [*held, *held]
-    assert isinstance(lazy_set.prompts, TokenisedPrompts)
+    assert isinstance(lazy_set.prompts, Lazy)
     assert tuple(lazy_set.prompts) == held_set.prompts
     assert [lazy_set.prompts[i] for i in range(len(lazy_set.prompts))] == list(held_set.prompts)
     for name in ("num_tokens", "fingerprint", "notes"):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft.config.schema import PromptsConfig
 from rlft.data.examples import scan_demonstrations, scan_rankings
 from rlft.data.prompts import scan
-from rlft.tokens.markers import markers_of
+from rlft.tokens.plain import markers_of
 from rlft.tokens.text import render
 from rlft.types import Demonstration, Prompt, Ranking, Split
 
