@@ -68,33 +68,33 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any 
         style: `chat`: the chat template's turns; `raw`, or a tokenizer without a template: the tokenizer's end token.
         eos_token_id: what the model's generation config names as ends: a token id, a list of them, or None.
     """
-    eos = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
-    own, configured = [] if eos is None else [eos], configured_ids(eos_token_id)
+    eos_id = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
+    own, configured = [] if eos_id is None else [eos_id], configured_ids(eos_token_id)
     ends, closing, lead, last, note = [*own, *configured], own, "", "", ""
     if style == "chat" and not tokenizer.chat_template:
         note = NO_TEMPLATE_NOTE
     elif style == "chat":
-        eos_text = str(tokenizer.eos_token) if own else ""
+        eos = str(tokenizer.eos_token) if own else ""
         pattern = special_pattern(special_tokens(tokenizer))
         render = partial(chat_template_text, tokenizer)
         turn, answer = {"role": "assistant", "content": SAID}, {"role": "user", "content": REPLY}
-        lead, run, last = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos_text)
-        called = _end_of_calls(tokenizer, pattern, eos_text)
+        lead, run, last = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos)
+        called = _end_of_calls(tokenizer, pattern, eos)
         ends = [*own, *called, *configured]
         name = pattern.findall(run)[-1] if run else ""
         ids = list(tokenizer(run, add_special_tokens=False)["input_ids"]) if run else []
         if not run:
-            how = f"with no special token: the tokenizer's {eos_text} ends it, learned and sampled"
+            how = f"with no special token: the tokenizer's {eos} ends it, learned and sampled"
             note = f"the chat template ends a turn {how}" if own else ""
         elif name in _inside(render, pattern):
             closing = [*ids, *own]
-            how = f"{eos_text} after it ends one, learned and sampled" if own else "only a limit ends one"
+            how = f"{eos} after it ends one, learned and sampled" if own else "only a limit ends one"
             note = f"the chat template ends a turn with {name}, which is also inside its turns: {how}"
         else:
             ends, closing = [ids[-1], *called, *own, *configured], ids
-            its = f"the tokenizer's end token is {eos_text}" if own else "the tokenizer names no end token"
+            its = f"the tokenizer's end token is {eos}" if own else "the tokenizer names no end token"
             such = f"a turn ends with {tokenizer.convert_ids_to_tokens(ids[-1])}, as the chat template has it"
-            note = f"{such}, while {its}: sampling and exports end at both" if ids[-1] != eos else ""
+            note = f"{such}, while {its}: sampling and exports end at both" if ids[-1] != eos_id else ""
     distinct = tuple(dict.fromkeys(map(int, ends)))
     return TurnEnds(
         ids=distinct,
