@@ -27,9 +27,9 @@ from typing import Any
 
 from bench_report import STAGES, Result, middle, report
 from bench_trainers import TRAINERS, Setting, fastest_micro_batch, measure, trainers_for
-from bench_work import Measured, MeasurementError, default_dtype, device_and_dtype, where, where_and_when
+from bench_work import Measured, MeasurementError, default_dtype, device_and_dtype, shape_of, where, where_and_when
 
-from rlft.commands.doctor.work import SIZES, Shape, Workload, step_flops
+from rlft.commands.doctor.work import SIZES, Workload, step_flops
 from rlft.system.rates import peak_rate
 
 TINY = Workload(prompt_tokens=32, completion_tokens=48)
@@ -168,7 +168,7 @@ def rates(results: list[Result]) -> dict[str, float]:
     if default_dtype() != "bfloat16":
         return {}
     rate = peak_rate(*device_and_dtype())
-    return {r.name: step_flops(Shape.of_size(SIZES[r.size], r.work.rank), r.work) / rate for r in results if r.size}
+    return {r.name: step_flops(shape_of(SIZES[r.size], r.work.rank), r.work) / rate for r in results if r.size}
 
 
 def as_json(result: Result) -> dict[str, Any]:

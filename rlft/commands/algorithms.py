@@ -11,12 +11,12 @@ import json
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlft.algorithm.formula import Formula, formula_of
+from rlft.algorithm.formula import formula_of
 from rlft.commands.arguments import only_overrides
 from rlft.config import catalog
 from rlft.config.choices import choice_remedy
@@ -45,35 +45,6 @@ WIDTH = 120
 """Columns of text that is printed into a pipe or a file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """An algorithm in the list."""
-
-    name: str
-    about: str
-    family: str
-    paper: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """A key, its value, and its comments in the YAML files: first what it means, then why variants change it."""
-
-    key: str
-    value: Any
-    comments: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page(Listed):
-    """Everything that is printed about one algorithm."""
-
-    module: str
-    loss: Formula | None
-    keys: tuple[Key, ...]
-    example: str
-
-
 def command(arguments: list[str]) -> None:
     names, words = _split_names([word for word in arguments if word != "--json"])
     parsed = only_overrides(words)
@@ -81,10 +52,10 @@ def command(arguments: list[str]) -> None:
     files = _files(parsed.config_dir)
     if not names:
         rows = [listed(name, file) for name, file in files.items()]
-        print(json.dumps([asdict(row) for row in rows], indent=1) if "--json" in arguments else table_of(rows))
+        print(json.dumps(rows, indent=1) if "--json" in arguments else table_of(rows))
         return
     page = page_of(names[0], files, parsed.overrides, parsed.config_dir)
-    print(json.dumps(asdict(page), indent=1) if "--json" in arguments else text_of(page))
+    print(json.dumps(page, indent=1) if "--json" in arguments else text_of(page))
 
 
 def _split_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -128,13 +99,14 @@ def _lineage(file: Path) -> list[Path]:
         raise explain(error) or error from None
 
 
-def listed(name: str, file: Path) -> Listed:
+def listed(name: str, file: Path) -> dict[str, str]:
+    """An algorithm in the list."""
     files, about = _lineage(file), catalog.first_comment(file)
-    return Listed(name=name, about=about, family=catalog.family(files), paper=catalog.paper(files))
+    return {"name": name, "about": about, "family": catalog.family(files), "paper": catalog.paper(files)}
 
 
-def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], config_dir: Path | None) -> Page:
-    """The page of one algorithm, with these overrides of its keys.
+def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
+    """Everything that is printed about one algorithm, with these overrides of its keys.
 
     Raises:
         UserError: there is no algorithm of this name, or it refuses the keys.
@@ -153,13 +125,13 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
         remedy = "write it as rlft/algorithm/formula.py explains"
         raise UserError(target.__module__, f"its docstring does not state its loss: {error}", remedy=remedy) from None
     lineage = _lineage(files[name])
-    return Page(
-        **asdict(listed(name, files[name])),
-        module=target.__module__,
-        loss=loss,
-        keys=tuple(Key(key=key, value=value, comments=_comments(key, lineage)) for key, value in values.items()),
-        example=_example(name, config_dir),
-    )
+    return {
+        **listed(name, files[name]),
+        "module": target.__module__,
+        "loss": loss and asdict(loss),
+        "keys": [{"key": key, "value": value, "comments": _comments(key, lineage)} for key, value in values.items()],
+        "example": _example(name, config_dir),
+    }
 
 
 def _comments(key: str, lineage: Sequence[Path]) -> tuple[str, ...]:
@@ -178,41 +150,41 @@ def _example(name: str, config_dir: Path | None) -> str:
     return command_line("rlft", "train", *folder, "+recipe=grpo_arithmetic", f"{GROUP}={name}", f"name={name}")
 
 
-def table_of(rows: Sequence[Listed]) -> str:
+def table_of(rows: Sequence[Mapping[str, str]]) -> str:
     """A line per algorithm with its name, its family and what it is; below it, its paper."""
-    name, family = (max(len(getattr(row, column)) for row in rows) for column in ("name", "family"))
+    name, family = (max(len(row[column]) for row in rows) for column in ("name", "family"))
     indent = " " * (name + family + 4)
     lines: list[str] = []
     for row in rows:
-        head = f"{row.name:<{name}}  {row.family:<{family}}  "
-        lines += _wrapped(row.about, head, indent)
-        lines += _wrapped(row.paper, indent, indent) if row.paper else []
+        head = f"{row['name']:<{name}}  {row['family']:<{family}}  "
+        lines += _wrapped(row["about"], head, indent)
+        lines += _wrapped(row["paper"], indent, indent) if row["paper"] else []
     return "\n".join([*lines, "", "rlft algorithms <name> prints its loss, its keys and a command to try it."])
 
 
-def text_of(page: Page) -> str:
+def text_of(page: Mapping[str, Any]) -> str:
     lines = [
-        *_wrapped(f"{page.name}: {page.about}", "", "  "),
+        *_wrapped(f"{page['name']}: {page['about']}", "", "  "),
         "",
-        *_wrapped(f"{page.family} ({page.module})", "family  ", " " * 8),
-        *(_wrapped(page.paper, "paper   ", " " * 8) if page.paper else []),
-        f"try it  {page.example}",
+        *_wrapped(f"{page['family']} ({page['module']})", "family  ", " " * 8),
+        *(_wrapped(page["paper"], "paper   ", " " * 8) if page["paper"] else []),
+        f"try it  {page['example']}",
         "",
         "Loss, which an update makes smaller",
         "",
     ]
-    if page.loss is None:
-        lines += _wrapped(f"The docstring of {page.module} does not state it.", "  ", "  ")
+    if page["loss"] is None:
+        lines += _wrapped(f"The docstring of {page['module']} does not state it.", "  ", "  ")
     else:
-        lines += [f"  {line}" for line in page.loss.lines]
-        width = max(map(len, page.loss.symbols), default=0)
+        lines += [f"  {line}" for line in page["loss"]["lines"]]
+        width = max(map(len, page["loss"]["symbols"]), default=0)
         lines.append("")
-        for name, meaning in page.loss.symbols.items():
+        for name, meaning in page["loss"]["symbols"].items():
             lines += _wrapped(meaning, f"  {name:<{width}}  ", " " * (width + 4))
     lines += ["", "Keys, set as algorithm.<key>=<value>", ""]
-    for key in page.keys:
-        lines.append(f"  {key.key}: {key.value if isinstance(key.value, str) else json.dumps(key.value)}")
-        for comment in key.comments:
+    for one in page["keys"]:
+        lines.append(f"  {one['key']}: {one['value'] if isinstance(one['value'], str) else json.dumps(one['value'])}")
+        for comment in one["comments"]:
             lines += _wrapped(comment, " " * 6, " " * 6)
     return "\n".join(lines)
 

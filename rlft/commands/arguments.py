@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,25 +76,16 @@ def ask(command: str, parsed: Arguments) -> None:
     configs.extend_hydra()
     first, *others = configs.primary_folders(command)
     search = [configs.search_path(others)] if others else []
-    words = [f"rlft {command}", *parsed.options, *configs.named_choices(parsed.overrides, command), *search]
+    root = logging.getLogger()  # which Hydra configures
+    argv, handlers, level = sys.argv, root.handlers[:], root.level
+    sys.argv = [f"rlft {command}", *parsed.options, *configs.named_choices(parsed.overrides, command), *search]
     try:
-        with command_line(words):
-            hydra.main(config_path=str(first), config_name=command, version_base="1.3")(lambda composed: None)()
+        hydra.main(config_path=str(first), config_name=command, version_base="1.3")(lambda composed: None)()
     except Exception as error:
         raise configs.refusal(error, command) or error from None
     except SystemExit as end:  # Hydra exits after --help
         if end.code:
             raise
-
-
-@contextlib.contextmanager
-def command_line(words: list[str]) -> Iterator[None]:
-    """Has `sys.argv` be these words; afterwards it and the root logger, which Hydra configures, are as before."""
-    root = logging.getLogger()
-    argv, handlers, level = sys.argv, root.handlers[:], root.level
-    sys.argv = words
-    try:
-        yield
     finally:
         sys.argv = argv
         root.handlers[:] = handlers

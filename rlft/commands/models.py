@@ -109,7 +109,9 @@ def lines_of(kind: str, family: Family) -> list[str]:
     """The name of a family with what holds for it, and the layers with and without adapters."""
     if not family.is_trained:
         return _wrapped(f"{kind}: {why_not(family)}")
-    facts = [rows_of(family), decoding_of(family), vllm_of(family), export_of(family)]
+    decoding = "decodes" if family.decoding is None else f"refused with generation=transformers: {family.decoding}"
+    export = "merged export" if family.exported else "export with as=adapter only"
+    facts = [rows_of(family), decoding, vllm_of(family), export]
     left = f"; not {family.not_adapted}" if family.not_adapted else ""
     return [*_wrapped(f"{kind}: {'; '.join(facts)}"), *_wrapped(f"{INDENT}LoRA on {family.adapted}{left}")]
 
@@ -124,9 +126,9 @@ def notes(families: Families) -> list[str]:
     images = f"images in prompts: {', '.join(EXACT)}"
     tried = f"tried with transformers {families.transformers} and vLLM {families.vllm}"
     installed = metadata.version("transformers")
-    if installed == families.transformers:
-        return [images, tried]
-    return [images, f"{tried}; transformers {installed} is installed, with which a run finds out at its start"]
+    if installed != families.transformers:
+        tried += f"; transformers {installed} is installed, with which a run finds out at its start"
+    return [images, tried]
 
 
 def why_not(family: Family) -> str:
@@ -139,16 +141,8 @@ def rows_of(family: Family) -> str:
     return "packed" if family.padded is None else f"padded ({family.padded})"
 
 
-def decoding_of(family: Family) -> str:
-    return "decodes" if family.decoding is None else f"refused with generation=transformers: {family.decoding}"
-
-
 def vllm_of(family: Family) -> str:
     return {True: "vLLM with LoRA", False: "vLLM without LoRA", None: "not in vLLM"}[family.vllm]
-
-
-def export_of(family: Family) -> str:
-    return "merged export" if family.exported else "export with as=adapter only"
 
 
 def page() -> str:

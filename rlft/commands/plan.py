@@ -17,7 +17,7 @@ from rlft.config.model import Recompute
 from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_token_budget
 from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
-from rlft.logger.console import open_terminal
+from rlft.logger.console import grid, open_terminal
 from rlft.logger.price import Price
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
@@ -165,7 +165,6 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
         recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room, **kept)
     demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
     facts = planned_facts(plan, model, demand)
-    advice = list(advice_for(plan.config, model.parameters))
     return Planned(
         sizes=plan.startup_rows(facts),
         parameters=plan.parameters(model),
@@ -178,15 +177,11 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
         lengths=plan.lengths(),
         rewards=brief_on(plan),
         conversation=conversation_of(plan),
-        notes=[
-            *plan.notes_with(facts),
-            *_missing_here(plan),
-            *_notes_of_demand(plan, demand, on_gpus),
-        ],
+        notes=[*plan.notes_with(facts), *_missing_here(plan), *_notes_of_demand(plan, demand, on_gpus)],
         disk=plan.disk_bytes(model),
         schedule=(schedule := plan.schedule),
         duration=duration_of(plan, model, demand, schedule, absent=on_another, card=card),
-        advice=advice,
+        advice=list(advice_for(plan.config, model.parameters)),
     )
 
 
@@ -299,16 +294,12 @@ def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
 
 def as_dict(planned: Planned) -> dict[str, Any]:
     """The plan as values for JSON, with sizes in bytes; it stays small, as lengths are summarised and texts are cut."""
-    as_listed: dict[str, Recompute] = {
-        "as_planned": planned.demand.recompute,
-        "with_gradient_checkpointing": planned.demand.recompute or True,
-    }
-    memory = {
-        name: [
-            {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=how)
-        ]
-        for name, how in as_listed.items()
-    }
+
+    def listed(how: Recompute) -> list[dict[str, Any]]:
+        of_each = planned.memory(recompute=how)
+        return [{"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in of_each]
+
+    recompute, duration = planned.demand.recompute, planned.duration
     return {
         "sizes": [{"what": what, "value": value, "explanation": text} for what, value, text in planned.sizes],
         "parameters": dict(planned.parameters),
@@ -317,8 +308,8 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "peak": planned.peak,
         "peak_without_engine": planned.peak_without_engine,
         "fits": planned.fits,
-        "gradient_checkpointing": planned.demand.recompute,
-        "memory": memory,
+        "gradient_checkpointing": recompute,
+        "memory": {"as_planned": listed(recompute), "with_gradient_checkpointing": listed(recompute or True)},
         "ways": [{"changes": dict(remedy.changes), "peak": remedy.peak} for remedy in planned.remedies()],
         "lengths": [{"data": name, "tokens": summary(tokens)} for name, tokens in planned.lengths.items()],
         "rewards": [_cut_texts(asdict(trial)) for trial in planned.rewards.trials],
@@ -328,7 +319,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
         ],
         "schedule": asdict(planned.schedule),
-        "duration": _as_dict(planned.duration),
+        "duration": {"no_estimate": duration} if isinstance(duration, str) else asdict(duration),
         "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
         "price": planned.price and asdict(planned.price),
         "doubts": [cut(doubt) for doubt in doubts(planned.rewards.trials)],
@@ -336,23 +327,22 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _as_dict(duration: Duration | str) -> dict[str, Any]:
-    return {"no_estimate": duration} if isinstance(duration, str) else asdict(duration)
-
-
 # -- the page ----------------------------------------------------------------------------------------------------------
 def print_plan(planned: Planned) -> None:
     terminal = open_terminal()
-    terminal.print(grid([tuple(map(str, row)) for row in planned.sizes]))
+    terminal.print(grid(planned.sizes))
     heading(terminal, "Parameters")
     terminal.print(grid([(role, f"{number:,}", "") for role, number in planned.parameters.items()]))
     print_memory(terminal, planned)
-    print_disk(terminal, planned)
+    if any(planned.disk.values()):
+        heading(terminal, "Disk, at most")
+        rows = [(name, size_text(size), LOWERED_BY.get(name, "")) for name, size in planned.disk.items()]
+        terminal.print(grid([*rows, ("together", size_text(sum(planned.disk.values())), "")]))
     heading(terminal, "Time")
     terminal.print(grid(time_rows(planned.schedule, planned.duration, planned.price)))
     if planned.advice:
         heading(terminal, "Learning rate and rank")
-        terminal.print(grid([one.row for one in planned.advice]))
+        terminal.print(grid(one.row for one in planned.advice))
     for name, tokens in planned.lengths.items():
         print_lengths(terminal, name, tokens)
     if planned.rewards.trials:
@@ -376,17 +366,6 @@ def print_line(terminal: Terminal, text: str, style: str = "") -> None:
 def heading(terminal: Terminal, text: str) -> None:
     terminal.print()
     print_line(terminal, text, "bold")
-
-
-def grid(rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table of rows (name, value, explanation)."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", overflow="fold")
-    table.add_column(style="dim", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    return table
 
 
 def print_memory(terminal: Terminal, planned: Planned) -> None:
@@ -418,14 +397,6 @@ def print_memory(terminal: Terminal, planned: Planned) -> None:
         title = "the engine" if engine is None else engine.title
         print_line(terminal, f"with {title} on a device of its own the trainer would take {alone}")
     print_verdict(terminal, planned, of_this_run)
-
-
-def print_disk(terminal: Terminal, planned: Planned) -> None:
-    if not any(planned.disk.values()):
-        return
-    heading(terminal, "Disk, at most")
-    rows = [(name, size_text(size), LOWERED_BY.get(name, "")) for name, size in planned.disk.items()]
-    terminal.print(grid([*rows, ("together", size_text(sum(planned.disk.values())), "")]))
 
 
 def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[MemoryPart]) -> None:

@@ -54,8 +54,7 @@ def kept_indices(tokens: Sequence[Sequence[int]], totals: Sequence[float], confi
     return sorted(best_first[:limit])
 
 
-COUNTS = ("step", "bytes", "sampled", "kept", "prompts_kept")
-NOTHING_DONE: Mapping[str, Any] = {**dict.fromkeys(COUNTS, 0), "rewards": {}}
+NOTHING_DONE: Mapping[str, Any] = {"step": 0, "bytes": 0, "sampled": 0, "kept": 0, "prompts_kept": 0, "rewards": {}}
 """The content of progress.json before the first step."""
 
 
@@ -112,7 +111,7 @@ class Samples:
 
     def add(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
         """Appends the kept completions of a step, then writes progress.json."""
-        config, tokenizer, lines = self.plan.config, self.plan.tokenizer, []
+        config, lines = self.plan.config, []
         sums: dict[str, float] = dict(self.state["rewards"])
         model_name = config.model.path if config.adapter is None else f"{config.model.path} with {config.adapter}"
         prompts_kept = 0
@@ -121,17 +120,9 @@ class Samples:
             indices = kept_indices([r.completion.token_ids for r in group.rollouts], totals, config)
             prompts_kept += bool(indices)
             for i in indices:
-                by_name = {name: float(values[p, i]) for name, values in scores.by_reward.items()}
-                lines.append(
-                    sampled_line(
-                        group.rollouts[i],
-                        index=i,
-                        rewards=by_name,
-                        reward=totals[i],
-                        model=model_name,
-                        tokenizer=tokenizer,
-                    )
-                )
+                rewards = {name: float(values[p, i]) for name, values in scores.by_reward.items()}
+                of_all: dict[str, Any] = {"reward": totals[i], "model": model_name, "tokenizer": self.plan.tokenizer}
+                lines.append(sampled_line(group.rollouts[i], index=i, rewards=rewards, **of_all))
         for name, values in scores.by_reward.items():
             sums[name] = sums.get(name, 0.0) + values.double().sum().item()
         with self.file.open("ab", buffering=0) as file:
@@ -250,22 +241,16 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
 
 def print_run_summary(plan: SamplePlan, folder: Path) -> None:
     """Prints what was sampled and kept, and the commands that learn from it."""
-    from rich.table import Table
-    from rich.text import Text
+    from rlft.logger.summary import print_commands, print_facts
 
-    from rlft.logger.summary import print_commands
-
-    state = read_progress(folder)
-    terminal, table = open_terminal(), Table.grid(padding=(0, 2))
-    for label, value in (
+    state, terminal, config = read_progress(folder), open_terminal(), plan.config
+    facts = [
         ("sampled", f"{counted(state['sampled'], 'completion', ',')} of {counted(len(plan.chosen), 'prompt', ',')}"),
         *((f"reward {name}", f"{total / state['sampled']:.4f}") for name, total in state["rewards"].items()),
         ("kept", f"{counted(state['kept'], 'completion', ',')} of {counted(state['prompts_kept'], 'prompt', ',')}"),
         ("file", str(folder / SAMPLES)),
-    ):
-        table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
-    terminal.print(table)
-    config = plan.config
+    ]
+    print_facts(terminal, facts)
     limits = (config.prompts.max_tokens, config.generation.max_tokens)
     print_commands(terminal, after_sampling(program(), folder / SAMPLES, config.model.path, *limits))
 

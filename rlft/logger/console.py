@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +68,14 @@ class Console:
         self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, self.plain_seconds)
 
     def stage(self, name: str) -> None:
-        self.view.progress.stage(name)
+        self.view.progress.current = name
 
     def step(self, record: StepRecord) -> None:
         self.view.progress.step(record)
         self.view.step()
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self.view.progress.evaluation(evaluation)
+        self.view.progress.evaluations.append(evaluation)
         self.view.print(Text(self.view.progress.evaluation_line()))
 
     def note(self, text: str) -> None:
@@ -90,13 +90,18 @@ class Console:
 def print_start(terminal: Terminal, run: RunInfo) -> None:
     title = f"{visible(run.name)} in {run.folder}"
     terminal.print(Text(title, style="bold"), soft_wrap=True)
+    terminal.print(grid(run.sizes))
+
+
+def grid(rows: Iterable[Sequence[object]]) -> Table:
+    """A table of rows (name, value, explanation)."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="bold", overflow="fold")
     table.add_column(style="dim", overflow="fold")
-    for row in run.sizes:
+    for row in rows:
         table.add_row(*(Text(visible(str(cell))) for cell in row))
-    terminal.print(table)
+    return table
 
 
 class Progress:
@@ -119,17 +124,11 @@ class Progress:
         self._pace = Pace(run.config, run.steps)
         self._last_step_at = self.started
 
-    def stage(self, name: str) -> None:
-        self.current = name
-
     def step(self, record: StepRecord) -> None:
         self.done, self.metrics = record.step, record.metrics
         self.watched.append(record.metrics.get(self.run.watched[1], 0.0))
         self._pace.add(record.step, record.metrics)
         self._last_step_at = self.now()
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self.evaluations.append(evaluation)
 
     @property
     def accuracies(self) -> list[float]:
@@ -156,14 +155,14 @@ class Progress:
         tokens, seconds = self.metrics.get("tokens/completion"), self.metrics.get("time/step")
         return None if tokens is None or not seconds else tokens / seconds
 
-    def trend(self, values: Sequence[float], width: int = TREND_WIDTH) -> str:
+    def trend(self, values: Sequence[float]) -> str:
         """The first and the last value, and a small curve of all of them."""
         if not values:
             return "-"
         if len(values) == 1:
             return f"{values[0]:.3f}"
         arrow = f"{values[0]:.3f} {self.glyphs.arrow} {values[-1]:.3f}"
-        return f"{arrow}  {sparkline(values, width, self.glyphs.bars)}"
+        return f"{arrow}  {sparkline(values, TREND_WIDTH, self.glyphs.bars)}"
 
     def evaluation_line(self) -> str:
         """The latest evaluation, followed by the first one."""
@@ -175,23 +174,18 @@ class Progress:
         if status == "finished":
             first = f"{self.done} of " if self.done < self.run.steps else ""
             return f"finished {first}{counted(self.run.steps, 'step')} in {duration(self.elapsed)}"
-        progress_text = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
-        return (
-            f"interrupted {progress_text}"
-            if status == "interrupted"
-            else f"stopped {progress_text}: {status.removeprefix('stopped: ')}"
-        )
+        where = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
+        is_stop = status != "interrupted"
+        return f"stopped {where}: {status.removeprefix('stopped: ')}" if is_stop else f"interrupted {where}"
 
 
 def headline(evaluation: Evaluation, glyphs: Glyphs | None) -> str:
     """The accuracy and the loss of an evaluation, as far as it has them; with glyphs also their names and the error."""
-    loss = evaluation.metrics.get("eval/loss")
     parts = []
     if evaluation.accuracy is not None:
-        error = evaluation.accuracy_se or 0.0
-        value = f"{evaluation.accuracy:.3f}"
+        error, value = evaluation.accuracy_se or 0.0, f"{evaluation.accuracy:.3f}"
         parts.append(value if glyphs is None else f"accuracy {value} {glyphs.plus_minus} {error:.3f}")
-    if loss is not None:
+    if (loss := evaluation.metrics.get("eval/loss")) is not None:
         parts.append(f"{loss:.3f}" if glyphs is None else f"loss {loss:.3f}")
     return ", ".join(parts)
 

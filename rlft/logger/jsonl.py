@@ -162,13 +162,9 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 def conversation_fields(completion: Completion) -> dict[str, Any]:
     """{"mask": 1 for each sampled token, else 0, "turns": .., "branches": ..}, as far as the completion has them."""
-    fields: dict[str, Any] = {}
-    if completion.mask is not None:
-        fields["mask"] = [int(sampled) for sampled in completion.mask]
-    fields |= turn_fields(completion)
-    if completion.branches:
-        fields["branches"] = [asdict(branch) for branch in completion.branches]
-    return fields
+    mask = {} if completion.mask is None else {"mask": [int(sampled) for sampled in completion.mask]}
+    branches = {"branches": [asdict(branch) for branch in completion.branches]} if completion.branches else {}
+    return {**mask, **turn_fields(completion), **branches}
 
 
 def turn_of(fields: Mapping[str, Any]) -> Turn:

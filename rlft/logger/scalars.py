@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.config.keys import flatten
-from rlft.logger.interface import RunInfo, StepRecord
+from rlft.logger.interface import Logger, RunInfo, StepRecord
 from rlft.system import interrupt
 from rlft.system.crash import MAX_SHOWN_CHARS, one_line
 from rlft.system.files import write_atomically
@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 
 
 @dataclass(kw_only=True)
-class ScalarLogger(ABC):
+class ScalarLogger(Logger):
     """Sends the metrics of steps and evaluations, and the config, to a tracker.
 
     A subclass names its `package` (which is also its extra and its choice; UserError if it is not installed) and
@@ -84,7 +84,7 @@ class ScalarLogger(ABC):
         """The metric's name as the tracker accepts it."""
         return metric
 
-    def flush(self) -> None:  # noqa: B027 (nothing to do for a library without a buffer)
+    def flush(self) -> None:
         """Waits until everything sent is on disk: after the next checkpoint it would not be sent again."""
 
     # -- a logger ------------------------------------------------------------------------------------------------------
@@ -102,9 +102,6 @@ class ScalarLogger(ABC):
         headline = {"eval/accuracy": evaluation.accuracy, "eval/accuracy_se": evaluation.accuracy_se}
         present = {name: value for name, value in headline.items() if value is not None}
         self._send({**evaluation.metrics, **present}, evaluation.step)
-
-    def note(self, text: str) -> None:  # noqa: B027 (a note is not a number)
-        pass
 
     def finish(self, status: str) -> None:
         if self.run is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ def print_summary(folder: Path, next_commands: Sequence[tuple[str, str]], termin
     if evaluations:
         print_examples(terminal, evaluations[0], evaluations[-1], glyphs)
     terminal.print()
-    facts = Table.grid(padding=(0, 2))
-    for label, value in fact_rows(folder, metrics, evaluations, glyphs):
-        facts.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
-    terminal.print(facts)
+    print_facts(terminal, fact_rows(folder, metrics, evaluations, glyphs))
     print_commands(terminal, next_commands)
+
+
+def print_facts(terminal: Terminal, facts: Iterable[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for label, value in facts:
+        table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
+    terminal.print(table)
 
 
 def fact_rows(
@@ -92,16 +96,15 @@ def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequen
 
     For a run without rewards it draws the loss, with the held-out loss.
     """
-    training_metric, evaluation_metric, evaluation_label = "reward/mean", "accuracy", "accuracy"
+    training_metric, evaluation_metric = "reward/mean", "accuracy"
     if not points(metrics, training_metric):
-        training_metric, evaluation_metric, evaluation_label = "loss/total", "eval/loss", "loss"
-    rewards = points(metrics, training_metric)
+        training_metric, evaluation_metric = "loss/total", "eval/loss"
+    rewards, accuracies = points(metrics, training_metric), points(evaluations, evaluation_metric)
     if len(rewards) < 2:
         return
-    accuracies = points(evaluations, evaluation_metric)
     drawing = curve(rewards, accuracies, width=min(terminal.width, CURVE_WIDTH), ascii_only=glyphs is ASCII)
-    legend = f"{training_metric} per step (line)" + (f", held-out {evaluation_label} (o)" if accuracies else "")
-    terminal.print(Text(legend, style="bold"))
+    held_out = f", held-out {evaluation_metric.removeprefix('eval/')} (o)" if accuracies else ""
+    terminal.print(Text(f"{training_metric} per step (line){held_out}", style="bold"))
     text = Text(drawing, no_wrap=True, overflow="crop")
     text.highlight_regex("(?<=[│| \u2800-\u28ff.])o", "bold green")
     text.highlight_regex("[\u2800-\u28ff]+", "cyan")
@@ -114,11 +117,7 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float]]:
 
 
 def curve(
-    rewards: Sequence[tuple[int, float]],
-    accuracies: Sequence[tuple[int, float]],
-    *,
-    width: int,
-    ascii_only: bool,
+    rewards: Sequence[tuple[int, float]], accuracies: Sequence[tuple[int, float]], *, width: int, ascii_only: bool
 ) -> str:
     """The drawing, without colours: rows of at most `width` characters."""
     import plotext  # the import takes a quarter of a second, and is needed once per run
@@ -129,8 +128,7 @@ def curve(
     figure.draw(figure.signal(*unzip(rewards), marker="." if ascii_only else "braille").lines(True))
     if accuracies:
         figure.draw(figure.signal(*unzip(accuracies), marker="o"))
-    all_points = [*rewards, *accuracies]
-    steps, values = unzip(all_points)
+    steps, values = unzip([*rewards, *accuracies])
     low, high = value_range(values)
     figure.ruler("y").lim(low, high)
     ticks = [low + (high - low) * i / 4 for i in range(5)]

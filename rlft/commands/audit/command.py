@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rlft.commands.audit.files import Audited, check_export, check_files, read_c
 from rlft.commands.audit.findings import Findings
 from rlft.commands.launch import import_libraries, resolve_in
 from rlft.commands.tables import print_rows
+from rlft.commands.watch.runs import RunArguments, read_words
 from rlft.config.compose import USUAL
 from rlft.runs import changed_since, run_folder, run_status
 from rlft.runs.config_file import CONFIG
@@ -49,33 +50,26 @@ KEYS = {"recompute": 16, "replay": 1}
 
 def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something differs, else 0."""
-    words = [word for word in arguments if word != "--json"]
-    option = next((word for word in words if word.startswith("--")), None)
-    require(option is None, "audit", "has no such option", got=option, remedy="the only one is --json")
-    findings = Findings()
+    words, findings = read_words("audit", arguments, tuple(KEYS), has_json=True), Findings()
     audit_own(words, findings)
-    if "--json" in arguments:
+    if words.as_json:
         print(json.dumps({"differs": findings.differs, "rows": [asdict(row) for row in findings.rows]}, indent=1))
     else:
         print_rows(findings.rows)
     return 1 if findings.differs else 0
 
 
-def audit_own(words: Sequence[str], findings: Findings) -> None:
+def audit_own(words: RunArguments, findings: Findings) -> None:
     """Audits the run or the export of rlft that these words name."""
-    names = [word for word in words if word.partition("=")[0] not in KEYS]
-    require(len(names) == 1, "audit", "takes one run", got=" ".join(names) or None, remedy="write rlft audit <run>")
-    numbers = {**KEYS, **{key: _number(key, value) for key, value in _given(words)}}
-    folder = one_run(names[0].removeprefix("run="), "run", say)
+    got = " ".join(words.folders) or None
+    require(len(words.folders) == 1, "audit", "takes one run", got=got, remedy="write rlft audit <run>")
+    numbers = {**KEYS, **{key: _number(key, value) for key, value in words.values.items()}}
+    folder = one_run(words.folders[0], "run", say)
     interrupt.set_interrupt_message("nothing was changed")
     if (folder / CONFIG).exists():
         audit_run(folder, findings, numbers["recompute"], numbers["replay"])
     else:
         check_export(folder, read_chain(folder, findings), findings)
-
-
-def _given(words: Sequence[str]) -> list[tuple[str, str]]:
-    return [(key, value) for key, _, value in (word.partition("=") for word in words) if key in KEYS]
 
 
 def _number(key: str, text: str) -> int:

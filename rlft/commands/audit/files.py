@@ -63,9 +63,8 @@ def read_chain(folder: Path, findings: Findings) -> dict[int, Line]:
         raw_lines = (folder / CHAIN).read_bytes().split(b"\n")
     except OSError as error:
         problem = f"has no {CHAIN} that can be read ({error.strerror}), and cannot be audited"
-        raise UserError(
-            "run", problem, got=folder, remedy="name a run that was trained by this rlft or a later one"
-        ) from None
+        remedy = "name a run that was trained by this rlft or a later one"
+        raise UserError("run", problem, got=folder, remedy=remedy) from None
     found: dict[int, Line] = {}
     number = len(raw_lines) - 1
     with findings.checking(CHAIN, f"{counted(number, 'line')}, each with the digest of the one before"):
@@ -109,9 +108,12 @@ def check_files(run: Audited) -> None:
     """Compares all files of the run with its chain."""
     _check_config(run)
     _check_status(run)
-    _check_metrics(run)
-    _check_evaluations(run)
-    _check_alarms(run)
+    if is_declared(run.config.get("logger") or {}, "writes_metrics"):
+        _check_metrics(run)
+        _check_evaluations(run)
+        _check_alarms(run)
+    else:
+        run.findings.leave_open(METRICS, "the run has no logger that writes it")
     _check_rollouts(run)
     _check_checkpoints(run)
 
@@ -163,11 +165,7 @@ def _lines(run: Audited, name: str) -> Iterator[tuple[int, bytes, Line]]:
 
 
 def _check_metrics(run: Audited) -> None:
-    findings = run.findings
-    if not is_declared(run.config.get("logger") or {}, "writes_metrics"):
-        findings.leave_open(METRICS, "the run has no logger that writes it")
-        return
-    expected = [step for step in run.lines if step > 0]
+    findings, expected = run.findings, [step for step in run.lines if step > 0]
     with findings.checking(METRICS, counted(len(expected), "line")):
         found: list[int] = []
         for step, raw, values in _lines(run, METRICS):
@@ -194,8 +192,6 @@ def _check_order(findings: Findings, name: str, found: Sequence[int], expected: 
 
 
 def _check_evaluations(run: Audited) -> None:
-    if not is_declared(run.config.get("logger") or {}, "writes_metrics"):
-        return
     findings = run.findings
     expected = [step for step, line in run.lines.items() if "evaluation" in line["sha256"]]
     with findings.checking(EVALUATIONS, counted(len(expected), "line") if expected else ""):
@@ -210,8 +206,6 @@ def _check_evaluations(run: Audited) -> None:
 
 
 def _check_alarms(run: Audited) -> None:
-    if not is_declared(run.config.get("logger") or {}, "writes_metrics"):
-        return
     findings, by_step = run.findings, dict[int, bytes]()
     expected = {step: line["sha256"]["alarms"] for step, line in run.lines.items() if "alarms" in line["sha256"]}
     with findings.checking(ALARMS, f"{counted(len(expected), 'step')} with alarms" if expected else ""):

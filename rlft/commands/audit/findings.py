@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlft.system.check_rows import CheckRow, Status
@@ -23,8 +23,8 @@ class Findings:
     def differs(self) -> bool:
         return any(row.status is Status.wrong for row in self.rows)
 
-    def confirm(self, what: str, how: str, numbers: Mapping[str, float] | None = None) -> None:
-        self.rows.append(CheckRow(what, Status.ok, how, numbers=numbers or {}))
+    def confirm(self, what: str, how: str) -> None:
+        self.rows.append(CheckRow(what, Status.ok, how))
 
     def leave_open(self, what: str, why: str) -> None:
         self.rows.append(CheckRow(what, Status.skipped, why))

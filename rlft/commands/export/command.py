@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlft.commands.export import gguf, model_card, push
-from rlft.commands.export.request import Export, ExportKind, prepare
+from rlft.commands.export.request import Export, prepare
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import of_a_run
 from rlft.config import compose as configs
@@ -70,11 +69,10 @@ def command(arguments: list[str]) -> None:
         raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
     config = configs.changed(source.config, changes, parsed.config_dir, source.config["command"])
     out, kind, dtype = (parsed.value(word) for word in WORDS)
-    target = push.read_target(*(parsed.value(word) for word in PUSH_WORDS))
+    pushing = push.read_target(*(parsed.value(word) for word in PUSH_WORDS))
     request = prepare(replace(source, config=config), out, kind, dtype, say)
-    pushing = None
-    if target is not None:
-        request, pushing = replace(request, repo_id=target.repo_id), push.prepare_push(target)
+    if pushing is not None:
+        request, pushing = replace(request, repo_id=pushing.repo_id), push.prepared(pushing)
     import_libraries()
     run(request, pushing, say)
 
@@ -100,7 +98,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     base_file = weights.file_of_base(config, weights.GENERATION_CONFIG)
     names_ends = set(ends.ids) <= set(configured_ids(configured))
     with _becoming(request.out) as folder:
-        if request.kind is ExportKind.adapter:
+        if not request.is_model:
             with writing(request.out, size_of(request.checkpoint / request.checkpoint_kind)):
                 weights.write_adapter(request.checkpoint / request.checkpoint_kind, config, folder)
                 tokenizer.save_pretrained(folder)
@@ -112,18 +110,13 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
         if chain:
             (folder / CHAIN).write_bytes(b"".join(map(encode, chain)))
         card = model_card.Card(
-            source=request.source,
-            checkpoint=request.checkpoint,
-            kind=request.checkpoint_kind,
-            is_model=request.kind is ExportKind.model,
-            name=request.out.name,
-            repo_id=request.repo_id,
+            request=request,
             has_template=bool(tokenizer.chat_template) and style != "raw",
             loader="AutoModelForCausalLM" if contains is None else contains.__name__,
             dtype=str(read_config(config).dtype).removeprefix("torch.") if request.dtype == AUTO else request.dtype,
             ends=ends,
             eos=tokenizer.eos_token_id,
-            names_ends=names_ends or request.kind is ExportKind.model,
+            names_ends=names_ends or request.is_model,
             chain=chain[-1]["digest"] if chain else None,
             defaults={} if base_file is None else json.loads(base_file.read_text(encoding="utf-8")),
         )
@@ -141,18 +134,14 @@ def run(request: Export, pushing: push.Push | None, say: Callable[[str], None]) 
     """
     print(f"exported to {export(request, say)}", flush=True)
     if request.checkpoint_kind is not CheckpointKind.reward:
-        adapter = adapter_config(request.out) if request.kind is ExportKind.adapter else None
+        from rlft.model.adapter_folder import CONFIG
+
+        adapter = None if request.is_model else json.loads((request.out / CONFIG).read_text())
         print(gguf.instructions(request.out, adapter), flush=True)
         if pushing is not None and adapter and Path(adapter["base_model_name_or_path"]).is_dir():
             say(f"its base is {adapter['base_model_name_or_path']} on this machine, which others will not find")
     if pushing is not None:
         print(f"pushed to {push.push(pushing, request.out, say)}")
-
-
-def adapter_config(folder: Path) -> dict[str, Any]:
-    from rlft.model.adapter_folder import CONFIG
-
-    return json.loads((folder / CONFIG).read_text())
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import yaml
 
 import rlft
 from rlft.commands.export import gguf
+from rlft.commands.export.request import Export
 from rlft.config.instantiate import component_name
 from rlft.config.model import ALL_LINEAR, EMBEDDED, SWITCHES, looks_local
 from rlft.data.files import is_data_file
@@ -27,7 +28,7 @@ from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG, switches_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.config_file import PATH_NAMES
-from rlft.runs.find import CheckpointKind, NamedRun
+from rlft.runs.find import CheckpointKind
 from rlft.system.terminal import command_line, overrides
 from rlft.tokens.ends import TurnEnds
 from rlft.types import counted
@@ -52,12 +53,7 @@ class Card:
     """An export, as its card describes it.
 
     Attributes:
-        source: the run.
-        checkpoint: the checkpoint's folder.
-        kind: what the checkpoint holds.
-        is_model: whether a whole model is exported, rather than only an adapter.
-        name: the exported folder's name.
-        repo_id: the repository that the folder is pushed to.
+        request: what is exported.
         has_template: whether the tokenizer's chat template is used.
         loader: transformers' class that loads the model.
         dtype: the dtype of the model's weights.
@@ -68,12 +64,7 @@ class Card:
         defaults: the fields of the base's generation_config.json.
     """
 
-    source: NamedRun
-    checkpoint: Path
-    kind: CheckpointKind
-    is_model: bool
-    name: str
-    repo_id: str | None
+    request: Export
     has_template: bool
     loader: str
     dtype: str
@@ -87,11 +78,12 @@ class Card:
         """The card, in Markdown."""
         from jinja2 import Environment, StrictUndefined
 
-        config, step = self.source.config, checkpoint.saved_step(self.checkpoint)
+        request, config = self.request, self.request.source.config
+        kind, is_model, step = request.checkpoint_kind, request.is_model, checkpoint.saved_step(request.checkpoint)
         data, generation = config.get("data") or {}, config.get("generation") or {}
-        is_whole, base = self.kind is CheckpointKind.weights, config["model"]["path"]
-        adapter = {} if is_whole else json.loads((self.checkpoint / self.kind / CONFIG).read_text())
-        evaluations = [line for line in read_lines(self.source.run / EVALUATIONS) if line["step"] <= step]
+        is_whole, base = kind is CheckpointKind.weights, config["model"]["path"]
+        adapter = {} if is_whole else json.loads((request.checkpoint / kind / CONFIG).read_text())
+        evaluations = [line for line in read_lines(request.source.run / EVALUATIONS) if line["step"] <= step]
         typed = for_typed(data.get("prompt_template") or PLACEHOLDER)
         sampling = {key: generation[key] for key in ("temperature", "top_p", "top_k") if key in generation}
         sampling |= {"min_p": generation["min_p"]} if generation.get("min_p") else {}
@@ -104,14 +96,18 @@ class Card:
         markdown.filters |= {"cell": cell, "json": partial(json.dumps, ensure_ascii=False), "repr": repr}
         return markdown.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
             card=self,
+            kind=kind,
+            is_model=is_model,
+            name=request.out.name,
+            repo_id=request.repo_id,
             config=config,
             adapter=adapter,
             switches=switches_of(adapter),
             step=step,
             steps=counted(step, "step"),
-            front_matter=front_matter(config, self.kind, self.is_model),
+            front_matter=front_matter(config, kind, is_model),
             facts=facts(config),
-            origin=run_folder.read(self.source.run, "run").get(run_folder.ORIGIN, {}),
+            origin=run_folder.read(request.source.run, "run").get(run_folder.ORIGIN, {}),
             results=results(evaluations, config),
             measured_on=measured_on(config),
             reward_command=reward_command,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlft.system import interrupt
 from rlft.system.hub import hub_answers
 from rlft.system.terminal import command_line
-from rlft.types import UserError, counted
+from rlft.types import UserError, counted, require
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -33,41 +33,30 @@ class PushError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The repository to push to.
+class Push:
+    """A push, and the repository to push to.
 
     Attributes:
         repo_id: `user/name` or `organisation/name`.
         private: whether a new repository is private.
+        api: the client of the hub, once it has been prepared; None if nothing can be pushed.
+        problem: why nothing can be pushed.
+        fix: the command to run before the one that uploads.
     """
 
     repo_id: str
     private: bool
+    api: HfApi | None = None
+    problem: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         return f"the {'private' if self.private else 'public'} repository {self.repo_id}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
-    """A prepared push.
-
-    Attributes:
-        target: the repository.
-        api: the client of the hub; None if nothing can be pushed.
-        problem: why nothing can be pushed.
-        fix: the command to run before the one that uploads.
-    """
-
-    target: Target
-    api: HfApi | None
-    problem: str = ""
-    fix: str = ""
-
-
 # -- before the export -------------------------------------------------------------------------------------------------
-def read_target(repo_id: str | None, private: str | None) -> Target | None:
-    """The target that push= and private= name; None without them.
+def read_target(repo_id: str | None, private: str | None) -> Push | None:
+    """The push that push= and private= name; None without them.
 
     Raises:
         UserError: push= is not a repository id, or private= is neither true nor false.
@@ -91,10 +80,10 @@ def read_target(repo_id: str | None, private: str | None) -> Target | None:
     if private not in (None, "true", "false"):
         remedy = "write private=false if everybody may see the model, or leave it out"
         raise UserError("private", "must be true or false", got=private or "nothing", remedy=remedy)
-    return Target(repo_id=repo_id, private=private != "false")
+    return Push(repo_id=repo_id, private=private != "false")
 
 
-def prepare_push(target: Target) -> Push:
+def prepared(target: Push) -> Push:
     """Asks the hub whether it will accept the push, before anything is computed.
 
     Raises:
@@ -104,38 +93,33 @@ def prepare_push(target: Target) -> Push:
     from huggingface_hub.errors import HfHubHTTPError
 
     if constants.HF_HUB_OFFLINE:
-        return Push(target=target, api=None, problem="HF_HUB_OFFLINE is set")
+        return replace(target, problem="HF_HUB_OFFLINE is set")
     if get_token() is None:
-        return Push(target=target, api=None, problem="there is no token for the Hugging Face hub", fix=LOG_IN)
+        return replace(target, problem="there is no token for the Hugging Face hub", fix=LOG_IN)
     if not hub_answers():
-        return Push(target=target, api=None, problem=f"{constants.ENDPOINT} cannot be reached")
+        return replace(target, problem=f"{constants.ENDPOINT} cannot be reached")
     api = HfApi()
     try:
         with limited_waits(QUESTION_SECONDS):
-            check_token(api.whoami(), target)
+            token = api.whoami().get("auth", {}).get("accessToken", {})
+            remedy = f"create one that may write, then `{LOG_IN}` (or set HF_TOKEN)"
+            may_write = token.get("role") != "read"
+            require(may_write, "push", "the token may only read", got=target.repo_id, remedy=remedy)
             check_visibility(api, target)
     except UserError:
         raise
     except HfHubHTTPError as error:
         if error.response.status_code not in NO_ACCESS:
-            return Push(target=target, api=None, problem=short(error))
+            return replace(target, problem=short(error))
         problem = f"the hub refuses the token ({error.response.status_code})"
         remedy = f"create one that may write at {constants.ENDPOINT}/settings/tokens, then `{LOG_IN}` (or set HF_TOKEN)"
         raise UserError("push", problem, got=target.repo_id, remedy=remedy) from None
     except Exception as error:  # errors of the HTTP library differ between versions of huggingface_hub
-        return Push(target=target, api=None, problem=short(error))
-    return Push(target=target, api=api)
+        return replace(target, problem=short(error))
+    return replace(target, api=api)
 
 
-def check_token(account: Any, target: Target) -> None:
-    """Refuses a token without write access; `account` is the hub's answer to whoami."""
-    token = account.get("auth", {}).get("accessToken", {})
-    if token.get("role") == "read":
-        remedy = f"create one that may write, then `{LOG_IN}` (or set HF_TOKEN)"
-        raise UserError("push", "the token may only read", got=target.repo_id, remedy=remedy)
-
-
-def check_visibility(api: HfApi, target: Target) -> None:
+def check_visibility(api: HfApi, target: Push) -> None:
     """Refuses an existing repository with another visibility, because the hub would silently keep it."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -156,8 +140,7 @@ def limited_waits(seconds: float) -> Iterator[None]:
     from huggingface_hub import get_session
 
     client = get_session()
-    original_timeout = client.timeout
-    client.timeout = seconds
+    original_timeout, client.timeout = client.timeout, seconds
     try:
         yield
     finally:
@@ -165,7 +148,7 @@ def limited_waits(seconds: float) -> Iterator[None]:
 
 
 # -- after the export --------------------------------------------------------------------------------------------------
-def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
+def push(target: Push, folder: Path, say: Callable[[str], None]) -> str:
     """Uploads the files of the folder, and returns the address of the repository.
 
     In an existing repository, files with the same names are replaced and others stay; its history keeps all versions.
@@ -175,29 +158,29 @@ def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     size = f"{counted(len(files), 'file')} ({sum(file.stat().st_size for file in files):,} bytes)"
-    target, command = request.target, upload_command(request.target, folder)
-    if request.api is None:
-        commands = " and then ".join(f"`{each}`" for each in (request.fix, command) if each)
+    command = upload_command(target, folder)
+    if target.api is None:
+        commands = " and then ".join(f"`{each}`" for each in (target.fix, command) if each)
         not_pushed = f"what would go to {target}: {size}, by {commands}"
-        raise PushError(f"not pushed: {request.problem}; {folder} is kept; {not_pushed}")
+        raise PushError(f"not pushed: {target.problem}; {folder} is kept; {not_pushed}")
     say(f"pushing {size} to {target}")
     interrupt.set_interrupt_message(
         f"{folder} is exported, and perhaps not all of it is on the hub; `{command}` uploads the rest"
     )
     try:
         with limited_waits(UPLOAD_SECONDS):
-            address = request.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
-            request.api.upload_folder(repo_id=target.repo_id, folder_path=folder, commit_message="Exported by rlft")
+            address = target.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
+            target.api.upload_folder(repo_id=target.repo_id, folder_path=folder, commit_message="Exported by rlft")
     except Exception as error:  # whatever went wrong, the folder is complete and the command is known
         raise PushError(f"not pushed to {target}: {short(error)}; {folder} is kept; try `{command}`") from error
     interrupt.set_interrupt_message(f"{folder} is exported and pushed to {target.repo_id}")
     return str(address)
 
 
-def upload_command(target: Target, folder: Path) -> str:
+def upload_command(target: Push, folder: Path) -> str:
     """The command that uploads the folder by hand.
 
-    >>> upload_command(Target(repo_id="me/mine", private=True), Path("exports/mine"))
+    >>> upload_command(Push(repo_id="me/mine", private=True), Path("exports/mine"))
     'hf upload me/mine exports/mine --private'
     """
     return command_line("hf", "upload", target.repo_id, folder, *(["--private"] if target.private else []))

@@ -45,6 +45,10 @@ class Export:
     out: Path
     repo_id: str | None = None
 
+    @property
+    def is_model(self) -> bool:
+        return self.kind is ExportKind.model
+
 
 def prepare(
     source: NamedRun, out: str | None, kind: str | None, dtype: str | None, say: Callable[[str], None]

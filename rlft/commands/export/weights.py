@@ -74,14 +74,10 @@ def write_adapter(source: Path, config: ModelConfig, folder: Path) -> None:
         tensors = names.all_outside(load_file(source / ADAPTER_WEIGHTS))
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         fields["target_modules"] = sorted(adapted_modules(tensors))
-    fields |= {"base_model_name_or_path": base_name(config), "revision": config.revision}
+    base = resolve_path(config.path)
+    base_name = str(Path(base).resolve()) if Path(base).is_dir() else base
+    fields |= {"base_model_name_or_path": base_name, "revision": config.revision}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-
-
-def base_name(config: ModelConfig) -> str:
-    """The base's hub id, or the absolute path of its folder."""
-    path = resolve_path(config.path)
-    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
@@ -103,17 +99,17 @@ def write_model(
         say: prints a line.
     """
     base = from_mapping(ModelConfig, request.source.config["model"], "model")
-    trained_alone = request.checkpoint_kind is CheckpointKind.weights and containing_class(base) is not None
-    if request.checkpoint_kind is CheckpointKind.weights and request.dtype == AUTO and not trained_alone:
+    holds_weights = request.checkpoint_kind is CheckpointKind.weights
+    trained_alone = holds_weights and containing_class(base) is not None
+    if holds_weights and request.dtype == AUTO and not trained_alone:
         with writing(request.out, size_of(Path(config.path))):
             shutil.copytree(config.path, folder, dirs_exist_ok=True)
         return
     if config.quantization is not None:
         say(f"the adapter was trained on the base in {config.quantization}, and is merged into its full weights")
-    with explained(
-        Doing(current="merge" if request.checkpoint_kind is CheckpointKind.policy else "change dtype"), config
-    ):
-        model, dtypes = load_float32(base if trained_alone else config)
+    written = base if trained_alone else config
+    with explained(Doing(current="change dtype" if holds_weights else "merge"), config):
+        model, dtypes = load_float32(written)
         if request.checkpoint_kind is CheckpointKind.policy:
             with tempfile.TemporaryDirectory() as adapter:
                 write_adapter(request.checkpoint / CheckpointKind.policy, config, Path(adapter))
@@ -123,8 +119,8 @@ def write_model(
         round_weights(model, dtypes, request.dtype)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
         with writing(request.out, needed):
-            save(model, tokenizer, base if trained_alone else config, folder)
-            add_unused(model, base if trained_alone else config, folder, say)
+            save(model, tokenizer, written, folder)
+            add_unused(model, written, folder, say)
 
 
 def containing_class(base: ModelConfig) -> type[PreTrainedModel] | None:

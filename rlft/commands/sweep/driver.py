@@ -73,11 +73,9 @@ class Source(Protocol[R]):
 
     def next(self) -> R | None:
         """The next run to begin or resume; None if there is none now."""
-        ...
 
     def is_done(self) -> bool:
         """Whether no run is left to begin."""
-        ...
 
     def is_pruned(self, run: R) -> bool:
         """Whether a run is to end where it is, for what it has evaluated since the last call."""
@@ -89,15 +87,12 @@ class Source(Protocol[R]):
         Raises:
             Exception: no run can be done any more, so that the sweep ends once the runs beside it have saved.
         """
-        ...
 
     def conclude(self) -> None:
         """Raises what the sweep ends with if runs have failed, once it is done."""
-        ...
 
     def show(self) -> None:
         """Writes and prints the results so far."""
-        ...
 
 
 class Place(Protocol):
@@ -109,11 +104,9 @@ class Place(Protocol):
         A place that returns only at the end of the run calls `is_pruned` after each evaluation, and raises what ends
         the sweep: KeyboardInterrupt or DiskError.
         """
-        ...
 
     def ending(self, run: Run) -> Ending | None:
         """How a run ended; None while it is being done."""
-        ...
 
     def wait(self) -> None:
         """Waits a moment for runs that are being done."""

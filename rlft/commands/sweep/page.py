@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
@@ -75,11 +76,10 @@ class Page:
         if not rows:
             return
         self.write_table()
-        states = [state_of(row) for row in rows]
-        columns = ["trial", KEYS, self._metric, *([STATE] if any(states) else [])]
+        columns = ["trial", KEYS, self._metric]
         lines = [[str(row.number), self._space.name(row.params), value_of(row)] for row in rows]
-        if any(states):
-            lines = [[*line, state] for line, state in zip(lines, states, strict=True)]
+        if any(states := [state_of(row) for row in rows]):
+            columns, lines = [*columns, STATE], [[*line, state] for line, state in zip(lines, states, strict=True)]
         best = f", best {self._metric} first" if any(row.value is not None for row in rows) else ""
         print_table(f"sweep of {counted(len(rows), 'trial')}{best}", columns, lines)
         for key, share in importance.items():
@@ -123,12 +123,15 @@ def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str
         run = folder / str(number)
         metrics, evaluations = read_lines(run / METRICS), read_lines(run / EVALUATIONS) or [{}]
         first, last = evaluations[0], evaluations[-1]
-        state, why = ("failed", failed[number]) if number in failed else _state_of_job(run)
+        status, why = run_status.read(run)
+        state = {Status.finished: FINISHED, Status.stopped: "failed"}.get(status, "unfinished")
+        if number in failed:
+            state, why = "failed", failed[number]
         result.append(
             {
                 "job": number,
                 "state": state,
-                "why": why,
+                "why": why if state == "failed" else "",
                 # marked, if a result has that name, such as `reward`
                 **{f"{key}=" if key in RESULTS else key: value for key, value in space.named(params).items()},
                 "steps": metrics[-1]["step"] if metrics else 0,
@@ -149,14 +152,6 @@ def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str
         return (False, row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
 
     return sorted(result, key=rank)
-
-
-def _state_of_job(run: Path) -> tuple[str, str]:
-    """(finished, failed or unfinished; why it failed) by what a job has left on disk."""
-    status, why = run_status.read(run)
-    if status is Status.finished:
-        return FINISHED, ""
-    return ("failed", why) if status is Status.stopped else ("unfinished", "")
 
 
 def _shown(row: Mapping[str, Any], name: str) -> str:
@@ -242,10 +237,7 @@ def _by_trial(panel: Axes, rows: Sequence[Trial], metric: str, *, lower: bool) -
         if of:
             panel.scatter([row.number for row in of], [row.value or 0.0 for row in of], s=18, color=colour, label=state)
     complete = [row for row in rows if row.state == "complete"]
-    better = min if lower else max
-    best: list[Any] = []
-    for row in complete:
-        best.append(row.value if not best else better(best[-1], row.value))
+    best = list(accumulate((row.value or 0.0 for row in complete), min if lower else max))
     panel.step([row.number for row in complete], best, where="post", color=GREY, zorder=0, label="best so far")
     panel.set(xlabel="trial", ylabel=metric)
     panel.legend(fontsize="small")

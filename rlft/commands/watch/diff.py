@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,23 +36,25 @@ the last tenth of the steps, medians of times, the largest memory, accuracy befo
 
 ABSENT = "-"
 LAST_SHARE = 0.1
-
-
-class At(StrEnum):
-    common = "common"
-    last = "last"
+AT = ("common", "last")
 
 
 def command(arguments: Sequence[str]) -> None:
     words = read_words("diff", arguments, ("at",), has_json=True)
-    at = words.values.get("at", At.common)
-    remedy = choice_remedy(at, At)
-    require(at in set(At), "at", "is not one of its choices", got=at or "nothing", remedy=remedy)
-    first, second = two_runs(words.folders)
+    at = words.values.get("at", "common")
+    require(at in AT, "at", "is not one of its choices", got=at or "nothing", remedy=choice_remedy(at, AT))
+    runs = two_runs(words.folders)
+    config = config_differences(*runs)
+    spans, metrics = compare_metrics(*runs, at)
     if words.as_json:
-        print(json.dumps(as_json(first, second, At(at)), indent=1))
-    else:
-        print_differences(first, second, At(at))
+        rows = {"config": [asdict(row) for row in config], "at": at, "steps_of_means": spans}
+        rows["metrics"] = [asdict(row) for row in metrics]
+        print(json.dumps({"runs": [str(run) for run in runs], **rows}, indent=1))
+        return
+    limit = "the last step that both have done" if at == "common" else "each run's own last step"
+    step_texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in spans)
+    print_differences("config", runs, config)
+    print_differences("metrics", runs, metrics, f"metrics up to {limit}: means of {' and '.join(step_texts)}")
 
 
 def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
@@ -85,21 +86,6 @@ class Difference:
         return f"{self.name} (step {' and '.join(shown_steps)})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """The metrics of two runs; `spans` are the (first, last) steps of each run's means, None without metrics."""
-
-    at: At
-    spans: tuple[tuple[int, int] | None, tuple[int, int] | None]
-    rows: Sequence[Difference]
-
-    def sentence(self) -> str:
-        """Says over which steps the means are taken."""
-        limit = "the last step that both have done" if self.at is At.common else "each run's own last step"
-        step_texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in self.spans)
-        return f"metrics up to {limit}: means of {' and '.join(step_texts)}"
-
-
 def steps_text(first: int, last: int) -> str:
     """The steps in words.
 
@@ -123,10 +109,11 @@ def differing(configs: Sequence[Mapping[str, Any]], absent: str) -> list[tuple[s
     return sorted(rows, key=lambda row: row[0].startswith(f"{ORIGIN}."))
 
 
-def compare_metrics(first: Path, second: Path, at: At) -> Compared:
+def compare_metrics(first: Path, second: Path, at: str) -> tuple[list[tuple[int, int] | None], list[Difference]]:
+    """The (first, last) steps of each run's means, None without metrics, and a row for each metric."""
     lines = [read_lines(folder / METRICS) for folder in (first, second)]
     num_steps = ends = [int(run_lines[-1]["step"]) if run_lines else 0 for run_lines in lines]
-    if at is At.common:
+    if at == "common":
         ends = [min((end for end, run_lines in zip(ends, lines, strict=True) if run_lines), default=0)] * 2
     kept = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
     rows = [Difference(name="steps", first=num_steps[0], second=num_steps[1])]
@@ -144,10 +131,11 @@ def compare_metrics(first: Path, second: Path, at: At) -> Compared:
         values = [_summary(name, run_lines) for run_lines in kept]
         if any(value is not None for value in values):
             rows.append(Difference(name=name, first=values[0], second=values[1]))
-    return Compared(at=at, spans=(_span(kept[0]), _span(kept[1])), rows=rows)
+    averaged = [_last_tenth(run_lines) for run_lines in kept]
+    return [(of_run[0]["step"], of_run[-1]["step"]) if of_run else None for of_run in averaged], rows
 
 
-def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Difference]:
+def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: str) -> list[Difference]:
     """Rows with accuracy at the first and the last evaluation, at common steps if `at` says so and there are any.
 
     Args:
@@ -156,7 +144,7 @@ def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Di
     common_steps = sorted(set(evaluations[0]) & set(evaluations[1]))
     rows = []
     for name, index in (("accuracy at first", 0), ("accuracy at last", -1)):
-        if at is At.common and common_steps:
+        if at == "common" and common_steps:
             steps: list[int | None] = [common_steps[index]] * 2
         else:
             steps = [sorted(accuracies)[index] if accuracies else None for accuracies in evaluations]
@@ -165,12 +153,6 @@ def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Di
         if any(value is not None for value in values):
             rows.append(Difference(name=name, first=values[0], second=values[1], steps=(steps[0], steps[1])))
     return rows
-
-
-def _span(lines: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """The first and the last step that a mean covers; None without lines."""
-    averaged = _last_tenth(lines)
-    return (averaged[0]["step"], averaged[-1]["step"]) if averaged else None
 
 
 def _last_tenth(items: Sequence[Any]) -> Sequence[Any]:
@@ -190,33 +172,21 @@ def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(last) / len(last)
 
 
-def as_json(first: Path, second: Path, at: At) -> dict[str, Any]:
-    compared = compare_metrics(first, second, at)
-    return {
-        "runs": [str(first), str(second)],
-        "config": [asdict(row) for row in config_differences(first, second)],
-        "at": str(at),
-        "steps_of_means": compared.spans,
-        "metrics": [asdict(row) for row in compared.rows],
-    }
-
-
-def print_differences(first: Path, second: Path, at: At) -> None:
-    """Prints a table of keys and a table of metrics; the second one names the steps of its means."""
-    terminal, compared = open_terminal(), compare_metrics(first, second, at)
-    for title, rows in (("config", config_differences(first, second)), ("metrics", compared.rows)):
-        if not rows:
-            terminal.print(Text(f"{title}: no difference", style="bold"))
-            continue
-        if rows is compared.rows:
-            terminal.print(Text(compared.sentence(), style="bold"), soft_wrap=True)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in (title, str(first), str(second)):
-            table.add_column(Text(visible(name)), overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(visible(text_of(value))) for value in (row.title, row.first, row.second)))
-        terminal.print(table)
-        terminal.print()
+def print_differences(title: str, runs: tuple[Path, Path], rows: Sequence[Difference], sentence: str = "") -> None:
+    """Prints a table of keys or of metrics, below a sentence that says over which steps means are taken."""
+    terminal = open_terminal()
+    if not rows:
+        terminal.print(Text(f"{title}: no difference", style="bold"))
+        return
+    if sentence:
+        terminal.print(Text(sentence, style="bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in (title, *map(str, runs)):
+        table.add_column(Text(visible(name)), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(text_of(value))) for value in (row.title, row.first, row.second)))
+    terminal.print(table)
+    terminal.print()
 
 
 def text_of(value: Any) -> str:

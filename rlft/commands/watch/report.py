@@ -183,7 +183,7 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
         "made": f"{datetime.now():%Y-%m-%d %H:%M}",
         "rlft": rlft.__version__,
         "runs": runs,
-        "differences": differences(configs),
+        "differences": [{"key": name, "values": values} for name, values in differing(configs, "")],
         "seeds": same_but_seeds(configs),
         "sweeps": [sweep for folder in sweep_folders(words, folders) if (sweep := sweep_of(folder)) is not None],
     }
@@ -242,8 +242,8 @@ def run_of(folder: Path, max_bytes: int, max_image_bytes: int) -> dict[str, Any]
         "evaluations": columns(evaluations),
         "alarms": alarms,
         "config": {safe(name): safe(_text(value)) for name, value in flatten(config).items()},
-        "completions": completions.as_dict(),
-        "images": shown_images(config, digests_in(completions.groups), max_image_bytes),
+        "completions": completions,
+        "images": shown_images(config, digests_in(completions["groups"]), max_image_bytes),
     }
 
 
@@ -282,25 +282,18 @@ def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) 
     return sorted(alarms, key=lambda alarm: alarm["step"])
 
 
-def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The keys whose values differ between runs, the origin's keys last."""
-    return [{"key": name, "values": values} for name, values in differing(configs, "")]
-
-
 def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:
     """A label for each run: the keys in which it differs from the others, or its folder if they are many or none.
 
     Labels leave out the keys in `without`. If the seed is one of them, all seeds of an experiment have the same label.
     """
-    rows = [row for row in differences([run["config"] for run in runs]) if not row["key"].startswith(f"{ORIGIN}.")]
-    rows = sorted((row for row in rows if row["key"] not in without), key=lambda row: row["key"] in SEED_KEYS)
+    of_runs = {key: values for key, values in differing([run["config"] for run in runs], "") if key not in without}
+    keys = sorted((key for key in of_runs if not key.startswith(f"{ORIGIN}.")), key=lambda key: key in SEED_KEYS)
     folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
-    if not 0 < len(rows) <= MAX_KEYS_OF_LABEL:
+    if not 0 < len(keys) <= MAX_KEYS_OF_LABEL:
         return folders
-    names = short_names([row["key"] for row in rows])
-    texts = [
-        ", ".join(f"{name}={row['values'][i]}" for name, row in zip(names, rows, strict=True)) for i in range(len(runs))
-    ]
+    named = list(zip(short_names(keys), keys, strict=True))
+    texts = [", ".join(f"{name}={of_runs[key][i]}" for name, key in named) for i in range(len(runs))]
     if "seed" in without:
         return texts
     pairs = zip(texts, folders, strict=True)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,8 @@ _PROMPT_ID = re.compile(rb'^\{"step": \d+, "prompt_id": ("(?:[^"\\]|\\.)*"), "in
 ShownGroup = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownCompletions:
-    """The groups, as the page's script reads them, with the number of steps and completions on disk."""
-
-    groups: Sequence[ShownGroup]
-    steps: int
-    steps_on_disk: int
-    completions: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-def choose(folder: Path, max_bytes: int) -> ShownCompletions:
-    """The completions of a run to show, at most about `max_bytes` of JSON.
+def choose(folder: Path, max_bytes: int) -> dict[str, Any]:
+    """The completions of a run to show, at most about `max_bytes` of JSON, as the page's script reads them.
 
     These are the held-out examples of evaluations, then groups of evenly spaced steps. Groups with values of single
     tokens and groups of recurring prompts come first in their step.
@@ -70,12 +56,12 @@ def choose(folder: Path, max_bytes: int) -> ShownCompletions:
     chosen += fitting(candidates(), max_bytes - sum(map(_size, chosen)))
     chosen.sort(key=lambda group: (group["kind"] != TRAINED, group["step"]))
     trained = [group for group in chosen if group["kind"] == TRAINED]
-    return ShownCompletions(
-        groups=chosen,
-        steps=len({group["step"] for group in trained}),
-        steps_on_disk=len(files),
-        completions=sum(len(group["rows"]) for group in trained),
-    )
+    return {
+        "groups": chosen,
+        "steps": len({group["step"] for group in trained}),
+        "steps_on_disk": len(files),
+        "completions": sum(len(group["rows"]) for group in trained),
+    }
 
 
 def fitting(groups: Iterable[ShownGroup], max_bytes: int) -> Iterator[ShownGroup]:

@@ -74,10 +74,15 @@ def command(arguments: Sequence[str]) -> None:
     require(len(words.folders) < 2, "runs", "takes one folder", got=got, remedy="name the one above them")
     root = named_folder(words.folders[0] if words.folders else "runs", "runs", say)
     listed = rows(root, words.values)
+    terminal = open_terminal()
     if words.as_json:
         print(json.dumps([asdict(row) for row in listed], indent=1))
+    elif not listed:
+        terminal.print(Text(f"no such run below {root}"))
+    elif sys.stdout.isatty():
+        print_table(terminal, listed, root)
     else:
-        print_rows(listed, root)
+        print_lines(listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,19 +193,13 @@ def counted_steps(folder: Path) -> int:
 def _age_and_size(folder: Path) -> tuple[float, int]:
     """Seconds since the run has written anything, and the bytes of its folder."""
     newest, size = 0.0, 0
-    folders = [str(folder)]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:  # a checkpoint may just have been replaced
-            for entry in entries:
-                try:
-                    stat = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue
+    for above, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(OSError):  # a checkpoint may just have been replaced
+                stat = Path(above, name).lstat()
                 size += stat.st_size
-                if entry.name != REPORT:  # `rlft report` has written it, not the run
+                if name != REPORT:  # `rlft report` has written it, not the run
                     newest = max(newest, stat.st_mtime)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
     return max(0.0, time.time() - newest), size
 
 
@@ -223,17 +222,6 @@ def _sort_key(row: RunRow, column: str) -> tuple[Any, ...]:
     return (value is not None, value if value is not None else 0, row.folder)
 
 
-def print_rows(listed: Sequence[RunRow], root: Path) -> None:
-    """Prints a table on a terminal, or in a pipe one line per run with tabs between values."""
-    terminal = open_terminal()
-    if not listed:
-        terminal.print(Text(f"no such run below {root}"))
-    elif sys.stdout.isatty():
-        print_table(terminal, listed, root)
-    else:
-        print_lines(listed)
-
-
 def cells_of(row: RunRow) -> dict[str, str]:
     numbers = {"reward": row.reward, "loss": row.loss, "accuracy": row.accuracy}
     return {
@@ -249,7 +237,7 @@ def cells_of(row: RunRow) -> dict[str, str]:
 
 
 def print_lines(listed: Sequence[RunRow]) -> None:
-    """Prints a line of titles, then one line per run, with the reason of a stop last; no value is cut or coloured."""
+    """Prints a line of titles, then one line per run with tabs between values, the reason of a stop last."""
     print("\t".join([*TITLES, "reason"]))
     for row in listed:
         cells = [*cells_of(row).values(), explained(row)]

@@ -121,12 +121,11 @@ def follow(
         clock, tails = RunClock(), [Tail(folder / name) for name in (METRICS, EVALUATIONS)]
         progress = Progress(_info(folder, config), glyphs_for(terminal.encoding), clock, price)
         evaluations: list[Mapping[str, Any]] = []
-        progress.stage("sample")
         progress.current = "running in another process"
         view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, 10.0)
         while not any(tail.was_cut for tail in tails):
             for line in tails[1].new():
-                progress.evaluation(_evaluation(line))
+                progress.evaluations.append(_evaluation(line))
                 evaluations.append(line)
                 if (trend := newly_flat(evaluations)) is not None:
                     view.print(Text(f"note: step {trend.last}: {trend}", style="yellow"))

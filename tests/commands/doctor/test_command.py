@@ -21,7 +21,6 @@ from rlft import cli
 from rlft.commands.doctor import command as doctor
 from rlft.commands.doctor import kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
-from rlft.commands.doctor.machine import Cuda, Gpu
 from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
 from rlft.commands.doctor.trial import MachineTrial, with_values
 from rlft.config.compose import compose
@@ -261,26 +260,24 @@ def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() ->
 
 # -- the machine -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("cuda", "status", "told"),
+    ("cuda", "status", "told"),  # cuda: torch's build, the driver's newest release, whether torch can use a GPU
     [
-        (Cuda(build="12.8", driver=(12, 4), works=True), Status.ok, "for CUDA 12.8; the driver takes CUDA 12.4"),
-        (Cuda(build=None, driver=None, works=False), Status.skipped, "without CUDA; no NVIDIA driver here"),
-        (Cuda(build=None, driver=(12, 8), works=False), Status.slow, "a torch that is built for CUDA 12.8"),
-        (Cuda(build="13.0", driver=(12, 8), works=False), Status.wrong, "update the driver, or install a torch"),
-        (Cuda(build="12.8", driver=(12, 8), works=False), Status.wrong, "torch finds no GPU"),
+        (("12.8", (12, 4), True), Status.ok, "for CUDA 12.8; the driver takes CUDA 12.4"),
+        ((None, None, False), Status.skipped, "without CUDA; no NVIDIA driver here"),
+        ((None, (12, 8), False), Status.slow, "a torch that is built for CUDA 12.8"),
+        (("13.0", (12, 8), False), Status.wrong, "update the driver, or install a torch"),
+        (("12.8", (12, 8), False), Status.wrong, "torch finds no GPU"),
     ],
 )
-def test_torchs_build_and_the_driver(cuda: Cuda, status: Status, told: str) -> None:
-    row = machine.driver_row(cuda)
+def test_torchs_build_and_the_driver(cuda: Any, status: Status, told: str) -> None:
+    row = machine.driver_row(*cuda)
     assert row.status is status
     assert told in f"{row.value} {row.remedy}"
 
 
 def test_a_gpu_that_torch_is_not_built_for_is_wrong_and_one_that_is_taken_slow() -> None:
     def row(capability: tuple[int, int], free: int) -> CheckRow:
-        built_for = ("sm_80", "sm_90")
-        gpu = Gpu(name="GPU", capability=capability, built_for=built_for, total=80 * 10**9, free=free)
-        return machine.gpu_row(gpu)
+        return machine.gpu_row("GPU", capability, ["sm_80", "sm_90"], free, 80 * 10**9)
 
     assert row((8, 6), 79 * 10**9).status is Status.ok
     assert row((9, 0), 39 * 10**9).status is Status.slow

@@ -14,7 +14,7 @@ from rlft import cli
 from rlft.commands.export import gguf
 from rlft.commands.export.command import export
 from rlft.commands.export.model_card import Card
-from rlft.commands.export.request import prepare
+from rlft.commands.export.request import Export, ExportKind, prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import CheckpointKind, NamedRun
 from rlft.tokens.ends import TurnEnds
@@ -62,13 +62,16 @@ def card_of(place: NamedRun, base: str, **kind: bool) -> str:
     [file] = place.run.glob("checkpoints/*/policy/adapter_config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), **kind}))
     config = {**place.config, "model": {**place.config["model"], "path": base}}
-    return Card(
+    request = Export(
         source=replace(place, config=config),
         checkpoint=file.parents[1],
-        kind=CheckpointKind.policy,
-        is_model=False,
-        name="mine",
-        repo_id=None,
+        checkpoint_kind=CheckpointKind.policy,
+        kind=ExportKind.adapter,
+        dtype="auto",
+        out=Path("mine"),
+    )
+    return Card(
+        request=request,
         has_template=True,
         loader="AutoModelForCausalLM",
         dtype="float32",

@@ -18,7 +18,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.commands.export import push
-from rlft.commands.export.push import Target, limited_waits, read_target
+from rlft.commands.export.push import Push, limited_waits, read_target
 from rlft.runs.find import NamedRun
 from rlft.system import interrupt
 from rlft.system.hub import hub_answers
@@ -315,8 +315,8 @@ def test_offline_it_says_what_it_would_do(
 # -- words -------------------------------------------------------------------------------------------------------------
 def test_ids_of_repositories() -> None:
     assert read_target(None, None) is None
-    assert read_target(ID, None) == Target(repo_id=ID, private=True) == read_target(ID, "true")
-    assert read_target("an-org/Mine_0.5B", "false") == Target(repo_id="an-org/Mine_0.5B", private=False)
+    assert read_target(ID, None) == Push(repo_id=ID, private=True) == read_target(ID, "true")
+    assert read_target("an-org/Mine_0.5B", "false") == Push(repo_id="an-org/Mine_0.5B", private=False)
 
 
 @each(

@@ -179,29 +179,29 @@ def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Pa
 def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_run: Callable[..., Path]) -> None:
     run = make_run("run", steps=200)
     everything = choose(run, 10**8)
-    assert everything.steps_on_disk == 200
-    assert everything.steps == report_completions.MAX_STEPS + 1, "one of them for prompts that come again"
-    steps = sorted({group["step"] for group in everything.groups if group["kind"] == TRAINED})
+    assert everything["steps_on_disk"] == 200
+    assert everything["steps"] == report_completions.MAX_STEPS + 1, "one of them for prompts that come again"
+    steps = sorted({group["step"] for group in everything["groups"] if group["kind"] == TRAINED})
     assert steps[0] == 1
     assert steps[-1] == 200
     assert max(b - a for a, b in pairwise(steps)) <= 6
     few = choose(run, 20_000)
-    assert len(json.dumps(few.groups, ensure_ascii=False)) < 21_000
-    assert 0 < few.steps < everything.steps
-    assert all(len(group["rows"]) == 2 for group in few.groups if group["kind"] == TRAINED)
+    assert len(json.dumps(few["groups"], ensure_ascii=False)) < 21_000
+    assert 0 < few["steps"] < everything["steps"]
+    assert all(len(group["rows"]) == 2 for group in few["groups"] if group["kind"] == TRAINED)
 
 
 def test_a_prompt_that_comes_again_is_shown_at_both_steps(make_run: Callable[..., Path]) -> None:
     found = choose(make_run("run", steps=200), 10**8)
-    where = [group["step"] for group in found.groups if group["id"] == "again"]
+    where = [group["step"] for group in found["groups"] if group["id"] == "again"]
     assert where == [1, 198]
 
 
 def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) -> None:
     run = make_run("run", steps=1, groups=40, tokens_in=35)
     found = choose(run, 10**8)
-    assert any("tokens" in row for group in found.groups for row in group["rows"])
-    row = next(row for group in found.groups for row in group["rows"] if "tokens" in row)
+    assert any("tokens" in row for group in found["groups"] for row in group["rows"])
+    row = next(row for group in found["groups"] for row in group["rows"] if "tokens" in row)
     assert row["tokens"]["old"] == [-0.123]
     assert row["tokens"]["sampled"] == [-0.1]
 
@@ -220,7 +220,7 @@ def test_a_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> 
     )  # fmt: skip
     rows[0]["tokens"] = token_fields(values)
     file.write_bytes(b"".join(map(encode, rows)))
-    group = next(group for group in choose(run, 10**6).groups if any("turns" in row for row in group["rows"]))
+    group = next(group for group in choose(run, 10**6)["groups"] if any("turns" in row for row in group["rows"]))
     row = next(row for row in group["rows"] if "turns" in row)
     assert row["length"] == 1, "of three tokens one was sampled"
     assert row["mask"] == [1, 0, 0]
@@ -239,7 +239,7 @@ def test_a_held_out_conversation_is_shown_turn_by_turn(make_run: Callable[..., P
     turn = {"end": 1, "text": "1+1?", "answer": "No.", "reward": None, "calls": []}
     lines[-1]["examples"][0]["turns"] = [turn]
     (run / "eval.jsonl").write_bytes(b"".join(map(encode, lines)))
-    rows = [row for group in choose(run, 10**6).groups if group["kind"] == HELD_OUT for row in group["rows"]]
+    rows = [row for group in choose(run, 10**6)["groups"] if group["kind"] == HELD_OUT for row in group["rows"]]
     [shown] = [row["turns"] for row in rows if "turns" in row]
     assert shown == [{"said": {"text": "1+1?"}, "answer": {"text": "No."}, "reward": None, "calls": []}]
 
@@ -251,10 +251,10 @@ def test_a_group_too_large_for_the_budget_hides_no_other(make_run: Callable[...,
     rows[0]["tokens"] = {name: (["x"] if name == "text" else [0.5]) * 20_000 for name in rows[0]["tokens"]}
     file.write_bytes(b"".join(map(encode, rows)))
     found = choose(run, 60_000)
-    assert found.steps == 9
-    last = next(group for group in found.groups if group["step"] == 9 and group["id"] == "p9.0")
+    assert found["steps"] == 9
+    last = next(group for group in found["groups"] if group["step"] == 9 and group["id"] == "p9.0")
     assert not any("tokens" in row for row in last["rows"])
-    assert sum("tokens" in row for group in found.groups for row in group["rows"]) == 16
+    assert sum("tokens" in row for group in found["groups"] for row in group["rows"]) == 16
 
 
 def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run: Callable[..., Path]) -> None:
@@ -267,7 +267,7 @@ def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run: Cal
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0] |= {"tokens": token_fields(values), "reward": None, "logprobs": [None]}
     file.write_bytes(b"".join(map(encode, rows)))
-    row = next(group for group in choose(run, 10**6).groups if group["id"] == "again")["rows"][0]
+    row = next(group for group in choose(run, 10**6)["groups"] if group["id"] == "again")["rows"][0]
     assert (row["tokens"]["old"], row["tokens"]["sampled"], row["reward"]) == ([None], [None], None)
 
 
@@ -278,7 +278,7 @@ def test_a_file_that_a_living_run_has_just_removed_is_no_error(
     listed = rollout_files(run)
     (run / "rollouts" / "step_000001.jsonl").unlink()
     monkeypatch.setattr(report_completions, "rollout_files", lambda folder: listed)
-    assert choose(run, 10**6).steps == 4
+    assert choose(run, 10**6)["steps"] == 4
 
 
 def test_of_a_folder_above_runs_those_without_metrics_are_left_out(make_run: Callable[..., Path]) -> None:
@@ -294,7 +294,7 @@ def test_nothing_that_a_model_writes_is_hidden_or_markup(text: str, make_run: Ca
     page = (report.report([str(run)])).read_text()
     assert "owned" not in page, "all of it is packed"
     assert page.count("<script") == 3
-    row = next(row for group in choose(run, 10**7).groups for row in group["rows"])
+    row = next(row for group in choose(run, 10**7)["groups"] for row in group["rows"])
     assert all(char.isprintable() or char == "\n" for char in row["text"])
     assert not set(row["text"]) & set("\u3164\u2800\ufe0f\u034f")
     assert len(row["text"]) <= 2 * MAX_TEXT
