@@ -49,7 +49,8 @@ def command(arguments: list[str]) -> None:
     names, words = _split_names([word for word in arguments if word != "--json"])
     parsed = only_overrides(words)
     _check_words(names, parsed.overrides)
-    files = _files(parsed.config_dir)
+    users_files = sorted((parsed.config_dir / GROUP).glob("*.yaml")) if parsed.config_dir else []
+    files = catalog.files(GROUP) | {file.stem: file for file in users_files}
     if not names:
         rows = [listed(name, file) for name, file in files.items()]
         print(json.dumps(rows, indent=1) if "--json" in arguments else table_of(rows))
@@ -80,12 +81,6 @@ def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
         require(is_a_key, key, "is not a key of rlft algorithms", got=override, remedy=remedy)
         remedy = f"write rlft algorithms <name> {override}"
         require(names, key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
-
-
-def _files(config_dir: Path | None) -> dict[str, Path]:
-    """{name: YAML file} of rlft's algorithms, then of the user's."""
-    users_files = sorted((config_dir / GROUP).glob("*.yaml")) if config_dir else []
-    return catalog.files(GROUP) | {file.stem: file for file in users_files}
 
 
 def _lineage(file: Path) -> list[Path]:

@@ -75,9 +75,6 @@ CUT_BY = {
 }
 """{why an answer ended: the key of the limit}."""
 
-WORDS = ("raw",)
-"""Keys of this command; all other keys are those of the config."""
-
 
 def check_config(config: SamplingRoot, *, raw: bool) -> Environment | None:
     """The environment whose tools the policy may call; None without one, and for agents that play by themselves.
@@ -115,7 +112,7 @@ def read_raw(word: str | None) -> bool:
 
 def command(arguments: list[str]) -> None:
     """Starts a conversation with the policy of a run, or with a model."""
-    parsed, source, plain = sampled_by(arguments, "there is no model to chat with", WORDS)
+    parsed, source, plain = sampled_by(arguments, "there is no model to chat with", ("raw",))
     raw = read_raw(parsed.value("raw"))
     resolved = read(with_named_runs(plain), raw)
     import_libraries()

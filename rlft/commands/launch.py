@@ -119,10 +119,8 @@ def launch(
         raise Reported
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
-        if command.print_summary is not None:
-            command.print_summary(plan, folder)
-        else:
-            print_summary(folder, ())
+        print_page = command.print_summary or (lambda plan, folder: print_summary(folder, ()))
+        print_page(plan, folder)
     return True
 
 

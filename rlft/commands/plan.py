@@ -18,7 +18,7 @@ from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_tok
 from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
 from rlft.logger.console import grid, open_terminal
-from rlft.logger.price import Price
+from rlft.logger.forecast import Price
 from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
 from rlft.plan.advice import Advice, advice_for

@@ -15,7 +15,7 @@ from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
-from rlft.logger.price import read_price
+from rlft.logger.forecast import read_price
 from rlft.runs.find import with_named_runs
 from rlft.types import UserError
 

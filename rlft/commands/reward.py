@@ -7,7 +7,7 @@ import difflib
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlft.commands.arguments import only_overrides
 from rlft.commands.doctor.command import check_recipe
@@ -17,7 +17,7 @@ from rlft.config.resolved import resolve
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.check_rows import Status
 from rlft.system.terminal import say
 from rlft.types import Prompt, UserError, counted, require
 
@@ -66,7 +66,16 @@ def command(arguments: list[str]) -> int:
         prompts, tried = try_rewards(resolved, rewards, num_rows)
     rows = verdicts_on(tried, config.completions_per_step, config.scoring.workers)
     if "--json" in arguments:
-        print(json.dumps(as_dict(tried, rows), indent=1))
+        found = {
+            "sound": all(row.status is not Status.wrong for row in rows),
+            "rows": [asdict(row) for row in rows],
+            "summary": summary_of(tried),
+            "form": tried.form,
+            "weights": dict(tried.weights),
+            "cheapest": tried.cheapest and asdict(tried.cheapest),
+            "texts": [asdict(text) | {"total": text.total(tried.weights)} for text in tried.texts],
+        }
+        print(json.dumps(found, indent=1))
     else:
         print_scores(tried, len(prompts))
         print_rows(rows)
@@ -139,19 +148,6 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     for note in notes:
         say(f"note: {note}")
     return prompts, RewardTester(config, rewards, writer).try_all(prompts)
-
-
-def as_dict(tried: Tried, rows: Sequence[CheckRow]) -> dict[str, Any]:
-    """What was tried and found, as values for JSON."""
-    return {
-        "sound": all(row.status is not Status.wrong for row in rows),
-        "rows": [asdict(row) for row in rows],
-        "summary": summary_of(tried),
-        "form": tried.form,
-        "weights": dict(tried.weights),
-        "cheapest": tried.cheapest and asdict(tried.cheapest),
-        "texts": [asdict(text) | {"total": text.total(tried.weights)} for text in tried.texts],
-    }
 
 
 def print_scores(tried: Tried, num_rows: int) -> None:

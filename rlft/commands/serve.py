@@ -98,7 +98,8 @@ def command(arguments: list[str]) -> None:
     with bound(keys.host, keys.port, SECTION) as listening:
         import_libraries()
         with opened(resolved, source, keys, listening, say) as (service, inbox):
-            serve(service, inbox, say)
+            while True:
+                service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))
 
 
 def read(plain: Mapping[str, Any]) -> Resolved:
@@ -106,11 +107,6 @@ def read(plain: Mapping[str, Any]) -> Resolved:
     resolved = chat.read({**plain, "environment": None}, raw=True)
     prompts = replace(resolved.config.prompts, style="chat")
     return replace(resolved, config=replace(resolved.config, prompts=prompts))
-
-
-def serve(service: Service, inbox: Inbox, say: Say) -> None:
-    while True:
-        service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rlft.loop.engines import Engines
     from rlft.plan.train_plan import TrainPlan
 
-MAIN_JOB = "+recipe=grpo_gsm8k"
-
 
 def run(plan: TrainPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
     from rlft.loop.session import open_session
@@ -40,7 +38,7 @@ def print_summary(plan: TrainPlan, folder: Path) -> None:
         weights = ["lora=null"] if config.lora is None else []
         words = [f"+recipe={config.name}", *weights, f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
         commands.append(("sweep its recipe", ["train", "-m", *words]))
-    words = ["plan", MAIN_JOB, "model.device=cuda", "device_memory=24GiB"]
+    words = ["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]
     print_page(folder, [*commands, ("the main job: what it asks of a GPU", words)])
 
 

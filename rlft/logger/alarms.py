@@ -179,14 +179,10 @@ class Hints:
 
 def not_finite(record: StepRecord) -> Hint | None:
     """A fatal hint that names the step and the number if a loss or the gradient norm is NaN or infinite."""
-    broken_metrics = {
-        name: value
-        for name, value in record.metrics.items()
-        if (name.startswith("loss/") or name.endswith("/grad_norm")) and not math.isfinite(value)
-    }
-    if not broken_metrics:
+    judged = {n: v for n, v in record.metrics.items() if n.startswith("loss/") or n.endswith("/grad_norm")}
+    broken = ", ".join(f"{name} is {value}" for name, value in judged.items() if not math.isfinite(value))
+    if not broken:
         return None
-    broken = ", ".join(f"{name} is {value}" for name, value in broken_metrics.items())
     return Hint(text=f"step {record.step}: {texts()['hints']['not_finite'].format(broken=broken)}", fatal=True)
 
 

@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.config.bounds import NonNegativeFloat
-from rlft.logger.forecast import Forecast, Pace
+from rlft.logger.forecast import Forecast, Pace, Price
 from rlft.logger.interface import RunInfo, StepRecord
-from rlft.logger.price import Price
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, counted

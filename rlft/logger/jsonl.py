@@ -71,7 +71,7 @@ class Jsonl(Logger):
                     flush(path)
 
     def step(self, record: StepRecord) -> None:
-        self._append_alarms(record.step, record.alarms)
+        self._append(ALARMS, *alarm_lines(record.step, record.alarms))
         self._append(METRICS, {"step": record.step, **numbers(record.metrics)})
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -80,7 +80,7 @@ class Jsonl(Logger):
             self.files[EVALUATIONS].close()
             self.files[EVALUATIONS] = open_after(self.folder / EVALUATIONS, evaluation.step - 1, silent)
         self.evaluated = evaluation.step
-        self._append_alarms(evaluation.step, evaluation.alarms)
+        self._append(ALARMS, *alarm_lines(evaluation.step, evaluation.alarms))
         self._append(EVALUATIONS, evaluation_line(evaluation))
 
     def finish(self, status: str) -> None:
@@ -88,12 +88,9 @@ class Jsonl(Logger):
             file.close()
         self.files.clear()
 
-    def _append_alarms(self, step: int, alarms: Mapping[str, str]) -> None:
-        for line in alarm_lines(step, alarms):
-            self._append(ALARMS, line)
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        append(self.files[name], encode(line))
+    def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
+        for line in lines:
+            append(self.files[name], encode(line))
 
 
 class Rollouts(Logger):

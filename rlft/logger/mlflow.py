@@ -66,12 +66,9 @@ class Mlflow(ScalarLogger):
 
     def send(self, metrics: Mapping[str, float], step: int) -> None:
         point, now = self.library.entities.Metric, int(time.time() * 1000)
-        self.client.log_batch(self.run, [point(name, finite(v), now, step) for name, v in metrics.items()])
+        # MLflow's databases turn infinity into the largest number, so that charts break.
+        finite = {name: value if math.isfinite(value) else math.nan for name, value in metrics.items()}
+        self.client.log_batch(self.run, [point(name, value, now, step) for name, value in finite.items()])
 
     def close(self, status: str) -> None:
         self.client.set_terminated(self.run, STATUS.get(status, "FAILED"))
-
-
-def finite(value: float) -> float:
-    """The value, or NaN for infinity, which MLflow's databases turn into the largest number, so that charts break."""
-    return value if math.isfinite(value) else math.nan

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.memory import ModelSizes
-from rlft.logger.forecast import FIRST, Forecast
-from rlft.logger.price import Price
+from rlft.logger.forecast import FIRST, Forecast, Price
 from rlft.logger.text import duration
 from rlft.model.activations import layer_sizes
 from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes

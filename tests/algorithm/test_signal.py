@@ -10,8 +10,7 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.commands.sweep.driver import Run
-from rlft.commands.sweep.here import InThisProcess
+from rlft.commands.sweep.driver import InThisProcess, Run
 from rlft.config import catalog
 from rlft.logger.alarms import Hints
 from rlft.logger.interface import StepRecord

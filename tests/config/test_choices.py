@@ -13,7 +13,7 @@ import pytest
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands.sweep.measure import check_metric
+from rlft.commands.sweep.checks import check_metric
 from rlft.commands.sweep.space import StudyConfig
 from rlft.config import command as commands
 from rlft.config.catalog import choices, groups

@@ -23,8 +23,8 @@ def test_a_command_that_only_reads_runs_takes_quotes_after_run_and_leaves_those_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run='b'").mkdir()
-    told = runs.read_words("report", ["run='runs/first try'", "'a'", "run='b'"])
-    assert told.folders == ("runs/first try", "'a'", "run='b'")
+    folders, _, _ = runs.read_words("report", ["run='runs/first try'", "'a'", "run='b'"])
+    assert folders == ["runs/first try", "'a'", "run='b'"]
 
 
 def test_runs_of_one_name_that_begin_in_one_second_have_a_folder_each(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlft.commands.audit.command import audit_run
-from rlft.commands.audit.findings import Findings
+from rlft.commands.audit.files import Findings
 from rlft.logger.jsonl import encode
 from rlft.runs import checkpoint
 from rlft.runs.chain import metrics_part, scores_part, sealed

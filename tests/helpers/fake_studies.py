@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlft.commands.sweep.checks import Checked
-from rlft.commands.sweep.driver import Driver, Run
-from rlft.commands.sweep.here import InThisProcess, PrunedError
+from rlft.commands.sweep.driver import Driver, InThisProcess, PrunedError, Run
 from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Trial, Trials

@@ -1,4 +1,4 @@
-"""How long a run still takes: on the runs in recipes/chains.json, on made ones, and from lines of metrics."""
+"""How long a run still takes: on the runs in recipes/chains.json, on made ones, and from lines of metrics; price=."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from random import Random
 import pytest
 from in_one_test import each
 
-from rlft.logger.forecast import DRIFT, FIRST, Forecast, Pace, Z, forecast
+from rlft.logger.forecast import DRIFT, FIRST, Forecast, Pace, Price, Z, forecast, read_price
+from rlft.types import UserError
 
 CHAINS = Path(__file__).parents[2] / "recipes" / "chains.json"
 
@@ -131,3 +132,48 @@ def test_time_without_news_is_taken_off() -> None:
     assert str(told) == "2:56 (2:30 to 3:40)"
     assert str(told.after(160.0)) == "0:16 (0:00 to 1:00)"
     assert str(told.after(300.0)) == "0:00"
+
+
+# -- price= of rlft plan and rlft watch --------------------------------------------------------------------------------
+NO_AMOUNTS = (
+    *("", "2.5", "/h", "-2/h", "1e3/h", "nan/h", "2,5/h", "2.5/d"),
+    *("$2EUR/h", "2.5 euros/h", "2.5/h2", "9" * 400 + "/h", "٢/h"),
+)
+
+
+@each(
+    ("text", "expected"),
+    [
+        ("2.5/h", Price(2.5)),
+        ("2.5EUR/h", Price(2.5, "EUR")),
+        ("$2/h", Price(2.0, "$")),
+        (" 0.75 usd / h ", Price(0.75, "usd")),
+        ("€1/h", Price(1.0, "€")),
+        (None, None),
+    ],
+)
+def test_a_price_is_an_amount_per_hour_in_any_currency(text: str | None, expected: Price | None) -> None:
+    assert read_price(text) == expected
+
+
+@each(
+    ("text", "problem"),
+    [
+        *((text, "must be an amount per hour") for text in NO_AMOUNTS),
+        ("0/h", "must be above 0"),
+        ("0.0EUR/h", "must be above 0"),
+    ],
+)
+def test_nonsense_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_price(text)
+    told = f"price: {problem}, got {text or 'nothing'}; write it as 2.5/h or 2.5EUR/h"
+    assert str(caught.value) == told
+
+
+def test_what_was_paid_and_what_the_whole_costs() -> None:
+    price = Price(3600.0, "EUR")  # a second is one
+    assert str(price) == "3,600.00 EUR/h"
+    assert price.so_far(10.5, None) == "10.50 EUR"
+    assert price.so_far(10.5, Forecast(100.0, 50.0, 2000.0)) == "10.50, in all 110.50 (60.50 to 2,010.50) EUR"
+    assert price.so_far(10.5, Forecast(0.0, 0.0, 0.0)) == "10.50 EUR", "nothing is left"

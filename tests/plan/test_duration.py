@@ -20,8 +20,7 @@ from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.memory import ModelSizes
-from rlft.logger.forecast import Forecast
-from rlft.logger.price import Price
+from rlft.logger.forecast import Forecast, Price
 from rlft.plan.duration import (
     FACTOR,
     SHORT,

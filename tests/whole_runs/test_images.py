@@ -13,8 +13,7 @@ from slow_cases import slow
 
 from rlft import cli
 from rlft.commands.watch.report import report_of
-from rlft.commands.watch.report_completions import HELD_OUT, TRAINED
-from rlft.commands.watch.report_images import data_url
+from rlft.commands.watch.report_completions import HELD_OUT, TRAINED, data_url
 from rlft.data.shapes import drawing
 from rlft.logger.jsonl import rollout_file
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import make_importable
-from rlft.commands.audit.files import Audited, check_export, check_files, read_chain
-from rlft.commands.audit.findings import Findings
+from rlft.commands.audit.files import Audited, Findings, check_export, check_files, read_chain
 from rlft.commands.launch import import_libraries, resolve_in
 from rlft.commands.tables import print_rows
-from rlft.commands.watch.runs import RunArguments, read_words
+from rlft.commands.watch.runs import read_words
 from rlft.config.compose import USUAL
 from rlft.runs import changed_since, run_folder, run_status
 from rlft.runs.config_file import CONFIG
@@ -50,26 +49,20 @@ KEYS = {"recompute": 16, "replay": 1}
 
 def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something differs, else 0."""
-    words, findings = read_words("audit", arguments, tuple(KEYS), has_json=True), Findings()
-    audit_own(words, findings)
-    if words.as_json:
-        print(json.dumps({"differs": findings.differs, "rows": [asdict(row) for row in findings.rows]}, indent=1))
-    else:
-        print_rows(findings.rows)
-    return 1 if findings.differs else 0
-
-
-def audit_own(words: RunArguments, findings: Findings) -> None:
-    """Audits the run or the export of rlft that these words name."""
-    got = " ".join(words.folders) or None
-    require(len(words.folders) == 1, "audit", "takes one run", got=got, remedy="write rlft audit <run>")
-    numbers = {**KEYS, **{key: _number(key, value) for key, value in words.values.items()}}
-    folder = one_run(words.folders[0], "run", say)
+    names, values, as_json = read_words("audit", arguments, tuple(KEYS), has_json=True)
+    require(len(names) == 1, "audit", "takes one run", got=" ".join(names) or None, remedy="write rlft audit <run>")
+    numbers = {**KEYS, **{key: _number(key, value) for key, value in values.items()}}
+    findings, folder = Findings(), one_run(names[0], "run", say)
     interrupt.set_interrupt_message("nothing was changed")
     if (folder / CONFIG).exists():
         audit_run(folder, findings, numbers["recompute"], numbers["replay"])
     else:
         check_export(folder, read_chain(folder, findings), findings)
+    if as_json:
+        print(json.dumps({"differs": findings.differs, "rows": [asdict(row) for row in findings.rows]}, indent=1))
+    else:
+        print_rows(findings.rows)
+    return 1 if findings.differs else 0
 
 
 def _number(key: str, text: str) -> int:
@@ -96,8 +89,7 @@ def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> 
     if plan is None:
         findings.leave_open("inputs", f"data and base cannot be read here: {why_not_here}")
         return
-    from rlft.commands.audit.recomputed import check_inputs, check_steps
-    from rlft.commands.audit.replay import check_replay
+    from rlft.commands.audit.recomputed import check_inputs, check_replay, check_steps
 
     if not check_inputs(run, plan):
         findings.leave_open("recomputed", "not with other data or another base")

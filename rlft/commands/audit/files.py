@@ -1,15 +1,15 @@
-"""Verifies a run's files by its chain, which needs neither weights nor data."""
+"""Verifies a run's files by its chain, which needs neither weights nor data; what an audit has found, as table rows."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.audit.findings import Findings, steps_text
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import RolloutsConfig
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, rollout_files
@@ -21,9 +21,63 @@ from rlft.runs.fork import FORKED_FROM
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import digests
+from rlft.system.check_rows import CheckRow
+from rlft.system.check_rows import Status as Verdict
 from rlft.types import UserError, counted, require
 
 Line = Mapping[str, Any]
+SHOWN = 4
+"""Differences of one check that have a row each."""
+
+
+class Findings:
+    """Collects rows: `ok` is confirmed, `skipped` could not be confirmed, `wrong` differs."""
+
+    def __init__(self) -> None:
+        self.rows: list[CheckRow] = []
+        self._left = SHOWN
+        self._more: list[str] = []
+
+    @property
+    def differs(self) -> bool:
+        return any(row.status is Verdict.wrong for row in self.rows)
+
+    def confirm(self, what: str, how: str) -> None:
+        self.rows.append(CheckRow(what, Verdict.ok, how))
+
+    def leave_open(self, what: str, why: str) -> None:
+        self.rows.append(CheckRow(what, Verdict.skipped, why))
+
+    def differ(self, where: str, how: str) -> None:
+        """where: the file or part; how: the step, and what differs."""
+        if self._left:
+            self._left -= 1
+            self.rows.append(CheckRow(where, Verdict.wrong, how))
+        else:
+            self._more.append(f"{where}: {how}")
+
+    @contextmanager
+    def checking(self, what: str, confirmed: str) -> Iterator[None]:
+        """Confirms this if nothing inside differs; at most SHOWN differences have rows of their own."""
+        before = len(self.rows)
+        self._left, self._more = SHOWN, []
+        yield
+        if all(row.status is not Verdict.wrong for row in self.rows[before:]) and confirmed:
+            self.rows.insert(before, CheckRow(what, Verdict.ok, confirmed))
+        if self._more:
+            text = f"{len(self._more)} more differences, the last of them: {self._more[-1]}"
+            self.rows.append(CheckRow(what, Verdict.wrong, text))
+        self._left, self._more = SHOWN, []
+
+
+def steps_text(steps: list[int]) -> str:
+    """Steps in words, without those in the middle of a long list.
+
+    >>> steps_text([3]), steps_text([1, 2, 3]), steps_text(list(range(1, 90)))
+    ('step 3', 'steps 1, 2, 3', 'steps 1, 2, 3 .. 89')
+    """
+    shown = ", ".join(map(str, steps)) if len(steps) <= 4 else f"{', '.join(map(str, steps[:3]))} .. {steps[-1]}"
+    return f"step{'s' * (len(steps) > 1)} {shown}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,11 +352,8 @@ def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) ->
         except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
             findings.differ(WEIGHTS, f"or {RECORD} cannot be read ({type(error).__name__})")
             return
-        if digests.of_json({role: record}) != last["sha256"].get("records") and len(_roles(last)) == 1:
+        roles = {part.split("/")[1] for part in last["sha256"] if part.startswith(("adapters/", "heads/"))}
+        if digests.of_json({role: record}) != last["sha256"].get("records") and len(roles) == 1:
             findings.differ(RECORD, f"step {last['step']}: differs from the chain")
         if digests.of_tensors(tensors) != last["sha256"].get(f"adapters/{role}"):
             findings.differ(WEIGHTS, f"step {last['step']}: is not the {role} of the chain")
-
-
-def _roles(line: Line) -> set[str]:
-    return {part.split("/")[1] for part in line["sha256"] if part.startswith(("adapters/", "heads/"))}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
+from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, run_checks
 from rlft.commands.tables import print_rows
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
@@ -106,8 +106,7 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
 
     interrupt.set_interrupt_message("no results were saved")
     with owned_folder() as folder:
-        subject = Subject(opens=opens, settings=settings, folder=folder)
-        rows = list(run_checks(checks, subject, tell))
+        rows = list(run_checks(checks, opens, settings, folder, tell))
         if debugging():
             say((folder / OUTPUT).read_text(errors="replace"))
     works = all(row.status is not Status.wrong for row in rows)

@@ -44,6 +44,8 @@ MAX_SAMPLING_RATIO = 20.0
 """Sampling may take this many times as long as the update."""
 MIN_SHARE = {"cpu": 0.05, "cuda": 0.2}
 """{kind of device: lowest share of the product rate that an update should reach}; 0.5B on an H100 reaches 0.2."""
+PRODUCT = {"cpu": (1024, 0.3), "cuda": (8192, 2.0)}
+"""{kind of device: side of the product whose rate is measured, and the seconds for it}."""
 MAX_PUBLISH_SHARE, MIN_PUBLISH_S = 0.1, 1.0
 """The share of a step that a publish may take; one of at most MIN_PUBLISH_S seconds is always fine."""
 MAX_PLAN_ERROR = 0.15
@@ -177,11 +179,11 @@ def step_rows(trial: MachineTrial) -> list[CheckRow]:
     flops = step_flops(shape, replace(work, prompt_tokens=longest))
     sampled, prompts = steps[-1]["tokens/completion"], steps[-1]["tokens/prompt"]
     tokens = sampled + prompts * (1 if roles.forward.packed else work.group)
-    scale, kind = trial.scale, "cuda" if trial.device.type == "cuda" else "cpu"
-    rate = peak_rate(trial.device, trial.dtype, side=scale.side, seconds=scale.product_s)
+    side, seconds = PRODUCT[trial.kind]
+    rate = peak_rate(trial.device, trial.dtype, side=side, seconds=seconds)
     return [
         sampling_row(sampled, sample, update, str(trial.plan.engine)),
-        update_row(tokens, update, flops, rate, MIN_SHARE[kind]),
+        update_row(tokens, update, flops, rate, MIN_SHARE[trial.kind]),
         publish_row(publish, sample + update + publish),
     ]
 

@@ -82,22 +82,16 @@ class Settings:
         return "model.path" not in self.typed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is checked, in a form that can be sent to a new process.
+def run_checks(
+    checks: Sequence[Check], opens: str, settings: Any, folder: Path, tell: Callable[[str], None]
+) -> Iterator[CheckRow]:
+    """The rows of these checks, as they are made.
 
-    Attributes:
-        opens: `module:function`, called in that process with the settings, the folder and the names of the checks that
-            have failed so far; its result is passed to each check.
+    Args:
+        opens: `module:function`, called in the process of the checks with the settings, the folder and the names of the
+            checks that have failed so far; its result is passed to each check.
+        tell: is called with the name of each check when it begins.
     """
-
-    opens: str
-    settings: Any
-    folder: Path
-
-
-def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], None]) -> Iterator[CheckRow]:
-    """The rows of these checks, as they are made; `tell` is called with the name of each check when it begins."""
     failed: list[str] = []
     child: Child | None = None
     try:
@@ -107,10 +101,10 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
                 child.end()
                 child = None
             if child is None:
-                with (subject.folder / OUTPUT).open("ab") as output:
-                    arguments = (subject, tuple(failed))
+                with (folder / OUTPUT).open("ab") as output:
+                    arguments = (opens, settings, folder, tuple(failed))
                     child = Child("rlft-doctor", f"{__name__}:serve", arguments, output=output.fileno())
-            rows = rows_of(child, check, subject.folder / OUTPUT)
+            rows = rows_of(child, check, folder / OUTPUT)
             if not child.is_alive():
                 child.end()
                 child = None
@@ -139,7 +133,7 @@ def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:
     return [CheckRow(check.name, Status.wrong, value, "look at what else runs on this machine")]
 
 
-def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> None:
+def serve(connection: Connection, opens: str, settings: Any, folder: Path, failed: tuple[str, ...]) -> None:
     """Runs in the process: answers each check with its rows until the parent closes its end, or dies."""
     opened: Any = None
     while True:
@@ -147,7 +141,7 @@ def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> 
         start = time.monotonic()
         try:
             if opened is None:
-                opened = function_of(subject.opens)(subject.settings, subject.folder, failed)
+                opened = function_of(opens)(settings, folder, failed)
             rows = list(function_of(check.function)(opened))
         except Exception as error:  # a failed check is a row of the table, and the checks after it run
             if debugging():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,23 +30,11 @@ from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.memory import resident_bytes
 from rlft.types import Group
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """The size of the trial on a kind of device; `side` and `product_s` are of the product whose rate is measured."""
-
-    size: str
-    work: Workload
-    side: int
-    product_s: float
-
-
-SMALL = Workload(prompts=2, group=4, prompt_tokens=64, completion_tokens=64)
-LARGE = Workload(prompts=16, group=8, prompt_tokens=256, completion_tokens=256)
-SCALES: Mapping[str, Scale] = {
-    "cpu": Scale(size="17m", work=SMALL, side=1024, product_s=0.3),
-    "cuda": Scale(size="0.5b", work=LARGE, side=8192, product_s=2.0),
+SCALES = {
+    "cpu": ("17m", Workload(prompts=2, group=4, prompt_tokens=64, completion_tokens=64)),
+    "cuda": ("0.5b", Workload(prompts=16, group=8, prompt_tokens=256, completion_tokens=256)),
 }
+"""{kind of device: the sizes of the trial's model and of its steps}."""
 
 
 class MachineTrial:
@@ -76,24 +63,20 @@ class MachineTrial:
     def dtype(self) -> torch.dtype:
         return resolve_dtype(self.settings.plain["model"]["dtype"], self.device)
 
-    @cached_property
-    def scale(self) -> Scale:
-        return SCALES["cuda" if self.device.type == "cuda" else "cpu"]
+    @property
+    def kind(self) -> str:
+        return "cuda" if self.device.type == "cuda" else "cpu"
 
     @cached_property
     def plain(self) -> dict[str, Any]:
         """The config, with this device's sizes in place of those that the user has not typed, a model and prompts."""
-        scale, typed = self.scale, self.settings.typed
-        sizes = {
-            "prompts_per_step": scale.work.prompts,
-            "group_size": scale.work.group,
-            "prompts.max_tokens": scale.work.prompt_tokens,
-            "generation.max_tokens": scale.work.completion_tokens,
-        }
+        (size, work), typed = SCALES[self.kind], self.settings.typed
+        sizes = {"prompts_per_step": work.prompts, "group_size": work.group}
+        sizes |= {"prompts.max_tokens": work.prompt_tokens, "generation.max_tokens": work.completion_tokens}
         plain = with_values(self.settings.plain, {key: value for key, value in sizes.items() if key not in typed})
         if self.settings.makes_model:
             dtype = str(self.dtype).removeprefix("torch.")
-            model_folder = make_model(self.folder / f"{scale.size}-{dtype}", SIZES[scale.size], dtype)
+            model_folder = make_model(self.folder / f"{size}-{dtype}", SIZES[size], dtype)
             plain = with_values(plain, {"model.path": str(model_folder), "model.revision": None})
             # The adapter and the stop tokens in the config belong to another model.
             plain = with_values(plain, {"lora.path": None, "generation.stop": []})

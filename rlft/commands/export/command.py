@@ -82,7 +82,8 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     from rlft.commands.export import weights
     from rlft.config.instantiate import from_mapping
     from rlft.config.model import ModelConfig
-    from rlft.model.backbone import configured_ends, load_tokenizer, read_config
+    from rlft.model.backbone import configured_ends, load_tokenizer, read_config, source
+    from rlft.model.network_files import file_of
     from rlft.tokens.ends import configured_ids, turn_ends
 
     config = from_mapping(ModelConfig, request.source.config["model"], "model")
@@ -95,7 +96,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     style = (request.source.config.get("prompts") or {}).get("style", "chat")
     configured = configured_ends(config)
     ends = turn_ends(tokenizer, style, configured)
-    base_file = weights.file_of_base(config, weights.GENERATION_CONFIG)
+    base_file = file_of(source(config), weights.GENERATION_CONFIG)
     names_ends = set(ends.ids) <= set(configured_ids(configured))
     with _becoming(request.out) as folder:
         if not request.is_model:

@@ -35,6 +35,8 @@ from rlft.types import counted
 
 TEMPLATE = Path(rlft.__file__).parent / "assets" / "model_card.md.jinja"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PASS_AT = re.compile(r"eval/pass@(\d+)")
+"""The largest number in these metrics of an evaluation is that of its samples of each prompt."""
 IN_THE_PROMPT = ("_target_", "system_prompt", "prompt_template")
 STEPS = {"examples_per_step": "demonstrations", "rankings_per_step": "rankings"}
 NEUTRAL = {
@@ -96,10 +98,7 @@ class Card:
         markdown.filters |= {"cell": cell, "json": partial(json.dumps, ensure_ascii=False), "repr": repr}
         return markdown.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
             card=self,
-            kind=kind,
-            is_model=is_model,
-            name=request.out.name,
-            repo_id=request.repo_id,
+            request=request,
             config=config,
             adapter=adapter,
             switches=switches_of(adapter),
@@ -215,7 +214,8 @@ def results(evaluations: Sequence[Config], config: Config) -> list[tuple[str, ..
     names = [n for n in dict.fromkeys(n for line in columns for n in line) if n.startswith("eval/") and n[-3:] != "_se"]
     rows = [(name.removeprefix("eval/"), *(value_text(line, name) for line in columns)) for name in names]
     if "sampled" in measured_on(config):
-        rows.insert(0, ("samples of each prompt", *(num_samples(line) for line in columns)))
+        sizes = [[int(match[1]) for name in line if (match := PASS_AT.fullmatch(name))] for line in columns]
+        rows.insert(0, ("samples of each prompt", *(str(max(of_line, default="-")) for of_line in sizes)))
     return [("", *(f"step {line['step']}" for line in columns)), *rows]
 
 
@@ -236,12 +236,6 @@ def value_text(line: Config, name: str) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
-
-
-def num_samples(line: Config) -> str:
-    """The number of samples per prompt, which is the largest k of pass@k."""
-    sizes = [int(match[1]) for name in line if (match := re.fullmatch(r"eval/pass@(\d+)", name))]
-    return str(max(sizes)) if sizes else "-"
 
 
 def reward_command(config: Config, adapter: Config, name: str) -> str:

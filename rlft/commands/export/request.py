@@ -15,8 +15,6 @@ from rlft.runs import run_folder
 from rlft.runs.find import CheckpointKind, NamedRun, find_checkpoint, kind_of_checkpoint
 from rlft.types import UserError, require
 
-GGUF = "gguf"
-
 
 class ExportKind(StrEnum):
     model = "model"
@@ -60,7 +58,7 @@ def prepare(
     """
     require(out, "out", "is missing" if out is None else "is empty", remedy="write out=<new folder>")
     folder = Path(out or "").expanduser()
-    if kind == GGUF:
+    if kind == "gguf":
         remedy = f"use as=model, then `{gguf.model_command(str(folder))}`"
         raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
     remedy = choice_remedy(kind, ExportKind)
@@ -71,7 +69,11 @@ def prepare(
     problem = "applies to a model's weights only: an adapter keeps its own dtype"
     is_for_weights = export_kind is ExportKind.model or dtype is None
     require(is_for_weights, "dtype", problem, got=dtype, remedy="leave it out, or use as=model")
-    _check_new(folder, source)
+    is_new, problem = not (folder.exists() or folder.is_symlink()), "exists already, and nothing is ever overwritten"
+    require(is_new, "out", problem, got=folder, remedy="choose a new folder, or remove that one first")
+    is_among_them = folder.resolve().is_relative_to(run_folder.checkpoints(source.run).resolve())
+    problem = "lies among the run's checkpoints, which would no longer be whole"
+    require(not is_among_them, "out", problem, got=folder, remedy="choose another folder")
     checkpoint = find_checkpoint(source, say)
     saved_kind = kind_of_checkpoint(checkpoint)
     has_it = saved_kind is not CheckpointKind.weights or export_kind is ExportKind.model
@@ -87,12 +89,3 @@ def prepare(
         dtype=dtype or AUTO,
         out=folder,
     )
-
-
-def _check_new(out: Path, source: NamedRun) -> None:
-    problem = "exists already, and nothing is ever overwritten"
-    is_new = not (out.exists() or out.is_symlink())
-    require(is_new, "out", problem, got=out, remedy="choose a new folder, or remove that one first")
-    is_among_them = out.resolve().is_relative_to(run_folder.checkpoints(source.run).resolve())
-    problem = "lies among the run's checkpoints, which would no longer be whole"
-    require(not is_among_them, "out", problem, got=out, remedy="choose another folder")

@@ -195,7 +195,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Mod
     tokenizer.save_pretrained(folder)
     (folder / GENERATION_CONFIG).unlink(missing_ok=True)
     for name in (GENERATION_CONFIG, *PROCESSORS):
-        if (base_file := file_of_base(config, name)) is not None:
+        if (base_file := file_of(source(config), name)) is not None:
             shutil.copyfile(base_file, folder / name)
 
 
@@ -207,11 +207,6 @@ def write_ends(folder: Path, base_file: Path | None, ends: Sequence[int]) -> Non
 
 
 # -- what its base has besides -----------------------------------------------------------------------------------------
-def file_of_base(config: ModelConfig, name: str) -> Path | None:
-    """The path of the base's file of this name; None if it has none."""
-    return file_of(source(config), name)
-
-
 def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: Callable[[str], None]) -> None:
     """Adds to the written weights those tensors of the base that its class says it leaves out, bit for bit.
 
@@ -222,7 +217,7 @@ def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: C
         say: prints a line if other tensors of the base are not in the folder.
     """
     written = tensors_of(folder / INDEX, folder / WEIGHTS)
-    base = tensors_of(file_of_base(config, INDEX), file_of_base(config, WEIGHTS))
+    base = tensors_of(file_of(source(config), INDEX), file_of(source(config), WEIGHTS))
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     missing = sorted(base.keys() - written.keys())
     unused = [name for name in missing if any(re.search(pattern, name) for pattern in patterns)]
@@ -234,7 +229,7 @@ def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: C
         return
     tensors = {}
     for name in unused:
-        with safe_open(str(file_of_base(config, base[name])), framework="pt") as file:
+        with safe_open(str(file_of(source(config), base[name])), framework="pt") as file:
             tensors[name] = file.get_tensor(name)
     save_file(tensors, folder / UNUSED, metadata={"format": "pt"})
     places = {**written, **dict.fromkeys(unused, UNUSED)}

@@ -12,8 +12,7 @@ from rlft.commands.arguments import make_importable
 from rlft.commands.sweep import record
 from rlft.commands.sweep.beside import SideBySide, threads_of_a_job
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
-from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run, Source
-from rlft.commands.sweep.here import InThisProcess
+from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, Run, Source
 from rlft.commands.sweep.page import TABLE, show_jobs
 from rlft.commands.sweep.space import is_own, key_of
 from rlft.config import compose as configs

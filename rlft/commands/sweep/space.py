@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -195,21 +195,19 @@ def read_space(words: Sequence[str], command: str) -> Space:
     Raises:
         UserError: nothing is chosen, an interval is wrong, or a key cannot be swept.
     """
-    fixed, varied = [], []
-    for word, key, got, parsed in _read(words, command, "resume a sweep with rlft resume <its folder>"):
-        if not parsed.is_sweep_override():
-            fixed.append(word)
-            continue
+
+    def chosen(key: str, got: str, parsed: Any) -> Choice | Interval:
         remedy = "write sweep.seeds=3 for three runs of each trial" if key == "seed" else "give it one value"
         require(key not in OF_THE_COMPARISON, key, OF_THE_COMPARISON.get(key, ""), got=got, remedy=remedy)
         if parsed.is_interval_sweep():
-            varied.append(_interval(parsed.get_key_element(), parsed.value(), got))
-        else:
-            varied.append(Choice(key=parsed.get_key_element(), values=_values(key, parsed, got)))
+            return _interval(parsed.get_key_element(), parsed.value(), got)
+        return Choice(key=parsed.get_key_element(), values=_values(key, parsed, got))
+
+    space = _read(words, command, chosen, "resume a sweep with rlft resume <its folder>")
     problem = "has nothing to choose: no key has an interval or several values"
     remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
-    require(varied, "sweep", problem, got="optuna", remedy=remedy)
-    return _without_place(fixed, varied)
+    require(space.varied, "sweep", problem, got="optuna", remedy=remedy)
+    return space
 
 
 def read_grid(words: Sequence[str], command: str) -> Space:
@@ -218,21 +216,18 @@ def read_grid(words: Sequence[str], command: str) -> Space:
     Raises:
         UserError: a key cannot be swept, or two jobs would be the same.
     """
-    fixed, varied = [], []
-    again = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
-    for word, key, got, parsed in _read(words, command, again):
-        if not parsed.is_sweep_override():
-            fixed.append(word)
-            continue
+
+    def chosen(key: str, got: str, parsed: Any) -> Choice | str | None:
         problem = "an interval has no values to go through one by one"
         remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
         require(not parsed.is_interval_sweep(), key, problem, got=got, remedy=remedy)
         one = Choice(key=parsed.get_key_element(), values=tuple(parsed.sweep_string_iterator()))
         problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
         require(key not in OF_THE_PLACE, key, problem, got=sorted(one.values), remedy=remedy)
-        varied += [one] if len(one.values) > 1 else []
-        fixed += [one.word(one.values[0])] if len(one.values) == 1 else []
-    space = _without_place(fixed, varied)
+        return one.word(one.values[0]) if len(one.values) == 1 else one if one.values else None
+
+    again = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
+    space = _read(words, command, chosen, again)
     first_numbers: dict[tuple[str, ...], int] = {}
     for number, params in enumerate(space.combinations()):
         first, got = first_numbers.setdefault(tuple(params.values()), number), " ".join(space.words(params))
@@ -243,10 +238,6 @@ def read_grid(words: Sequence[str], command: str) -> Space:
 
 OF_THE_PLACE = ("resume", "hydra.sweep.dir")
 """Keys that say where runs are, which are those of a sweep and not of its runs."""
-
-
-def _without_place(fixed: Sequence[str], varied: Sequence[Choice | Interval]) -> Space:
-    return Space(fixed=tuple(word for word in fixed if key_of(word) not in OF_THE_PLACE), varied=tuple(varied))
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:
@@ -264,11 +255,16 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
     return space.size
 
 
-def _read(words: Sequence[str], command: str, again: str) -> Iterator[tuple[str, str, str, Any]]:
-    """(an override, its key, its value as it is typed, what Hydra reads from it) for each; again: how to resume.
+def _read(
+    words: Sequence[str], command: str, chosen: Callable[[str, str, Any], Choice | Interval | str | None], again: str
+) -> Space:
+    """The space of these overrides; again: how to resume.
 
+    `chosen` is called with the key of one that is swept, its value as it is typed, and what Hydra reads from it.
     Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
     """
+    fixed: list[str] = []
+    varied: list[Choice | Interval] = []
     for word, parsed in zip(words, configs.parse_overrides(words, command), strict=True):
         key, got, value = key_of(word), word.partition("=")[2], parsed.value()
         is_new = key != "resume" or got == "null"
@@ -280,7 +276,12 @@ def _read(words: Sequence[str], command: str, again: str) -> Iterator[tuple[str,
         shuffles = parsed.is_sweep_override() and getattr(value, "shuffle", False)
         problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
         require(not shuffles, key, problem, got=got, remedy="leave shuffle(..) out")
-        yield word, key, got, parsed
+        one = chosen(key, got, parsed) if parsed.is_sweep_override() else word
+        if isinstance(one, str):
+            fixed += [one] if key not in OF_THE_PLACE else []
+        elif one is not None:
+            varied.append(one)
+    return Space(fixed=tuple(fixed), varied=tuple(varied))
 
 
 def changes_no_number(key: str, plain: Mapping[str, Any]) -> bool:

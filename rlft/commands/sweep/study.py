@@ -12,10 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from rlft.commands.sweep import record
-from rlft.commands.sweep.checks import Checked, check_possible
-from rlft.commands.sweep.driver import Ending, How, Run, Source
-from rlft.commands.sweep.here import PrunedError, why_pruned
-from rlft.commands.sweep.measure import curve, lower_is_better
+from rlft.commands.sweep.checks import Checked, check_possible, curve, lower_is_better
+from rlft.commands.sweep.driver import Ending, How, PrunedError, Run, Source, why_pruned
 from rlft.commands.sweep.page import TABLE, Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
 from rlft.commands.sweep.trials import Trial, Trials

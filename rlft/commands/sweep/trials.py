@@ -136,6 +136,7 @@ class Trials:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._config, self._space, self._parallel, self._steps = config, space, parallel, steps
+        self.lower_is_better = lower
         self._distributions = {one.key: distribution(one) for one in space.varied}
         try:
             self._journal = Journal(folder / JOURNAL)
@@ -152,10 +153,6 @@ class Trials:
                 pruner=pruner(config, first_evaluation, steps),
                 load_if_exists=True,
             )
-
-    @property
-    def lower_is_better(self) -> bool:
-        return self._study.direction is optuna.study.StudyDirection.MINIMIZE
 
     @property
     def number_drawn(self) -> int:

@@ -16,6 +16,7 @@ from rlft.commands.watch.runs import read_words
 from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.logger.summary import points
 from rlft.logger.text import visible
 from rlft.runs.find import one_run, runs_below
 from rlft.runs.run_folder import ORIGIN, flatten, read
@@ -40,13 +41,14 @@ AT = ("common", "last")
 
 
 def command(arguments: Sequence[str]) -> None:
-    words = read_words("diff", arguments, ("at",), has_json=True)
-    at = words.values.get("at", "common")
+    folders, values, as_json = read_words("diff", arguments, ("at",), has_json=True)
+    at = values.get("at", "common")
     require(at in AT, "at", "is not one of its choices", got=at or "nothing", remedy=choice_remedy(at, AT))
-    runs = two_runs(words.folders)
-    config = config_differences(*runs)
+    runs = two_runs(folders)
+    configs = [flatten(read(folder, "diff")) for folder in runs]
+    config = [Difference(name=name, first=one, second=other) for name, (one, other) in differing(configs, ABSENT)]
     spans, metrics = compare_metrics(*runs, at)
-    if words.as_json:
+    if as_json:
         rows = {"config": [asdict(row) for row in config], "at": at, "steps_of_means": spans}
         rows["metrics"] = [asdict(row) for row in metrics]
         print(json.dumps({"runs": [str(run) for run in runs], **rows}, indent=1))
@@ -95,12 +97,6 @@ def steps_text(first: int, last: int) -> str:
     return f"step {last}" if first == last else f"steps {first} to {last}"
 
 
-def config_differences(first: Path, second: Path) -> list[Difference]:
-    """The keys whose values differ, `origin.*` (commit, versions, fingerprints) last."""
-    configs = [flatten(read(folder, "diff")) for folder in (first, second)]
-    return [Difference(name=name, first=one, second=other) for name, (one, other) in differing(configs, ABSENT)]
-
-
 def differing(configs: Sequence[Mapping[str, Any]], absent: str) -> list[tuple[str, list[Any]]]:
     """(key, its value in each config, or `absent`) of the keys whose values differ, the origin's keys last."""
     names = dict.fromkeys(name for config in configs for name in config if name != "resume")
@@ -117,14 +113,7 @@ def compare_metrics(first: Path, second: Path, at: str) -> tuple[list[tuple[int,
         ends = [min((end for end, run_lines in zip(ends, lines, strict=True) if run_lines), default=0)] * 2
     kept = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
     rows = [Difference(name="steps", first=num_steps[0], second=num_steps[1])]
-    evaluations = [
-        {
-            line["step"]: line["accuracy"]
-            for line in read_lines(folder / EVALUATIONS)
-            if line.get("accuracy") is not None
-        }
-        for folder in (first, second)
-    ]
+    evaluations = [dict(points(read_lines(folder / EVALUATIONS), "accuracy")) for folder in (first, second)]
     rows += accuracy_rows(evaluations, at)
     names = dict.fromkeys(name for run_lines in kept for line in run_lines for name in line if name != "step")
     for name in names:

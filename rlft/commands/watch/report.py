@@ -16,9 +16,7 @@ from typing import Any
 import rlft
 from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.diff import differing
-from rlft.commands.watch.report_completions import choose, safe
-from rlft.commands.watch.report_images import MAX_BYTES as MAX_IMAGE_BYTES
-from rlft.commands.watch.report_images import digests_in, shown_images
+from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, digests_in, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
@@ -73,13 +71,13 @@ def report(arguments: Sequence[str]) -> Path:
     Raises:
         UserError: there is no such run, or the file cannot be written.
     """
-    words = read_words("report", arguments, ("out",))
-    folders = folders_of(words.folders)
+    words, values, _ = read_words("report", arguments, ("out",))
+    folders = folders_of(words)
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
-    out = Path(words.values.get("out", default))
+    out = Path(values.get("out", default))
     is_html = out.suffix == ".html" and not out.is_dir()
     require(is_html, "out", "must be an HTML file", got=out, remedy="name one such as out=report.html")
-    text = page(report_of(folders, MAX_BYTES, words.folders))
+    text = page(report_of(folders, MAX_BYTES, words))
     with blame_key("out"):
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -69,13 +69,11 @@ REPORT = "report.html"
 
 
 def command(arguments: Sequence[str]) -> None:
-    words = read_words("runs", arguments, WORDS, has_json=True)
-    got = " ".join(words.folders)
-    require(len(words.folders) < 2, "runs", "takes one folder", got=got, remedy="name the one above them")
-    root = named_folder(words.folders[0] if words.folders else "runs", "runs", say)
-    listed = rows(root, words.values)
-    terminal = open_terminal()
-    if words.as_json:
+    folders, values, as_json = read_words("runs", arguments, WORDS, has_json=True)
+    require(len(folders) < 2, "runs", "takes one folder", got=" ".join(folders), remedy="name the one above them")
+    root = named_folder(folders[0] if folders else "runs", "runs", say)
+    listed, terminal = rows(root, values), open_terminal()
+    if as_json:
         print(json.dumps([asdict(row) for row in listed], indent=1))
     elif not listed:
         terminal.print(Text(f"no such run below {root}"))
@@ -310,20 +308,12 @@ def age_text(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunArguments:
-    """A parsed command line: the folders as they were typed, without a leading `run=`, and the typed keys."""
-
-    folders: tuple[str, ...]
-    values: Mapping[str, str]
-    as_json: bool
-
-
 def read_words(
     command: str, arguments: Sequence[str], known: Sequence[str] = (), *, has_json: bool = False
-) -> RunArguments:
+) -> tuple[list[str], dict[str, str], bool]:
     """Parses the arguments of a command that has the keys in `known`.
 
+    Returns the folders as they were typed, without a leading `run=`, the typed keys, and whether --json is among them.
     An existing path is a folder, even with an equals sign: a sweep's may be named `lr=1e-05`. Raises UserError: the
     command does not have such an option or key.
     """
@@ -341,8 +331,7 @@ def read_words(
     if unknown := [word for word in values if word not in known]:
         remedy = f"use {', '.join(f'{word}=' for word in known)}" if known else "name folders only"
         raise UserError(unknown[0], f"is not a key of rlft {command}", got=values[unknown[0]], remedy=remedy)
-    folders = tuple(word for word in words if word not in assignments)
-    return RunArguments(folders=folders, values=values, as_json=bool(options))
+    return [word for word in words if word not in assignments], values, bool(options)
 
 
 def _exists(word: str) -> bool:

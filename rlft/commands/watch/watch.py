@@ -15,11 +15,10 @@ from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
 from rlft.logger.flat import newly_flat
-from rlft.logger.forecast import seconds_of
+from rlft.logger.forecast import Price, read_price, seconds_of
 from rlft.logger.interface import RunInfo, StepRecord
 from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines, read_lines, silent
 from rlft.logger.loggers import is_declared
-from rlft.logger.price import Price, read_price
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
@@ -77,8 +76,8 @@ class RunClock:
 
 
 def command(arguments: Sequence[str]) -> None:
-    words = read_words("watch", arguments, ("price",))
-    folders, price = words.folders, read_price(words.values.get("price"))
+    folders, values, _ = read_words("watch", arguments, ("price",))
+    price = read_price(values.get("price"))
     remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
     require(len(folders) == 1, "watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
     watch(one_run(folders[0], "watch", say), price)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 
 from rlft import cli
-from rlft.commands.audit.replay import largest_gap
+from rlft.commands.audit.recomputed import largest_gap
 from rlft.generation.transformers import TransformersGenerator
 from rlft.system.check_rows import Status
 

@@ -21,7 +21,7 @@ from rlft import cli
 from rlft.commands.doctor import command as doctor
 from rlft.commands.doctor import kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
-from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
+from rlft.commands.doctor.supervise import Check, Settings, run_checks
 from rlft.commands.doctor.trial import MachineTrial, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
@@ -147,8 +147,7 @@ def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path: P
     checks = [check(name, limit_s=1.0 if name == "hangs" else 60.0) for name in names]
     begun: list[str] = []
     begin = time.monotonic()
-    subject = Subject(opens="doctor_checks:opened", settings=None, folder=tmp_path)
-    rows = list(run_checks(checks, subject, begun.append))
+    rows = list(run_checks(checks, "doctor_checks:opened", None, tmp_path, begun.append))
     assert time.monotonic() - begin < 50, "the limit of what hangs is one second"
     assert begun == names
     ok, wrong, skipped = Status.ok, Status.wrong, Status.skipped
@@ -166,9 +165,10 @@ def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path: P
 
 
 def test_a_check_that_needs_a_fresh_process_gets_one(tmp_path: Path) -> None:
-    subject = Subject(opens="doctor_checks:opened", settings=None, folder=tmp_path)
     checks = [check("ready"), check("ready", fresh=True), check("ready")]
-    one, other, last = (row.value for row in run_checks(checks, subject, lambda name: None))
+    one, other, last = (
+        row.value for row in run_checks(checks, "doctor_checks:opened", None, tmp_path, lambda name: None)
+    )
     assert one != other == last
 
 
@@ -176,8 +176,7 @@ def test_adapters_of_an_engine_that_was_killed_are_removed(tmp_path: Path) -> No
     abandoned = memory_folder() / f"{PREFIX}0-doctor"
     abandoned.mkdir()
     (abandoned / "in-use").touch()
-    subject = Subject(opens="doctor_checks:opened", settings=None, folder=tmp_path)
-    assert len(list(run_checks([check("ready")], subject, lambda name: None))) == 1
+    assert len(list(run_checks([check("ready")], "doctor_checks:opened", None, tmp_path, lambda name: None))) == 1
     assert not abandoned.exists()
 
 

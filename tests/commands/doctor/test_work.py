@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_work import shape_of
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,7 +51,7 @@ def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Size
             pairs += sum(work.prompt_tokens + place + 1 for place in range(work.completion_tokens))
         # Scores and their product with the values, once forward and twice backward.
         count += pairs * small.layers * small.hidden * 2 * 2 * 3
-    shape = Shape.of_size(small, work.rank)
+    shape = shape_of(small, work.rank)
     assert step_flops(shape, work) == count
     assert Shape.of_model(bare, model.num_parameters(only_trainable=True)) == shape
 

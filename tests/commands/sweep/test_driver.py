@@ -13,9 +13,8 @@ from fake_studies import RANK, RATE, STEPS, FakeRuns, by_number, keys, line, mak
 from in_one_test import each
 
 from rlft.commands.sweep import study as studies
-from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run
-from rlft.commands.sweep.here import InThisProcess, PrunedError
-from rlft.commands.sweep.measure import curve
+from rlft.commands.sweep.checks import curve
+from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.study import Study
 from rlft.logger.jsonl import METRICS, read_lines, silent
 from rlft.loop.driver import BrokenRunError

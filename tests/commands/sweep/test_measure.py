@@ -10,7 +10,7 @@ from fake_studies import line, write
 from in_one_test import each
 from slow_cases import slow
 
-from rlft.commands.sweep.measure import (
+from rlft.commands.sweep.checks import (
     check_loggers,
     check_measured_alike,
     check_metric,

@@ -21,7 +21,7 @@ from rich.console import Console as Terminal
 
 from rlft import cli
 from rlft.commands.watch import runs, watch
-from rlft.logger.price import Price
+from rlft.logger.forecast import Price
 from rlft.runs import run_folder, run_status
 from rlft.runs.run_status import Status
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image as pillow
 
-from rlft.commands.watch.report_images import MAX_EDGE, data_url, digests_in, shown_images
+from rlft.commands.watch.report_completions import MAX_EDGE, data_url, digests_in, shown_images
 from rlft.config.compose import compose
 from rlft.data.shapes import Shapes, drawing, pixels_of
 from rlft.types import Image, Split
