@@ -113,8 +113,10 @@ def bounds_of(plain: Differences, least: float) -> Differences:
 
     `plain` are the differences of plain kernels in 16 bits from plain kernels in float32.
     """
-    measured = {"logprobs": plain.logprobs, "mean": plain.mean, "gradients": plain.gradients}
-    return Differences(**{name: max(least, MAX_RATIO_TO_PLAIN * value) for name, value in measured.items()})
+    logprobs, mean, gradients = (
+        max(least, MAX_RATIO_TO_PLAIN * difference) for difference in (plain.logprobs, plain.mean, plain.gradients)
+    )
+    return Differences(logprobs=logprobs, mean=mean, gradients=gradients)
 
 
 def kernel_row(measured: Differences, speed: float, bound: Differences) -> CheckRow:
