@@ -13,7 +13,6 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def main() -> None:
                 stream.write(line)
 
     doctor.run_checks = checked_here
-    trial.SCALES = dict.fromkeys(("cuda", "cpu"), replace(trial.SCALES["cpu"], side=64, product_s=0.01))
+    trial.SCALES = dict.fromkeys(("cuda", "cpu"), trial.SCALES["cpu"])
     cli.main = reported
     sys.argv = [str(HELPERS / "launcher.py"), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -84,11 +83,11 @@ def of_trl(*names: str) -> Any:
     return card_trl.main(*names)
 
 
-def checked_here(checks: Any, subject: Any, tell: Any) -> Iterator[Any]:
+def checked_here(checks: Any, opens: str, settings: Any, folder: Path, tell: Any) -> Iterator[Any]:
     """The doctor's rows from this process, for those that it asks elsewhere know of no card."""
     from rlft.commands.doctor.supervise import function_of, row_of
 
-    opened = function_of(subject.opens)(subject.settings, subject.folder, ())
+    opened = function_of(opens)(settings, folder, ())
     for check in (check for check in checks if check.name not in NOT_OF_THE_CARD):
         try:
             yield from function_of(check.function)(opened)
