@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from enum import StrEnum
-from multiprocessing import Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, ClassVar
 
