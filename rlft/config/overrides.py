@@ -154,10 +154,8 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
         key, value = match["key"], match["value"]
         is_closed, remedy = not _is_left_open(QUOTED.sub("", value)), "leave no spaces, or quote it: 'key=[a, b]'"
         require(is_closed, key, "its bracket is not closed", got=value, remedy=remedy)
-        ends_well, remedy = (
-            not QUOTED.sub("", value).endswith(","),
-            f"write {override[:-1]}, with no comma between words",
-        )
+        ends_well = not QUOTED.sub("", value).rstrip().endswith(",")
+        remedy = f"write {override.rstrip(', ')}, with no comma between words"
         require(ends_well, "+recipe" if key == "recipe" else key, "ends with a comma", got=value, remedy=remedy)
         if key == "recipe" and value:
             _check_recipe_name(value, override, config_dir)

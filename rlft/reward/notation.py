@@ -203,7 +203,7 @@ def _spelled(match: re.Match[str]) -> str:
     value, unit, alone, number, angle = (part or "" for part in match.groups())
     words = re.sub(r"\\([A-Za-z]+)", r" \1 ", _SI_PREFIX.sub(r"\\\1", unit or alone))
     words = re.sub("[{}]", "", words)
-    return f"{value}\\text{{ {words} }}" if words else f"{number}{angle}" + r"^\circ" * bool(angle)
+    return f"{value}\\text{{ {words} }}" if words else f"{value}{number}{angle}" + r"^\circ" * bool(angle)
 
 
 def _spelled_fraction(match: re.Match[str]) -> str:

@@ -199,7 +199,10 @@ def test_a_piece_of_code_or_markup_is_no_answer_of_a_sentence() -> None:
 TEXTS = ["Paris", "New York", "a cat", "x + y", "Rome", "B"]
 
 
-@each("begin", ["A: ", "Answer - ", "Antwort: ", "答案：", "故选", "The capital (of it) is: ", "So\n=> ", "**A**: "])
+@each(
+    "begin",
+    ["A: ", "Answer - ", "Antwort: ", "答案：", "故选", "The capital (of it) is: ", "So\n=> ", "**A**: ", "It's: "],
+)
 def test_references_that_all_begin_with_an_announcement_are_noted_with_a_pattern_that_works(begin: str) -> None:
     [told] = notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
     [typed] = re.findall(r"set (data\.answer_\S.*?)(?:, or start.*)?$", told, re.DOTALL)

@@ -251,7 +251,7 @@ def _announced(judge: _Judge, prompts: Sequence[Prompt]) -> list[Hidden]:
     shorts = [prompt.answer[match.end() :].strip() for prompt in prompts] if match else []
     if match is None or len({*shorts}) < FEW_PAIRS or not all(shorts):
         return []
-    prefix = _SPECIAL.sub(r"\\\g<0>", match[0])
+    prefix = _SPECIAL.sub(r"\\\g<0>", match[0]).replace("'", r"\'")
     way = f"data.answer_pattern='{prefix}(.*)'"
     of_rows = [
         Hidden(prompt=prompt, short=replace(prompt, answer=short, other_answers=()), way=way)
@@ -314,7 +314,7 @@ def _more_than_answers(
         found += _right_alone(judge, filter(None, (_candidate(judge, prompt) for prompt in chunk)))
         read += chunk
         has_lists = has_lists or any(_is_list(prompt.answer) for prompt in chunk)
-    found, number = found or _announced(judge, read), len(read)
+    found, number = found or (_announced(judge, read) if data["answer_in"] is None else []), len(read)
     likely = 2 * sum(each.is_likely for each in found) >= number
     as_json = f"data.answer_in={ReferenceIn.json}"
     if has_lists:  # then [3] is one as well

@@ -220,6 +220,7 @@ _START_ONE = (
 )
 
 _TRY_IT = """
+import os
 import sys
 import ray
 try:
@@ -227,6 +228,8 @@ try:
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
+ray.shutdown()
+os._exit(0)  # whatever Ray does at the end of an interpreter says nothing of the cluster
 """
 
 
