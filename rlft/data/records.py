@@ -103,7 +103,7 @@ class LearnedKeys(PromptKeys, RowSource):
 
 
 class Question(NamedTuple):
-    """A row's prompt, without system prompt and examples, and the text that its answer is a part of."""
+    """A row's prompt, without examples, and the text that its answer is a part of."""
 
     prompt: Prompt
     worked_answer: str
@@ -159,11 +159,11 @@ class RecordKeys(PromptKeys, RowSource):
             self._warn_of_cut_numbers(rows)
         _warn_of_other_answers(rows)
         if not self.few_shot:
-            return mapped(rows, lambda row: self._prompt(row.made, ()))
+            return mapped(rows, lambda row: row.made.prompt)
         training = rows if split is Split.train else self.read(Split.train, self.parse)
         # One more than is shown, because a question is never one of its own examples.
         examples = first_by_identity(training, self.few_shot + 1)
-        return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, examples)))
+        return mapped(rows, lambda row: self._with_examples(row, examples))
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Question]]:
         """The row's question. Raises RowError."""
@@ -200,7 +200,7 @@ class RecordKeys(PromptKeys, RowSource):
             }
         prompt = Prompt(
             id=row_id,
-            messages=turns,
+            messages=chat(turns, self.system_prompt),
             answer=answer,
             other_answers=tuple(others),
             metadata=metadata,
@@ -267,18 +267,16 @@ class RecordKeys(PromptKeys, RowSource):
                 *(first.prompt.id, first.prompt.answer, first.worked_answer[-40:]),
             )
 
-    def _prompt(self, question: Question, examples: Sequence[Message]) -> Prompt:
-        prompt = question.prompt
-        return replace(prompt, messages=chat(prompt.messages, self.system_prompt, examples))
-
-    def _examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> list[Message]:
-        """The worked examples as turns, without system messages."""
+    def _with_examples(self, row: RecordRow[Question], candidates: Sequence[RecordRow[Question]]) -> Prompt:
+        """The prompt with worked examples before its question."""
         others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
         found = counted(len(others), "training question")
         problem = f"there {are(len(others))} only {found} besides {row.made.prompt.id} to show"
         remedy = f"use data.few_shot={len(others)}, or more data"
         require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
-        return [turn for example in others for turn in self._example(example)]
+        examples = [turn for example in others for turn in self._example(example)]
+        prompt = row.made.prompt
+        return replace(prompt, messages=chat(prompt.messages, None, examples))
 
     def _example(self, example: Question) -> tuple[Message, ...]:
         values = {"answer": example.worked_answer, "final": example.prompt.answer}
