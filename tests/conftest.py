@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ collect_ignore = ["cuda"]
 
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
 torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
+
+# A shell starts what runs in the background with Ctrl-C ignored, which all processes that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SLOWEST = {"whole_runs", "pretended_card", "vllm", "audit"}
