@@ -47,6 +47,7 @@ RATIOS: list[dict[str, Any]] = [
       for level in ("token", "sequence", "sequence_product") for way in ("truncate", "mask")),
     {"off_policy_limit": 0.05},
     {"off_policy_limit": 0.05, "mismatch": "token_mask"},
+    {**KL_IN_LOSS, "mismatch": "token_mask"},
 ]  # fmt: skip
 OWN: dict[str, list[dict[str, Any]]] = {
     "grpo": [
@@ -67,6 +68,7 @@ OWN: dict[str, list[dict[str, Any]]] = {
           for estimator in ("gae", "n_step") for bootstrap in (True, False)),
         *({"estimator": estimator, "gamma": 0.9, "bootstrap_truncated": bootstrap, "n_steps": 2, "credit_span": "turn"}
           for estimator in ("gae", "n_step") for bootstrap in (True, False)),
+        {**KL_IN_REWARD, "credit_span": "turn"},
         {"whiten": False},
         {"value_clip": None},
         {"ptx_coef": 0.7},
@@ -274,21 +276,20 @@ class Written(dict[str, Any]):
                 result[row, turn[-1]] = 0.0
         return result
 
-    def _to_go_in_turn(self, x: Tensor, c: float, n: int | None = None) -> Tensor:
+    def _summed(self, x: Tensor, stretches: Any, c: float, n: int | None) -> Tensor:
+        """Of each token the next n of its stretch, itself included, discounted by c for each."""
         result = torch.zeros_like(x)
         for row in range(len(x)):
-            for turn in self._turns(row):
-                for i, token in enumerate(turn):
-                    result[row, token] = sum(c**k * x[row, later] for k, later in enumerate(turn[i:][:n]))
+            for tokens in stretches(row):
+                for i, token in enumerate(tokens):
+                    result[row, token] = sum(c**k * x[row, later] for k, later in enumerate(tokens[i:][:n]))
         return result
 
+    def _to_go_in_turn(self, x: Tensor, c: float, n: int | None = None) -> Tensor:
+        return self._summed(x, self._turns, c, n)
+
     def _to_go(self, x: Tensor, c: float, n: int | None = None) -> Tensor:
-        result = torch.zeros_like(x)
-        for row in range(len(x)):
-            tokens = self._tokens(row)
-            for i, token in enumerate(tokens):
-                result[row, token] = sum(c**k * x[row, later] for k, later in enumerate(tokens[i:][:n]))
-        return result
+        return self._summed(x, lambda row: [self._tokens(row)], c, n)
 
 
 class Inner(dict[str, Any]):

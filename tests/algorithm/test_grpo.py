@@ -46,26 +46,6 @@ def test_advantages_are_the_group_zscore_on_every_completion_token_and_0_elsewhe
     )
 
 
-def test_kl_in_the_reward_is_part_of_the_score_before_the_zscore(make, hand_batch):
-    # Two siblings of equal reward 1, beta 0.5. Row 0: old - reference = 0.4 on one token, score 1 - 0.2 = 0.8.
-    # Row 1: 0.1 + 0.3 on two tokens and garbage outside, the same score in total; then 0.6 + 0.4, score 1 - 0.5 = 0.5.
-    batch = hand_batch([1, 2], [1, 1], [0, 0])
-    algorithm = make("grpo", kl_coef=0.5, kl_in="reward", std="none")
-    for gap, advantages in (([0.1, 0.3], [0.0, 0.0]), ([0.6, 0.4], [0.15, -0.15])):
-        reference = torch.tensor([[nan, -1.4, 7, 7], [inf, -1 - gap[0], -1 - gap[1], nan]], dtype=torch.float64)
-        credited = algorithm.credit(replace(batch, reference_logprobs=reference)).advantages
-        close(credited, [[0, advantages[0], 0, 0], [0, advantages[1], advantages[1], 0]])
-
-
-def test_kl_in_the_reward_can_use_another_estimator(make, hand_batch):
-    # d = 0.4 on row 0's only token: k2 = 0.08, score 1 - 0.5 * 0.08 = 0.96; row 1: 1. Advantages -+0.02.
-    batch = hand_batch([1, 1], [1, 1], [0, 0])
-    reference = batch.reference_logprobs - torch.tensor([[0.4], [0.0]], dtype=torch.float64)
-    algorithm = make("grpo", kl_coef=0.5, kl_in="reward", kl_estimator="k2", std="none")
-    credited = algorithm.credit(replace(batch, reference_logprobs=reference)).advantages
-    close(credited[:, 1], [-0.02, 0.02])
-
-
 def steps_of(batch, steps):
     """The batch with steps scored: for each row {token of the completion, from 0: score}."""
     scores, ends = torch.zeros_like(batch.old_logprobs), torch.zeros_like(batch.loss_mask)
@@ -73,12 +53,6 @@ def steps_of(batch, steps):
         for token, score in scored.items():
             scores[row, 1 + token], ends[row, 1 + token] = score, True
     return replace(batch, token_rewards=scores, step_ends=ends)
-
-
-def test_scores_of_steps_are_part_of_a_completions_score(make, hand_batch):
-    # Scores 1 + 0.5 + 1 = 2.5 and 0.5: advantages 1 and -1.
-    batch = steps_of(hand_batch([2, 1], [1, 0.5], [0, 0]), [{0: 0.5, 1: 1}, {}])
-    close(make("grpo", std="none").credit(batch).advantages, [[0, 1, 1, 0], [0, -1, 0, 0]])
 
 
 def test_the_same_steps_in_another_order_are_no_difference(make, hand_batch):
@@ -90,21 +64,6 @@ def test_the_same_steps_in_another_order_are_no_difference(make, hand_batch):
     algorithm = make("grpo", eps=0.0)
     assert (algorithm.credit(batch).advantages == 0).all()
     assert algorithm.zero_gradient_rows(batch).all()
-
-
-def test_process_advantages_sum_the_normalised_steps_that_are_still_to_end(make, hand_batch):
-    # Steps of the group: 1, 2 and 6; mean 3, sample variance (4 + 1 + 9) / 2 = 7. Row 0 has its at tokens 0 and 2 of 3:
-    # (-2 - 1) / a on token 0, -1 / a after it. Row 1 has one at token 1 of 3: 3 / a up to there, 0 after it.
-    batch = steps_of(hand_batch([3, 3], [0, 0], [5, 5]), [{0: 1, 2: 2}, {1: 6}])
-    a = math.sqrt(7) + 1e-6
-    close(make("grpo_process").credit(batch).advantages, [[0, -3 / a, -1 / a, -1 / a, 0], [0, 3 / a, 3 / a, 0, 0]])
-
-
-def test_rewards_of_completions_are_normalised_on_their_own_and_added_to_the_process_advantages(make, hand_batch):
-    # Steps 1 and 3, less their mean 2: -1 and 1. Outcomes 0 and 10, less 5: -5 and 5, on all tokens.
-    batch = steps_of(hand_batch([2, 2], [0, 10], [5, 5]), [{0: 1}, {1: 3}])
-    advantages = make("grpo_process", std="none").credit(batch).advantages
-    close(advantages, [[0, -1 - 5, -5, 0], [0, 1 + 5, 1 + 5, 0]])
 
 
 def test_process_rows_have_zero_gradient_where_neither_steps_nor_outcomes_differ(make, hand_batch):
@@ -156,17 +115,6 @@ def test_loss_and_gradient_by_hand(make, two_rows, scale_of, aggregate, w0, w1):
     close(gradient, [[0, 0, -1.1 * w0, 0, 0], [0, 0, 3 * w1, 2 * w1, 0]])
     close(loss.metrics["ratio/clip_high_fraction"], 1 / 5)
     close(loss.metrics["ratio/clip_low_fraction"], 1 / 5)
-
-
-def test_dual_clip_by_hand(make, hand_batch, scale_of):
-    batch = hand_batch([2], [0], [0], advantages=[-2])
-    r = torch.tensor([[1, 10, 2, 1]], dtype=torch.float64)
-    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_())
-    loss, (gradient, *_) = loss_of(make("grpo", dual_clip=3.0), outputs, batch, scale_of(batch))
-    # Token 1: at most 3 * 2 = 6, no gradient; token 2: 2 * 2 = 4, gradient 4; mean over 2 tokens.
-    close(loss.total.detach(), 5.0)
-    close(gradient, [[0, 0, 2, 0]])
-    close(loss.metrics["ratio/dual_clip_fraction"], 0.5)
 
 
 @each(

@@ -110,42 +110,14 @@ def test_rewards_of_tokens_add_up_to_the_scores_of_completions(make, full_step, 
     assert scores_B[~some].tolist() == [2]
 
 
-def test_scores_by_hand(make, hand_batch, close):
-    # R = 1, a step of 2 on token 0, beta 1/2 times old - reference = 0.2, 0.4: 1.9 and 0.8, in all 2.7.
-    batch = hand_batch([2], [1], [0])
-    gap = torch.tensor([[math.nan, 0.2, 0.4, math.inf]], dtype=torch.float64)
-    scores = torch.tensor([[math.nan, 2, 0, math.inf]], dtype=torch.float64)
-    batch = replace(batch, reference_logprobs=batch.old_logprobs - gap, token_rewards=scores)
-    algorithm = make("reinforce", kl_coef=0.5)
-    close(algorithm.token_scores(batch), [[0, 1.9, 0.8, 0]])
-    close(algorithm.completion_scores(batch), [2.7])
-    close(make("reinforce").token_scores(batch), [[0, 2, 1, 0]])
-
-
-# --- surrogates -----------------------------------------------------------------------------------------------------
-
-
-@each(
-    ("kind", "loss", "slope", "low", "high"),
-    [
-        # Token 0: A = 1, r = 3; token 1: A = -2, r = 1/2; old log-probs -1, so lp = log 3 - 1 and -log 2 - 1.
-        ("clipped", [-1.2, 1.6], [0, 0], 0.5, 0.5),
-        ("importance", [-3, 1], [-3, 1], 0, 0),
-        ("policy_gradient", [1 - math.log(3), -2 * math.log(2) - 2], [-1, 2], 0, 0),
-        # Weights 1.2 and 0.8.
-        ("cispo", [1.2 * (1 - math.log(3)), -1.6 * (math.log(2) + 1)], [-1.2, 1.6], 0.5, 0.5),
-    ],
-)
-def test_each_surrogate_by_hand(make, hand_batch, scale_of, close, kind, loss, slope, low, high):
-    batch = hand_batch([1, 1], [0, 0], [0, 0], advantages=[1, -2])
-    r = torch.tensor([[1, 3, 1], [1, 0.5, 1]], dtype=torch.float64)
-    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_())
-    made = make("grpo", surrogate=kind, aggregate="token_mean").loss(outputs, batch, scale_of(batch))
-    (gradient,) = torch.autograd.grad(made.total, outputs.logprobs)
-    close(made.total.detach(), sum(loss) / 2)
-    close(gradient[:, 1], [slope[0] / 2, slope[1] / 2])
-    close(made.metrics["ratio/clip_low_fraction"], low)
-    close(made.metrics["ratio/clip_high_fraction"], high)
+@each("name", ["grpo_process", "ppo", "a2c"])
+def test_a_completion_of_one_turn_is_credited_alike_bit_for_bit(make, full_step, name):
+    _, batch = full_step()
+    for turn_ends in (None, torch.zeros_like(batch.loss_mask)):
+        single = replace(batch, turn_ends=turn_ends)
+        turn, trajectory = (make(name, credit_span=span).credit(single) for span in ("turn", "trajectory"))
+        assert torch.equal(turn.advantages, trajectory.advantages)
+    assert not torch.equal(make(name, credit_span="turn").credit(batch).advantages, trajectory.advantages)
 
 
 # --- what is refused, and what is warned of -------------------------------------------------------------------------
@@ -162,6 +134,12 @@ def test_each_surrogate_by_hand(make, hand_batch, scale_of, close, kind, loss, s
         ("sapo", {"dual_clip": 7.0}, r"algorithm\.dual_clip: .*surrogate=sapo.*, got 7\.0; use .*null"),
         ("ppo", {"dual_clip": 1.1}, r"algorithm\.dual_clip: .* = 1\.2, got 1\.1; use 3"),
         ("kimi", {"mismatch_low": 1.5}, r"algorithm\.mismatch_low: .*, got 1\.5 \.\. 2; use"),
+        ("kimi", {"mismatch": "token_mask"}, r"algorithm\.mismatch: .* whole completion"),
+        (
+            "grpo",
+            {"credit_span": "turn"},
+            r"algorithm\.credit_span: .*outcome has one score.*; use algorithm\.supervision=process",
+        ),
         ("grpo", {"mismatch_high": 0.9}, r"algorithm\.mismatch_low: .*, got 0\.5 \.\. 0\.9; use"),
     ],
 )

@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 
 import pytest
@@ -19,54 +18,6 @@ def valued(hand_batch):
         return replace(batch, old_values=old_values, truncated=torch.tensor([truncated]))
 
     return build
-
-
-# --- credit ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("truncated", "bootstrap", "advantages"),
-    [
-        # V = 1, 2, 3, R = 6, lam = 1/2. d = 2 - 1, 3 - 2, 6 - 3; from the end 3, 1 + 3/2, 1 + 2.5/2.
-        (False, True, [2.25, 2.5, 3]),
-        # Cut off, V past the end is 3: d = 1, 1, 6 + 3 - 3; 6, 1 + 3, 1 + 2.
-        (True, True, [3, 4, 6]),
-        (True, False, [2.25, 2.5, 3]),
-    ],
-)
-def test_generalised_advantages_and_returns_by_hand(make, valued, close, truncated, bootstrap, advantages):
-    algorithm = make("ppo", lam=0.5, whiten=False, bootstrap_truncated=bootstrap)
-    batch = algorithm.credit(valued([1, 2, 3], 6, truncated=truncated))
-    close(batch.advantages, [[0, *advantages, 0]])
-    close(batch.returns, [[0, *(a + v for a, v in zip(advantages, (1, 2, 3), strict=True)), 0]])
-
-
-def test_n_step_advantages_by_hand(make, valued, close):
-    # n = 2, gamma = 1/2, V = 1, 2, 3, R = 8: token 0 sees V_2 / 4 = 0.75, token 1 sees R / 2 = 4, token 2 sees 8.
-    batch = make("a2c", n_steps=2, gamma=0.5).credit(valued([1, 2, 3], 8))
-    close(batch.advantages, [[0, -0.25, 2, 5, 0]])
-    close(batch.returns, [[0, 0.75, 4, 8, 0]])
-    # Cut off: V past the end is 3. Token 1: 4 + 3 / 4. Token 2: 8 + 3 / 2.
-    bootstrapping = make("a2c", n_steps=2, gamma=0.5, bootstrap_truncated=True)
-    batch = bootstrapping.credit(valued([1, 2, 3], 8, truncated=True))
-    close(batch.advantages, [[0, -0.25, 2.75, 6.5, 0]])
-
-
-def test_whitening_leaves_the_returns_alone(make, valued, close):
-    # lam 1, V = 0, 2, R = 2: advantages 2 and 0, mean 1, deviation sqrt(2); returns 2 and 2.
-    batch = make("ppo", lam=1.0).credit(valued([0, 2], 2))
-    close(batch.advantages, [[0, math.sqrt(0.5), -math.sqrt(0.5), 0]], 1e-7)
-    close(batch.returns, [[0, 2, 2, 0]])
-
-
-def test_kl_and_steps_are_rewards_of_their_tokens(make, valued, close):
-    # V = 0 and lam = 1: A is what is still to come. beta 1/2 times old - reference = 0.2, 0.6; a step of 3 at token 0.
-    batch = valued([0, 0], 1)
-    reference = batch.old_logprobs - torch.tensor([[nan, 0.2, 0.6, nan]], dtype=torch.float64)
-    scores = torch.tensor([[nan, 3, 0, nan]], dtype=torch.float64)
-    batch = replace(batch, reference_logprobs=reference, token_rewards=scores)
-    credited = make("ppo", lam=1.0, whiten=False, kl_coef=0.5).credit(batch)
-    close(credited.advantages, [[0, 3 - 0.1 + 0.7, 0.7, 0]])
 
 
 # --- the critic's loss ----------------------------------------------------------------------------------------------
@@ -136,37 +87,6 @@ def test_values_and_policy_have_separate_gradients(make, full_step, scale_of):
 # --- the variants ---------------------------------------------------------------------------------------------------
 
 
-def test_ppo_clips_by_hand(make, hand_batch, scale_of, close):
-    # A = 1 with ratios 1.5 and 0.5: 1.2 without gradient, 0.5. Errors of values are 0. Mean over 2 tokens.
-    batch = hand_batch([2], [0], [0], advantages=[1])
-    zero = torch.zeros_like(batch.old_logprobs)
-    r = torch.tensor([[1, 1.5, 0.5, 1]], dtype=torch.float64)
-    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_(), values=zero)
-    loss = make("ppo").loss(outputs, replace(batch, returns=zero, old_values=zero), scale_of(batch))
-    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
-    close(loss.total.detach(), -(1.2 + 0.5) / 2)
-    close(gradient, [[0, 0, -0.5 / 2, 0]])
-    close(loss.metrics["ratio/clip_high_fraction"], 1 / 2)
-
-
-def test_ppo_penalty_has_no_clip_but_a_price_on_the_distance_to_the_old_policy(make, hand_batch, scale_of, close):
-    # A = 1, r = 2 and 1/2, beta 3. -r A = -2, -1/2. KL(old || policy) = r - 1 - log r: 1 - log 2, log 2 - 1/2.
-    # Gradients -r A = -2, -1/2 and beta (r - 1) = 3, -3/2. Means over 2 tokens.
-    batch = hand_batch([2], [0], [0], advantages=[1])
-    zero = torch.zeros_like(batch.old_logprobs)
-    r = torch.tensor([[1, 2, 0.5, 1]], dtype=torch.float64)
-    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_(), values=zero)
-    algorithm = make("ppo_penalty", kl_coef=3.0)
-    loss = algorithm.loss(outputs, replace(batch, returns=zero, old_values=zero), scale_of(batch))
-    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
-    close(loss.metrics["loss/policy"], -2.5 / 2)
-    close(loss.metrics["loss/kl"], 3 * 0.5 / 2)
-    close(loss.total.detach(), (-2.5 + 1.5) / 2)
-    close(gradient, [[0, (-2 + 3) / 2, (-0.5 - 1.5) / 2, 0]])
-    close(loss.metrics["ratio/clip_high_fraction"], 0.0)
-    assert not algorithm.needs_reference
-
-
 def test_text_adds_its_mean_negative_log_likelihood(make, close):
     # Log-probs -1, -2, -4 of text among 5 tokens of the whole update: 2 * 7 / 5, gradient -2 / 5 on each.
     logprobs = torch.tensor([[nan, -1, -2], [-4, inf, nan]], dtype=torch.float64, requires_grad=True)
@@ -178,22 +98,6 @@ def test_text_adds_its_mean_negative_log_likelihood(make, close):
     assert make("ppo_ptx").needs_text
     assert not make("ppo").needs_text
     assert make("ppo").text_loss(logprobs, mask, num_tokens=5) == 0
-
-
-def test_a2c_by_hand(make, hand_batch, scale_of, close):
-    # Two tokens, A = 2, lp = -1 at ratio e to the old policy, which has no say: -A lp = 2. Entropies 1 and 3, mean 2,
-    # times -0.01. Values 1 and return 4: 0.5 * 0.5 * 9, unclipped.
-    batch = hand_batch([2], [0], [0], advantages=[2])
-    ones = torch.ones_like(batch.old_logprobs)
-    batch = replace(batch, old_logprobs=batch.old_logprobs - 1, returns=4 * ones, old_values=0 * ones)
-    entropy = torch.tensor([[nan, 1, 3, nan]], dtype=torch.float64, requires_grad=True)
-    outputs = Outputs(logprobs=batch.sampled_logprobs.clone().requires_grad_(), entropy=entropy, values=ones)
-    loss = make("a2c").loss(outputs, batch, scale_of(batch))
-    policy, bonus = torch.autograd.grad(loss.total, [outputs.logprobs, entropy])
-    close(loss.total.detach(), 2 - 0.02 + 2.25)
-    close(policy, [[0, -1, -1, 0]])
-    close(bonus, [[0, -0.005, -0.005, 0]])
-    assert "value/clip_fraction" not in loss.metrics
 
 
 def test_variants_differ_from_ppo_in_the_keys_they_say(make):
