@@ -99,7 +99,7 @@ def launch(
         say(f"note: {disk_note}")
     try:
         with ExitStack() as stack:
-            interrupt.set_interrupt_message(f"go on from what is saved with: {resuming(folder)}")
+            interrupt.set_interrupt_message(f"resume from what is saved with: {resuming(folder)}")
             stack.enter_context(disk.explained(resuming(folder), folder))
             stack.enter_context(run_folder.held(folder))
             run_folder.go_on(folder, plain)
@@ -110,12 +110,14 @@ def launch(
             outcome = command.run(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
-        at_once = f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
+        kept = checkpoint.finished(run_folder.checkpoints(folder))[-1:]
+        saved_text = f"step {checkpoint.step_of(kept[0])} is saved" if kept else "no step is saved"
+        at_once = f"stopped at once; {saved_text}; resume with: {resuming(folder)}"
         say(at_once if command.stopped is None else command.stopped(folder))
         raise Reported from None
     if outcome.interrupted:
-        saved_text = "saved" if outcome.step else "before the first one"
-        say(f"stopped after step {outcome.step}, {saved_text}; go on with: {resuming(folder)}")
+        after = f"after step {outcome.step}, which is saved" if outcome.step else "before the first step"
+        say(f"stopped {after}; resume with: {resuming(folder)}")
         raise Reported
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:

@@ -211,7 +211,7 @@ def stopped(folder: Path) -> str:
     """The message about an interrupted run: whole steps are kept, and a resume continues with the next one."""
     state = read_progress(folder)
     done = f"{state['kept']:,} of {state['sampled']:,} completions are kept in {folder / SAMPLES}"
-    return f"interrupted after step {state['step']}: {done}; go on with: {resuming(folder)}"
+    return f"interrupted after step {state['step']}: {done}; resume with: {resuming(folder)}"
 
 
 def steps_done(folder: Path, plan: SamplePlan) -> int:

@@ -72,7 +72,7 @@ class DiskError(RuntimeError):
         missing = "some space"
         if self.needed is not None:
             missing = f"{size_text(max(BLOCK, self.needed - (self.free or 0)))} or more"
-        then = "repeat the command" if self.again is None else f"go on with: {self.again}"
+        then = "repeat the command" if self.again is None else f"resume with: {self.again}"
         return f"{cause} ({os.strerror(self.code)}): {self._facts()}; {remedy.format(missing=missing)}, then {then}"
 
     def _facts(self) -> str:

@@ -41,20 +41,23 @@ class StepAbandoned(KeyboardInterrupt):
 
 
 class Order:
-    """Tells a second signal from a first one that was sent twice, as `timeout`, systemd and shells do."""
+    """Tells a second signal from a first one that was sent twice, as `timeout`, systemd and shells do.
 
-    SAME_S = 1.0
+    A terminal, tmux or `uv run` may send one Ctrl-C to the process and to its group; nobody presses twice so fast.
+    """
+
+    SAME_S, SAME_CTRL_C_S = 1.0, 0.3
 
     def __init__(self) -> None:
         self._first_at: float | None = None
 
     def is_repeated(self, number: int) -> bool:
-        """Whether this signal only repeats the first one. A Ctrl-C never does: somebody has pressed the keys again."""
+        """Whether this signal only repeats the first one."""
         now, first_at = time.monotonic(), self._first_at
         if first_at is None:
             self._first_at = now
             return False
-        return number != signal.SIGINT and now - first_at < self.SAME_S
+        return now - first_at < (self.SAME_CTRL_C_S if number == signal.SIGINT else self.SAME_S)
 
 
 _message = "nothing was begun"

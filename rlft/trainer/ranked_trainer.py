@@ -57,7 +57,7 @@ class RankedTrainer:
         timeout: seconds that a rank may be behind the others.
         host: this machine's address, as the members can reach it.
         note: takes a sentence for the person watching.
-        again: the command that goes on from the newest checkpoint.
+        again: the command that resumes from the newest checkpoint.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class RankedTrainer:
         if self._local.roles.is_whole:
             raise RankError(
                 "the run ends, because with lora=null no copy of all weights is kept from which a step could be done "
-                f"again; go on from the newest checkpoint with: {self._again}; {text}"
+                f"again; resume from the newest checkpoint with: {self._again}; {text}"
             ) from error
         if self._num_failures >= MOST_FAILURES:
             raise RankError(f"the ranks failed {MOST_FAILURES} times in a row; the last time {text}") from error

@@ -266,7 +266,7 @@ INTERRUPT = {"at": "rlft.loop.session:Session.score", "call": 2, "do": "interrup
     [
         slow((), [FAILURE], 1, "this failure was planted"),
         (("generation.canned.fails_at=2",), [], 1, "the can is empty"),
-        slow((), [INTERRUPT], 130, "stopped after step 2, saved"),
+        slow((), [INTERRUPT], 130, "stopped after step 2, which is saved"),
         (
             (),
             [INTERRUPT, {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "interrupt"}],

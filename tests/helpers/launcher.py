@@ -224,7 +224,14 @@ def send(event: Event) -> None:
     for process in everybody() if event.get("who") == "everybody" else ():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, SIGNALS[event["do"]])
+    if event["do"] == "interrupt":
+        global _pressed_at
+        time.sleep(max(0.0, _pressed_at + 0.5 - time.monotonic()))  # sooner it would count as the same Ctrl-C
+        _pressed_at = time.monotonic()
     os.kill(os.getpid(), SIGNALS[event["do"]])
+
+
+_pressed_at = -1.0
 
 
 def everybody() -> list[int]:

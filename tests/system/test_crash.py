@@ -102,7 +102,7 @@ def test_a_full_disk_that_a_library_met_is_told_as_one(failing: Failing, capsys:
     assert cli.run(["train", "hydra.run.dir=here"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("rlft: stopped: the disk is full (No space left on device): here has ")
-    assert told.endswith(" free; free some space there, then go on with: rlft resume here\n")
+    assert told.endswith(" free; free some space there, then resume with: rlft resume here\n")
     assert run_status.read(Path("here")) == (Status.stopped, told.strip().removeprefix("rlft: stopped: "))
     assert not Path("here/error.txt").exists()
 

@@ -33,7 +33,7 @@ def failed(error: Exception, needed: int | None = 10_000_000, again: str | None 
 def test_it_says_folder_bytes_needed_bytes_free_and_what_to_do(free: SimpleNamespace) -> None:
     assert failed(OSError(errno.ENOSPC, "x")) == (
         "the disk is full (No space left on device): run/checkpoints needs 10.0 MB for step_000002 and has 4.1 MB free;"
-        " free 5.9 MB or more there, then go on with: rlft resume run"  # 10,000,000 - 1,000 x 4,096
+        " free 5.9 MB or more there, then resume with: rlft resume run"  # 10,000,000 - 1,000 x 4,096
     )
     assert failed(OSError(errno.ENOSPC, "x"), None, None) == (
         "the disk is full (No space left on device): run/checkpoints/step_000002 has 4.1 MB free;"
@@ -50,7 +50,7 @@ def test_a_disk_without_inodes_is_told_as_one(free: SimpleNamespace) -> None:
 def test_every_error_while_writing_is_one_line_with_its_name(code: int, free: SimpleNamespace) -> None:
     line = failed(OSError(code, "x"))
     assert f"({os.strerror(code)}): run/checkpoints needs 10.0 MB" in line
-    assert line.endswith(", then go on with: rlft resume run")
+    assert line.endswith(", then resume with: rlft resume run")
     assert "{" not in line
     assert "\n" not in line
 
@@ -66,7 +66,7 @@ def test_every_error_while_writing_is_one_line_with_its_name(code: int, free: Si
 )
 def test_libraries_say_it_in_words(error: Exception) -> None:
     assert errno_of(error) == errno.EFBIG
-    assert "raise the limit (ulimit -f unlimited), then go on" in failed(error)
+    assert "raise the limit (ulimit -f unlimited), then resume" in failed(error)
 
 
 @each("error", [ValueError("x"), KeyError("[Errno] 28"), ConnectionResetError(104, "x"), OSError("x")])

@@ -305,7 +305,7 @@ def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(
 ) -> None:
     text = (
         r"^the run ends, because with lora=null no copy of all weights is kept from which a step could be done again; "
-        r"go on from the newest checkpoint with: rlft resume some/run; .*was killed by SIGKILL.*; its log is "
+        r"resume from the newest checkpoint with: rlft resume some/run; .*was killed by SIGKILL.*; its log is "
     )
     with bench.opened(GRPO_OF_ALL, ranks=2) as (trainer, local):
         at_call(monkeypatch, POINTS[point], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))

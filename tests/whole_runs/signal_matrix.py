@@ -203,9 +203,9 @@ class Chain:
                 assert (self.folder / name).read_bytes() == (self.undisturbed / name).read_bytes()
 
     def said(self) -> list[str]:
-        go_on = "go on with: rlft resume run"
+        go_on = "resume with: rlft resume run"
         if self.command.trains:
-            return [HEARD, f"stopped after step {self.step}, saved; {go_on}"]
+            return [HEARD, f"stopped after step {self.step}, which is saved; {go_on}"]
         state = self.progress()
         kept = f"{state['kept']:,} of {state['sampled']:,} completions are kept in run/samples.jsonl"
         return [f"interrupted after step {self.step}: {kept}; {go_on}"]

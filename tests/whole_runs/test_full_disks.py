@@ -59,7 +59,7 @@ def check_failed(done: Ended, folder: Path, named: str, cause: str) -> None:
     assert [path.name for path in folder.rglob("*") if ".writing" in path.name or path.suffix == ".tmp"] == []
     assert all(map(is_whole, checkpoints(folder)))
     if (folder / "config.yaml").exists():
-        assert line.endswith(f", then go on with: rlft resume {folder.name}")
+        assert line.endswith(f", then resume with: rlft resume {folder.name}")
         status = json.loads((folder / "status.json").read_text())
         assert (status["status"], f"rlft: stopped: {status['reason']}") == ("stopped", line)
     else:

@@ -24,8 +24,8 @@ def events(place: str, call: int, when: str = "before", seconds: float = 0.0) ->
 
 
 def check_stopped(folder: Path, heard: str, done: Any, step: int) -> None:
-    saved = f"stopped after step {step}, saved" if step else "stopped after step 0, before the first one"
-    assert (done.code, done.err.splitlines()) == (130, [heard, f"{saved}; go on with: rlft resume run"])
+    saved = f"stopped after step {step}, which is saved" if step else "stopped before the first step"
+    assert (done.code, done.err.splitlines()) == (130, [heard, f"{saved}; resume with: rlft resume run"])
     assert run_status.read(folder)[0] is run_status.Status.interrupted
     assert [c.name for c in checkpoints(folder)][-1:] == [f"step_{step:06d}"] * (step > 0)
 

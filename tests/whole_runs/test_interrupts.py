@@ -11,7 +11,8 @@ from run_processes import Ended, Nursery, start_fresh
 
 HEARD = "interrupted: finishing this step, then saving; once more stops at once"
 HEARD_BEFORE = "interrupted: ending before a step is begun; once more stops at once"
-AT_ONCE = "stopped at once; go on from the newest checkpoint with: rlft resume run"
+AT_ONCE = "stopped at once; step 2 is saved; resume with: rlft resume run"
+AT_ONCE_BEFORE = "stopped at once; no step is saved; resume with: rlft resume run"
 
 
 def interrupted_at(place: str, call: int, signal: str = "interrupt", when: str = "before") -> dict[str, Any]:
@@ -25,8 +26,8 @@ def words_at(folder: Path, keys: tuple[str, ...]) -> tuple[str, ...]:
 
 def check_stopped_after(done: Ended, folder: Path, step: int) -> None:
     assert done.code == 130, done.err
-    saved = f"stopped after step {step}, saved" if step else "stopped after step 0, before the first one"
-    assert done.err.splitlines() == [HEARD if step else HEARD_BEFORE, f"{saved}; go on with: rlft resume run"]
+    saved = f"stopped after step {step}, which is saved" if step else "stopped before the first step"
+    assert done.err.splitlines() == [HEARD if step else HEARD_BEFORE, f"{saved}; resume with: rlft resume run"]
     assert [line["step"] for line in metrics(folder)] == list(range(1, step + 1))
     assert [c.name for c in checkpoints(folder)][-1:] == [f"step_{step:06d}"] * (step > 0)
 
@@ -74,7 +75,7 @@ def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
 ) -> None:
     event = interrupted_at("rlft.runs.run_folder:go_on", 1)
     done = rough.run("train", *tiny, "hydra.run.dir=run", cwd=tmp_path, events=[event])
-    assert (done.code, done.err.splitlines()) == (130, [AT_ONCE])
+    assert (done.code, done.err.splitlines()) == (130, [AT_ONCE_BEFORE])
     check_resumed(rough, tmp_path, undisturbed)
 
 

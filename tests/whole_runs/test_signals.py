@@ -64,7 +64,7 @@ def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp
     [said] = done.err.splitlines()
     number = kept.count(b'"prompt_id"')
     assert said.startswith(f"interrupted after step 1: {number} of 4 completions are kept in cut/")
-    assert said.endswith("; go on with: rlft resume cut")
+    assert said.endswith("; resume with: rlft resume cut")
     assert rough.run("resume", "cut", cwd=tmp_path).code == 0
     assert (tmp_path / "cut" / "samples.jsonl").read_bytes() == whole
 

@@ -268,7 +268,7 @@ def explained(row: RunRow) -> str:
     """Why the run stopped, or how to go on with one that was killed or interrupted; "" for any other."""
     has_all_steps = row.steps is not None and row.step >= row.steps
     if row.status in (Status.killed, Status.interrupted) and not has_all_steps:
-        return f"go on with: {resuming(Path(row.folder))}"
+        return f"resume with: {resuming(Path(row.folder))}"
     return row.reason
 
 

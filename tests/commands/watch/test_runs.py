@@ -159,15 +159,15 @@ def test_a_killed_or_interrupted_run_says_how_to_go_on(
     waiting = dataclasses.replace(row, folder="runs/first try/b", step=1)
     for status in ("killed", "interrupted"):
         told = runs.explained(dataclasses.replace(waiting, status=status))
-        assert told == "go on with: rlft resume 'runs/first try/b'"
+        assert told == "resume with: rlft resume 'runs/first try/b'"
     assert runs.explained(row) == "", "it has all its steps"
     for status in ("running", "finished", "stopped", "unknown", "damaged"):
         assert runs.explained(dataclasses.replace(waiting, status=status, reason="why")) == "why"
     stream = io.StringIO()
     runs.print_table(Terminal(file=stream, width=80), [waiting], Path("runs"))
-    assert stream.getvalue().splitlines()[-1].endswith("killed: go on with: rlft resume 'runs/first try/b'")
+    assert stream.getvalue().splitlines()[-1].endswith("killed: resume with: rlft resume 'runs/first try/b'")
     runs.print_lines([waiting])
-    assert capsys.readouterr().out.splitlines()[1].endswith("\tgo on with: rlft resume 'runs/first try/b'")
+    assert capsys.readouterr().out.splitlines()[1].endswith("\tresume with: rlft resume 'runs/first try/b'")
 
 
 @pytest.mark.parametrize("width", [200, 120, 80, 60, 40])
