@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.commands.doctor.work import Shape, Size, Workload, write_prompts
-from rlft.logger.jsonl import METRICS, read_lines
 from rlft.runs import run_folder
+from rlft.runs.lines import METRICS, read_lines
 
 if TYPE_CHECKING:
     import torch

@@ -43,8 +43,8 @@ from rlft.config import catalog
 from rlft.config import compose as config
 from rlft.config.keys import flatten
 from rlft.config.resolved import build
-from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.runs import run_folder
+from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.system.terminal import pip_install
 from rlft.tokens.text import AUTO_DATE
 from rlft.types import UserError

@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.system.files import write_atomically
 
 REWARDS = ("format", "language")

@@ -26,8 +26,8 @@ MODULES = sorted(f.relative_to(PACKAGE).with_suffix("") for f in PACKAGE.rglob("
 LEVELS = (
     ("types",),
     ("batch", "config", "system", "tokens"),
-    ("algorithm", "generation", "logger", "model", "reward", "data"),
-    ("trainer", "environment", "runs"),
+    ("algorithm", "generation", "model", "reward", "data", "runs"),
+    ("trainer", "environment", "logger"),
     ("plan",),
     ("loop",),
     ("train",),

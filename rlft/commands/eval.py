@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries
-from rlft.commands.policy import as_training, check_names_a_model, of_a_run
+from rlft.commands.policy import as_training, check_base, check_names_a_model, of_a_run
 from rlft.config.compose import changed, compose
 from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.plan.rules import check_train
-from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint, with_named_runs
+from rlft.runs.find import NamedRun, check_own_model, find_checkpoint, with_named_runs
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted
 
@@ -104,7 +104,7 @@ def run(resolved: Resolved, source: NamedRun | None, say: Callable[[str], None])
 
 def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores: Scores) -> Path:
     """Writes evaluations/step_N_<time>.jsonl: one line of metrics, then one line per completion."""
-    from rlft.logger.jsonl import encode, number
+    from rlft.runs.lines import encode, number
     from rlft.system import interrupt
     from rlft.system.disk import writing
     from rlft.system.files import write_atomically

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rlft.commands.arguments import only_overrides
@@ -12,12 +14,15 @@ from rlft.config.compose import USUAL, changed, compose
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, with_budget_of_device
 from rlft.config.schema import RunConfig
-from rlft.runs.find import CheckpointKind, NamedRun, check_base, find, find_checkpoint, kind_of_checkpoint, one_run
+from rlft.plan.identity import fingerprints
+from rlft.runs.checkpoint import STATE
+from rlft.runs.find import CheckpointKind, NamedRun, find, find_checkpoint, kind_of_checkpoint, one_run
+from rlft.runs.fingerprints import differing, recorded
 from rlft.system.terminal import Say, say
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
-    from rlft.config.model import LoraSettings
+    from rlft.config.model import LoraSettings, ModelConfig
     from rlft.config.schema import SamplingRoot
     from rlft.model.backbone import Backbone
     from rlft.model.roles import Roles
@@ -140,6 +145,16 @@ def policy_of(resolved: Resolved, source: NamedRun | None, say: Say) -> Policy:
     assert lora is not None, "a checkpoint with an adapter is of a run that trains one"
     # The adapter from which the run started is no longer needed.
     return replace(made, lora=replace(lora, path=None), saved=checkpoint.load(folder))
+
+
+def check_base(folder: Path, model: ModelConfig) -> None:
+    """Refuses a base other than the one that this checkpoint was trained on, and names what differs."""
+    trained_on, now = json.loads((folder / STATE).read_text()), fingerprints(model)
+    changed = differing(trained_on, now)
+    if changed or not recorded(trained_on):
+        problem = f"is not the base this run was trained on: it has other {changed.both or 'files'}"
+        remedy = "leave it as it was, or, if the base has moved, write model.path=<its new folder>"
+        raise UserError("model.path", problem, got=model.path, remedy=remedy)
 
 
 def check_ends(config: SamplingRoot, say: Say) -> int:

@@ -20,9 +20,9 @@ from rlft.config.schema import Keep, SampleConfig
 from rlft.data.records import identity
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
-from rlft.logger.jsonl import DamagedLines, complete_lines, encode, lost_text, warn
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import FORMAT
+from rlft.runs.lines import DamagedLines, complete_lines, encode, lost_text, warn
 from rlft.runs.run_status import PROGRESS
 from rlft.system.disk import writing
 from rlft.system.files import append, write_atomically

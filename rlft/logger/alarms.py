@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from rlft.config.schema import AlarmsConfig
-from rlft.logger.interface import StepRecord
+from rlft.runs.lines import StepRecord
 from rlft.types import counted
 
 WINDOW = 20

@@ -18,8 +18,9 @@ from rich.text import Text
 
 from rlft.config.bounds import NonNegativeFloat
 from rlft.logger.forecast import Forecast, Pace, Price
-from rlft.logger.interface import RunInfo, StepRecord
+from rlft.logger.interface import RunInfo
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
+from rlft.runs.lines import StepRecord
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, counted
 

@@ -3,57 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlft.types import Evaluation, Group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenValues:
-    """Values of each token of a completion, log-probs and entropies in nats; None where the policy did not sample it.
-
-    Attributes:
-        text: the text that the token adds.
-        old: its log-prob by the policy that sampled it, as the trainer computes it.
-        after: its log-prob by the policy after the update.
-        reference: its log-prob by the reference, or by the bare base if there is no reference; None for all tokens if
-            neither is held.
-        entropy: the entropy of the policy's distribution at this token after the update.
-        advantage: the advantage that it was trained with.
-    """
-
-    text: Sequence[str]
-    old: Sequence[float | None]
-    after: Sequence[float | None]
-    reference: Sequence[float | None]
-    entropy: Sequence[float | None]
-    advantage: Sequence[float | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What the loggers get of a finished step.
-
-    Attributes:
-        step: the number of finished steps, from 1.
-        groups: the completions that were trained on.
-        rewards: {reward: its unweighted scores, `[P, G]`}.
-        total_rewards: the weighted totals, `[P, G]`.
-        advantages: the mean advantage over each completion's tokens, `[P, G]`.
-        tokens: {row of the step's completions: the values of its tokens}, of a few completions.
-        alarms: {name: text}.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    groups: Sequence[Group]
-    rewards: Mapping[str, Sequence[Sequence[float]]]
-    total_rewards: Sequence[Sequence[float]]
-    advantages: Sequence[Sequence[float]]
-    tokens: Mapping[int, TokenValues] = field(default_factory=dict)
-    alarms: Mapping[str, str] = field(default_factory=dict)
+from rlft.runs.lines import StepRecord
+from rlft.types import Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from rlft.config.instantiate import instantiate, locate
-from rlft.logger.interface import Logger, RunInfo, StepRecord
+from rlft.logger.interface import Logger, RunInfo
+from rlft.runs.lines import StepRecord
 from rlft.types import Evaluation, UserError
 
 ONLY_ONE = {"writes_metrics": "writes metrics.jsonl", "has_page": "draws on the terminal"}

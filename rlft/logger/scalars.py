@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.config.keys import flatten
-from rlft.logger.interface import Logger, RunInfo, StepRecord
+from rlft.logger.interface import Logger, RunInfo
+from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
 from rlft.system.crash import MAX_SHOWN_CHARS, one_line
 from rlft.system.files import write_atomically

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from rlft.logger.console import open_terminal
 from rlft.logger.flat import trend_of
-from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
+from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.types import counted
 
 EXAMPLES = 4

@@ -24,8 +24,7 @@ from rlft.config.trainer import FLAT, CheckpointConfig
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import Hint
 from rlft.logger.flat import newly_flat, trend_of
-from rlft.logger.interface import RunInfo, StepRecord
-from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
+from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
@@ -35,6 +34,7 @@ from rlft.plan.startup_table import Facts
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on
 from rlft.runs.checkpoint import CHECKSUMS, Checkpoint
+from rlft.runs.lines import EVALUATIONS, StepRecord, read_lines, silent
 from rlft.system.device import fork_rng, peak_memory_bytes, resolve_device
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.machine import machine

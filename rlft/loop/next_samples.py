@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.logger.jsonl import turn_of
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.loop.sampling import StepSampler
 from rlft.runs.checkpoint import SAMPLED, SAMPLER, Checkpoint
+from rlft.runs.lines import turn_of
 from rlft.types import Adapter, Branch, Completion, FinishReason, Group, Prompt, Rollout
 
 

@@ -20,7 +20,6 @@ from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
-from rlft.logger.interface import StepRecord, TokenValues
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.freshness import check_decoding, open_freshness
@@ -40,6 +39,7 @@ from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import SAMPLED, Checkpoint
+from rlft.runs.lines import StepRecord, TokenValues
 from rlft.trainer.local import Trainer, TrainerState
 from rlft.types import Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 

@@ -19,7 +19,6 @@ from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import not_finite
-from rlft.logger.interface import StepRecord
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.metrics import Clock
 from rlft.loop.parts import load_for_training
@@ -30,6 +29,7 @@ from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.lines import StepRecord
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.update import text_passes, total_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlft.batch import Decode, select
-from rlft.logger.interface import TokenValues
 from rlft.model.adapter_folder import POLICY
 from rlft.model.networks import Networks
+from rlft.runs.lines import TokenValues
 from rlft.types import Batch
 
 DIGITS = 5

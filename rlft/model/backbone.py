@@ -336,7 +336,7 @@ def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
 def fingerprint(config: ModelConfig) -> str:
     """16 hex digits of a base's config and, for a folder, of 64 blocks of each .safetensors file.
 
-    This is all that older rlft recorded, and what is compared with its runs; `rlft.model.identity` has the rest.
+    This is all that older rlft recorded, and what is compared with its runs; `rlft.plan.identity` has the rest.
     """
     fields = {
         k: v for k, v in read_config(config).to_dict().items() if k not in ("_name_or_path", "transformers_version")

@@ -49,8 +49,8 @@ from rlft.model.adapter_folder import (
     read_record,
     switches_of,
 )
-from rlft.model.identity import OF_SAMPLES, PARTS, Changed, differing, name_of, template_in
 from rlft.model.positions import limit_of
+from rlft.plan.identity import template_in
 from rlft.plan.model_rules import (
     check_adapted,
     check_model,
@@ -62,6 +62,7 @@ from rlft.plan.model_rules import (
     fresh_shapes,
 )
 from rlft.reward.workers.reward_spec import RewardSpec, specs
+from rlft.runs.fingerprints import OF_SAMPLES, PARTS, Changed, differing, name_of
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.terminal import override, pip_install
 from rlft.types import UserError, counted, require
@@ -435,7 +436,7 @@ def check_teacher(
         vocabulary: number of token ids that the student may sample: the rows of its embedding.
     """
     from rlft.model.backbone import check_weights, load_tokenizer, read_config
-    from rlft.model.identity import fingerprints
+    from rlft.plan.identity import fingerprints
 
     settings = teacher_settings(config.snapshot, config.model)
     if settings is None:

@@ -672,8 +672,8 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
 def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
     """The fingerprints of reward models with a network of their own; refuses one whose
     output is not a single score, or that lacks tensors."""
-    from rlft.model.identity import of_source
     from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
+    from rlft.plan.identity import of_source
 
     found: dict[str, str] = {}
     for spec in rewards.values():

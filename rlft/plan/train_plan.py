@@ -25,9 +25,9 @@ from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import check_weights, decoder_layers, ends_of, load_tokenizer, read_config
 from rlft.model.full_weights import copied_roles
-from rlft.model.identity import fingerprints
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
+from rlft.plan.identity import fingerprints
 from rlft.plan.memory_parts import Demand, TeacherDemand, of_all_weights
 from rlft.plan.model_rules import (
     check_apart,

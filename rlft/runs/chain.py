@@ -19,8 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rlft.logger.interface import StepRecord
-from rlft.logger.jsonl import (
+from rlft.runs.config_file import CONFIG
+from rlft.runs.lines import (
+    StepRecord,
     alarm_lines,
     encode,
     evaluation_line,
@@ -32,7 +33,6 @@ from rlft.logger.jsonl import (
     rollout_lines,
     silent,
 )
-from rlft.runs.config_file import CONFIG
 from rlft.runs.run_folder import versions
 from rlft.system import digests
 from rlft.system.disk import writing

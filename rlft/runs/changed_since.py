@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlft.config.schema import packages
-from rlft.logger.jsonl import read_lines, silent
 from rlft.runs import run_folder
 from rlft.runs.chain import CHAIN
 from rlft.runs.fork import FORKED_FROM
+from rlft.runs.lines import read_lines, silent
 from rlft.system import digests
 
 

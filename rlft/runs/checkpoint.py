@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.model import identity
+from rlft.runs import fingerprints
 from rlft.runs.config_file import FORMAT, KEY, NewerError, check_format
 from rlft.system import digests
 from rlft.system.disk import BLOCK, writing
@@ -139,7 +139,7 @@ def _write(temporary: Path, checkpoint: Checkpoint) -> None:
 def record_of(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
     """The fields of the role's rlft.json."""
     record = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
-    return {**record, **identity.recorded(checkpoint.state), **checkpoint.records.get(role, {})}
+    return {**record, **fingerprints.recorded(checkpoint.state), **checkpoint.records.get(role, {})}
 
 
 def parts_of(checkpoint: Checkpoint) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
 from rlft.config.keys import flatten, keys_of
-from rlft.logger.jsonl import METRICS
-from rlft.model import identity
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs.config_file import KEYWORDS, set_value
+from rlft.runs.lines import METRICS
 from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
 from rlft.runs.run_status import FILE as STATUS
 from rlft.runs.run_status import PROGRESS, Status
@@ -197,16 +195,6 @@ def kind_of_checkpoint(folder: Path) -> CheckpointKind:
             return kind
     problem = f"there is no {', '.join(CheckpointKind)} in that checkpoint"
     raise UserError("run", problem, got=folder, remedy="point it at a run of rlft")
-
-
-def check_base(folder: Path, model: ModelConfig) -> None:
-    """Refuses a base other than the one that this checkpoint was trained on, and names what differs."""
-    trained_on, now = json.loads((folder / checkpoint.STATE).read_text()), identity.fingerprints(model)
-    changed = identity.differing(trained_on, now)
-    if changed or not identity.recorded(trained_on):
-        problem = f"is not the base this run was trained on: it has other {changed.both or 'files'}"
-        remedy = "leave it as it was, or, if the base has moved, write model.path=<its new folder>"
-        raise UserError("model.path", problem, got=model.path, remedy=remedy)
 
 
 def check_own_model(folder: Path, model: ModelConfig) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from rlft.config import command as commands
 from rlft.config.keys import is_below, known
-from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN
 from rlft.runs.config_file import same_path
+from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
 from rlft.system import digests
 from rlft.system.disk import BLOCK, DiskError, writing
 from rlft.system.files import size_of

@@ -21,7 +21,6 @@ from rlft.config.keys import ABSENT, flatten, is_below, known
 from rlft.config.older import completed
 from rlft.config.schema import free_keys, packages
 from rlft.config.trainer import kept_lanes
-from rlft.model import identity
 from rlft.runs import checkpoint, run_status
 from rlft.runs.config_file import (
     CONFIG,
@@ -36,6 +35,7 @@ from rlft.runs.config_file import (
     whole_config,
     with_located_paths,
 )
+from rlft.runs.fingerprints import are_of_a_model, differing, models_in
 from rlft.runs.run_status import FILE as STATUS
 from rlft.runs.run_status import LOCK, Status
 from rlft.system import locks
@@ -276,13 +276,13 @@ def check_same_inputs(
 
     replaced: whether the config has changed so that another input at this key is intended.
     """
-    models = identity.models_in(fingerprints)
+    models = models_in(fingerprints)
     for what in models:  # first: other tokens of the same data may be due to another tokenizer
         noun, key, remedy = named_input(what)
-        if (changed := identity.differing(origin, fingerprints, what)) and not replaced(key):
+        if (changed := differing(origin, fingerprints, what)) and not replaced(key):
             problem = f"the {noun} changed since the run began: its {changed.then}"
             raise UserError(key, problem, got=changed.now, remedy=remedy)
-    others = [name for name in fingerprints if not identity.are_of_a_model(name, models)]
+    others = [name for name in fingerprints if not are_of_a_model(name, models)]
     for name in sorted(others, key=_is_of_an_adapter):
         before, now = origin.get(name), fingerprints[name]
         noun, key, remedy = named_input(name.removesuffix("_fingerprint"))

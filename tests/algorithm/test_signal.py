@@ -13,9 +13,8 @@ from in_one_test import each
 from rlft.commands.sweep.driver import InThisProcess, Run
 from rlft.config import catalog
 from rlft.logger.alarms import Hints
-from rlft.logger.interface import StepRecord
-from rlft.logger.jsonl import METRICS, read_lines, silent
 from rlft.loop.engines import Engines
+from rlft.runs.lines import METRICS, StepRecord, read_lines, silent
 from rlft.types import UserError
 
 NAMES = catalog.choices("algorithm")

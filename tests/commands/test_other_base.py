@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.model.identity import PARTS
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.runs.find import with_named_runs
+from rlft.runs.fingerprints import PARTS
 
 SMALL = ("lora.rank=4", "lora.alpha=8", "model.device=cpu", "scoring.workers=0", "generation=transformers", "steps=3",
          "model.date=2026-11-25", "eval.every=0",

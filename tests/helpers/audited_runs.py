@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from rlft.commands.audit.command import audit_run
 from rlft.commands.audit.files import Findings
-from rlft.logger.jsonl import encode
 from rlft.runs import checkpoint
 from rlft.runs.chain import metrics_part, scores_part, sealed
+from rlft.runs.lines import encode
 from rlft.system import digests
 from rlft.system.check_rows import CheckRow, Status
 from rlft.types import UserError

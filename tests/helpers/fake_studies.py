@@ -16,7 +16,7 @@ from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.sweep.trials import Trial, Trials
 from rlft.config.overrides import parse
-from rlft.logger.jsonl import silent
+from rlft.runs.lines import silent
 
 STEPS, EVERY = 9, 1
 RATE = Interval(key="trainer.lr", low=1e-5, high=1e-2, whole=False, log=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlft.logger.interface import RunInfo, StepRecord
+from rlft.logger.interface import RunInfo
+from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
 from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
 

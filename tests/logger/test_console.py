@@ -22,7 +22,8 @@ RUN = """
 import sys, time
 from pathlib import Path
 from rlft.logger.console import Console
-from rlft.logger.interface import RunInfo, StepRecord
+from rlft.logger.interface import RunInfo
+from rlft.runs.lines import StepRecord
 from rlft.types import Evaluation
 sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked " * 12)]
 console = Console(live=True, plain_seconds=float(sys.argv[1]) if sys.argv[1] != "slow" else 0.0)

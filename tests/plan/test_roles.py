@@ -21,7 +21,7 @@ from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
 from rlft.config.resolved import resolve
 from rlft.generation.vllm.engine import VLLM
-from rlft.model.identity import fingerprints
+from rlft.plan.identity import fingerprints
 from rlft.plan.roles import AdapterUse, Use, notes_of_adapters
 from rlft.types import UserError
 

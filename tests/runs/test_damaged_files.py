@@ -16,9 +16,9 @@ from slow_cases import slow
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.logger.jsonl import encode
 from rlft.runs import checkpoint, config_file, run_folder
 from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.lines import encode
 
 SAVED = "checkpoints/step_000002"
 FILES = [

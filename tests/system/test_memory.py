@@ -12,9 +12,9 @@ import torch
 from in_one_test import each
 
 from rlft import cli
-from rlft.logger.interface import StepRecord
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import largest_of
+from rlft.runs.lines import StepRecord
 from rlft.system import memory
 from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained, gc_frozen, keep_blocks
 

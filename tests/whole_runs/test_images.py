@@ -15,7 +15,7 @@ from rlft import cli
 from rlft.commands.watch.report import report_of
 from rlft.commands.watch.report_completions import HELD_OUT, TRAINED, data_url
 from rlft.data.shapes import drawing
-from rlft.logger.jsonl import rollout_file
+from rlft.runs.lines import rollout_file
 
 WORDS = (
     "train", "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "group_size=4",

@@ -12,12 +12,12 @@ from typing import Any
 
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import RolloutsConfig
-from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, rollout_files
 from rlft.logger.loggers import is_declared
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN, metrics_part, sealed
 from rlft.runs.config_file import CONFIG, FORMAT
 from rlft.runs.fork import FORKED_FROM
+from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, rollout_files
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import digests

@@ -18,18 +18,18 @@ from rlft.commands.audit.files import Audited, made_with_config_now, steps_text
 from rlft.config import command as commands
 from rlft.data.prompts import prompts_for_step
 from rlft.generation.stops import shown_texts
-from rlft.logger.interface import Logger, StepRecord
-from rlft.logger.jsonl import METRICS, Rollouts, completion_of, number, read_lines, rollout_file, silent
+from rlft.logger.interface import Logger
+from rlft.logger.jsonl import Rollouts
 from rlft.loop.engines import Engines
-from rlft.model import identity
 from rlft.model.backbone import load_tokenizer
 from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.http import ServerKeys
 from rlft.reward.workers.reward_spec import TURNS, specs
 from rlft.reward.workers.scorer import RewardError, Scorer, mixed, with_turns
-from rlft.runs import checkpoint, run_folder
+from rlft.runs import checkpoint, fingerprints, run_folder
 from rlft.runs.chain import CHAIN, MEASURED, batch_parts, made_on
+from rlft.runs.lines import METRICS, StepRecord, completion_of, number, read_lines, rollout_file, silent
 from rlft.runs.run_folder import CONFIG, named_input
 from rlft.system.crash import one_line
 from rlft.system.device import resolve_device
@@ -58,17 +58,17 @@ def check_inputs(run: Audited, plan: Plan) -> bool:
     """Compares data, base and adapters as they are now with those of the run's last step: whether all are the same."""
     same = True
     parts = run.lines[run.last]["sha256"]
-    models = identity.models_in(plan.fingerprints)
-    recorded = {f"{what}{identity.SUFFIX}": digest for what, digest in parts.items()}
+    models = fingerprints.models_in(plan.fingerprints)
+    recorded = {f"{what}{fingerprints.SUFFIX}": digest for what, digest in parts.items()}
     for what in models:
         noun, key, _ = named_input(what)
-        changed = identity.differing(recorded, plan.fingerprints, what)
-        with run.findings.checking(noun, f"as in the run, {identity.described(plan.fingerprints, recorded, what)}"):
+        changed = fingerprints.differing(recorded, plan.fingerprints, what)
+        with run.findings.checking(noun, f"as in the run, {fingerprints.described(plan.fingerprints, recorded, what)}"):
             if changed:
                 same = False
                 run.findings.differ(noun, f"{key} has other {changed.both}, step {run.last}")
     for name, now in plan.fingerprints.items():
-        if identity.are_of_a_model(name, models):
+        if fingerprints.are_of_a_model(name, models):
             continue
         what = name.removesuffix("_fingerprint")
         noun, key, _ = named_input(what)

@@ -18,7 +18,6 @@ from rlft.commands.doctor.supervise import NotReadyError, Settings
 from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.logger.jsonl import METRICS, read_lines
 from rlft.loop.engines import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.backbone import read_config
@@ -26,6 +25,7 @@ from rlft.model.roles import Roles
 from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.runs import run_folder
+from rlft.runs.lines import METRICS, read_lines
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.memory import resident_bytes
 from rlft.types import Group

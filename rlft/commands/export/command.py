@@ -17,13 +17,13 @@ from pathlib import Path
 from rlft.commands.export import gguf, model_card, push
 from rlft.commands.export.request import Export, prepare
 from rlft.commands.launch import import_libraries
-from rlft.commands.policy import of_a_run
+from rlft.commands.policy import check_base, of_a_run
 from rlft.config import compose as configs
 from rlft.config.resolved import AUTO
-from rlft.logger.jsonl import encode
 from rlft.runs.chain import CHAIN, lines_until
 from rlft.runs.checkpoint import saved_step, set_usual_mode
-from rlft.runs.find import CheckpointKind, check_base
+from rlft.runs.find import CheckpointKind
+from rlft.runs.lines import encode
 from rlft.system import interrupt, locks
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import atomic_folder, size_of

@@ -24,11 +24,11 @@ from rlft.config.model import ALL_LINEAR, EMBEDDED, SWITCHES, looks_local
 from rlft.data.files import is_data_file
 from rlft.data.templates import PLACEHOLDER, for_typed, prompt_of
 from rlft.generation.vllm.options import engine_rank
-from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG, switches_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind
+from rlft.runs.lines import EVALUATIONS, read_lines
 from rlft.system.terminal import command_line, overrides
 from rlft.tokens.ends import TurnEnds
 from rlft.types import counted

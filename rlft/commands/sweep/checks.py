@@ -37,11 +37,11 @@ from rlft.config.instantiate import locate
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import NEVER, ClusterConfig
-from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
 from rlft.logger.loggers import is_declared
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
 from rlft.runs.find import with_named_runs
+from rlft.runs.lines import EVALUATIONS, read_lines, silent
 from rlft.system.process.placement import visible_gpus
 from rlft.system.terminal import override
 from rlft.tokens.text import AUTO_DATE, today

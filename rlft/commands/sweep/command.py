@@ -17,9 +17,9 @@ from rlft.commands.sweep.page import TABLE, show_jobs
 from rlft.commands.sweep.space import is_own, key_of
 from rlft.config import compose as configs
 from rlft.config.overrides import SWEEPING, Arguments, parse
-from rlft.logger.jsonl import silent
 from rlft.runs import run_folder
 from rlft.runs.config_file import CONFIG
+from rlft.runs.lines import silent
 from rlft.system import interrupt
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.watch.report import SWEEP as TABLE
-from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.runs import run_status
+from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.runs.run_status import Status
 from rlft.system.files import write_atomically
 from rlft.types import counted

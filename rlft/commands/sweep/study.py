@@ -17,8 +17,8 @@ from rlft.commands.sweep.driver import Ending, How, PrunedError, Run, Source, wh
 from rlft.commands.sweep.page import TABLE, Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
 from rlft.commands.sweep.trials import Trial, Trials
-from rlft.logger.jsonl import EVALUATIONS
 from rlft.runs import checkpoint, run_folder, run_status
+from rlft.runs.lines import EVALUATIONS
 from rlft.runs.run_status import Status
 from rlft.system.terminal import resuming, say
 from rlft.types import counted, require

@@ -15,10 +15,10 @@ from rich.text import Text
 from rlft.commands.watch.runs import read_words
 from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
-from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.summary import points
 from rlft.logger.text import visible
 from rlft.runs.find import one_run, runs_below
+from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.system.terminal import say
 from rlft.types import require

@@ -19,8 +19,8 @@ from rlft.commands.watch.diff import differing
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, digests_in, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
-from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.find import named_folder, short_names
+from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.system import interrupt
 from rlft.system.disk import blame_key, writing

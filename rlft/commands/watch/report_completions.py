@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config.instantiate import instantiate
-from rlft.logger.jsonl import (
+from rlft.logger.text import visible
+from rlft.runs.lines import (
     EVALUATIONS,
     DamagedLines,
     complete_lines,
@@ -25,7 +26,6 @@ from rlft.logger.jsonl import (
     silent,
     warn,
 )
-from rlft.logger.text import visible
 from rlft.system.terminal import say
 from rlft.tokens.images import picture
 from rlft.types import Image, Split

@@ -21,11 +21,11 @@ from rlft.config.choices import choice_remedy
 from rlft.config.overrides import unquoted
 from rlft.logger.console import open_terminal
 from rlft.logger.forecast import Forecast, Pace
-from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
 from rlft.logger.text import duration, visible
 from rlft.runs import run_status
 from rlft.runs.config_file import NewerError
 from rlft.runs.find import named_folder, run_folders
+from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
 from rlft.runs.run_folder import CONFIG, whole_config
 from rlft.runs.run_status import Status
 from rlft.system.disk import size_text

@@ -16,13 +16,13 @@ from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
 from rlft.logger.flat import newly_flat
 from rlft.logger.forecast import Price, read_price, seconds_of
-from rlft.logger.interface import RunInfo, StepRecord
-from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines, read_lines, silent
+from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import is_declared
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
 from rlft.runs.find import one_run
+from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, complete_lines, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
 from rlft.types import Evaluation, UserError, require

@@ -29,7 +29,7 @@ from rlft.environment.endpoint.speech import Speech
 from rlft.environment.endpoint.trajectory import Trajectory
 from rlft.environment.pool import EnvironmentPool, Job
 from rlft.generation.engine import Generator, GeneratorOver
-from rlft.logger.jsonl import completion_of, conversation_fields
+from rlft.runs.lines import completion_of, conversation_fields
 from rlft.system.files import write_atomically
 from rlft.tokens.ends import turn_ends
 from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError

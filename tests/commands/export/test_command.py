@@ -27,13 +27,13 @@ from rlft.commands.export.model_card import facts, front_matter, measured_on, re
 from rlft.commands.export.request import prepare
 from rlft.commands.export.weights import MergeError, round_weights
 from rlft.config.compose import compose
-from rlft.logger.jsonl import silent
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.kernels import elementwise
 from rlft.model.reward_model import open_learned
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import CheckpointKind, NamedRun, find
+from rlft.runs.lines import silent
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
 
 CPU = torch.device("cpu")

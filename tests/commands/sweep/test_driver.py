@@ -16,10 +16,10 @@ from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.checks import curve
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.study import Study
-from rlft.logger.jsonl import METRICS, read_lines, silent
 from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
 from rlft.runs import run_status
+from rlft.runs.lines import METRICS, read_lines, silent
 from rlft.runs.run_folder import read
 from rlft.system.disk import DiskError
 from rlft.types import UserError

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlft.config.compose import compose
-from rlft.logger.jsonl import encode
+from rlft.runs.lines import encode
 
 
 @pytest.fixture

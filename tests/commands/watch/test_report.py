@@ -19,8 +19,7 @@ from rlft import cli
 from rlft.commands.watch import report, report_completions
 from rlft.commands.watch.report import MAX_POINTS, report_of, same_but_seeds, thinned
 from rlft.commands.watch.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose, fitting
-from rlft.logger.interface import TokenValues
-from rlft.logger.jsonl import encode, rollout_files, token_fields
+from rlft.runs.lines import TokenValues, encode, rollout_files, token_fields
 
 HOSTILE = {
     "script": "</script><script>document.title='owned'</script>",

@@ -23,7 +23,7 @@ from selenium.webdriver.support.ui import Select
 from rlft import cli
 from rlft.commands.watch import report as report_command
 from rlft.commands.watch.report_completions import MAX_TEXT, safe
-from rlft.logger.jsonl import encode
+from rlft.runs.lines import encode
 
 pytestmark = pytest.mark.slow
 

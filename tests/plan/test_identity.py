@@ -21,9 +21,10 @@ from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
 from rlft.model import stored_weights
 from rlft.model.backbone import read_config, source
-from rlft.model.identity import PARTS, differing, fingerprints, models_in, of_source
 from rlft.model.stored_weights import digest_of_weights
+from rlft.plan.identity import fingerprints, of_source
 from rlft.runs import run_folder
+from rlft.runs.fingerprints import PARTS, differing, models_in
 from rlft.types import UserError
 
 Tensors = dict[str, Tensor]
