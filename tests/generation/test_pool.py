@@ -120,13 +120,6 @@ def test_every_engine_samples_all_prompts_where_each_is_compared(open_pool: Open
     assert pool.num_restarts == 1
 
 
-def test_an_adapter_is_sent_once_for_all_engines(open_pool: Open) -> None:
-    pool = open_pool({}, {}, {})
-    pool.load(adapter(3))
-    assert len(launcher_of(pool).shared) == 1
-    assert [member.held.version for member in launcher_of(pool).members] == [3, 3, 3]
-
-
 def large(version: int) -> Adapter:
     """Five numbers and a tensor of one: three buckets of two numbers each."""
     weights = {"a": torch.arange(5.0) + version, "b": torch.full((1,), float(version))}
@@ -262,13 +255,6 @@ def test_a_finished_group_forgives_failures(open_pool: Open) -> None:
     pool.load(adapter(3))
     assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
     assert pool.num_restarts == 3
-
-
-def test_bytes_that_changed_on_their_way_replace_the_engine(open_pool: Open, notes: list[str]) -> None:
-    pool = open_pool({}, {"corrupt": True})
-    pool.load(adapter(3))
-    assert re.search(r"engine-1 is replaced: engine-1 has loaded version 3 with the sha256 \w{16} instead of", notes[0])
-    assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
 
 
 def test_every_engine_is_checked_and_a_stale_one_is_replaced(open_pool: Open, notes: list[str]) -> None:

@@ -8,36 +8,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
-}
+}  # fmt: skip
 LATENT = EXPERTS | {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
 WINDOW = {"sliding_window": 4}
 CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
 
@@ -52,37 +34,29 @@ QUICK: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4},
     "olmo3": WINDOW,  # norms of whole queries and keys
 }
+PLAIN = """
+apertus arcee bitnet cohere ernie4_5 gemma4_text glm gpt_neox ministral3 nanochat olmo olmo2
+persimmon phi"""
+"""Model types without fields of their own."""
+
 OTHERS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in PLAIN.split()},
     "afmoe": {"head_dim": 8} | WINDOW,
-    "apertus": {},
-    "arcee": {},
-    "bitnet": {},
-    "cohere": {},
     "cwm": WINDOW,
     "deepseek_v2": LATENT,
-    "ernie4_5": {},
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4},
     "gemma3_text": {"head_dim": 16} | WINDOW,
-    "gemma4_text": {},
-    "glm": {},
     "glm4_moe": EXPERTS | {"n_group": 1, "topk_group": 1, "head_dim": 8},
     "glm4_moe_lite": LATENT,
-    "gpt_neox": {},
     "granitemoe": EXPERTS | {"logits_scaling": 3.0},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": EXPERTS | {"head_dim": 8},
     "minimax_m2": EXPERTS | {"head_dim": 8},
-    "ministral3": {},
     "mistral": WINDOW,
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1} | WINDOW,
-    "nanochat": {},
-    "olmo": {},
-    "olmo2": {},
     "olmoe": EXPERTS,
     "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
-    "persimmon": {},
-    "phi": {},
     "phi3": {"sliding_window": 5},
     "phimoe": {"num_local_experts": 2} | WINDOW,
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,

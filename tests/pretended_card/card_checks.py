@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from pretended_card import COUNTS, CardTensor, compiled
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.nn import functional as F
 
 
@@ -134,72 +129,6 @@ def check_the_card_has_random_numbers_of_its_own() -> None:
         torch.rand(3, device="cuda", generator=torch.Generator())
 
 
-def check_a_forked_generator_comes_back() -> None:
-    before = torch.cuda.get_rng_state()
-    with torch.random.fork_rng():
-        torch.rand(3, device="cuda")
-        assert not torch.equal(torch.cuda.get_rng_state(), before)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
-    with torch.random.fork_rng(devices=[]):
-        torch.rand(3, device="cuda")
-    assert not torch.equal(torch.cuda.get_rng_state(), before), "that forks the host's numbers alone"
-
-
-def check_pinned_memory_is_known_and_freed() -> None:
-    assert torch.ones(3).pin_memory().is_pinned()
-    assert torch.empty(3, pin_memory=True)[1:].is_pinned()
-    assert not torch.ones(3).is_pinned()
-
-
-def check_streams_and_events_have_nothing_to_wait_for() -> None:
-    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.stream(stream):
-        stream.wait_stream(torch.cuda.current_stream())
-        event.record()
-    assert event.query()
-    assert done() == (0, 0)
-    event.synchronize()
-    assert done() == (1, 0)
-
-
-def check_safetensors_go_to_the_card_and_come_back() -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "x.safetensors"
-        save_file({"x": card(3, 2)}, file)
-        loaded = load_file(file, device="cuda:0")["x"]
-        with safe_open(file, framework="pt", device="cuda:0") as opened:
-            part = opened.get_slice("x")[1:]
-    assert type(loaded) is type(part) is CardTensor
-    assert loaded.tolist() == card(3, 2).tolist()
-    assert part.tolist() == card(3, 2)[1:].tolist()
-
-
-def check_a_parameter_becomes_part_of_another_tensor() -> None:
-    whole, parameter = card(4, 2), nn.Parameter(card(2, 2).clone(), requires_grad=False)
-    parameter.data = whole[2:]
-    whole += 1
-    assert parameter.tolist() == [[5, 6], [7, 8]]
-    assert parameter.data_ptr() == whole.data_ptr() + 4 * 4
-
-
-def check_modules_move_and_learn() -> None:
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
-    twin = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
-    twin.load_state_dict(layer.state_dict())
-    layer.to("cuda")
-    assert {p.device.type for p in layer.parameters()} == {"cuda"}
-    data = torch.randn(16, 4)
-    for model, x in ((layer, data.to("cuda")), (twin, data)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    for ours, its in zip(layer.parameters(), twin.parameters(), strict=True):
-        # Autograd has other formulas for subclasses, such as silu's: a rounding of a gradient, times the rate.
-        assert (ours.detach().cpu() - its).abs().max() <= 0.1 * 2**-20
-
-
 def check_bytes_are_counted_while_they_live() -> None:
     before = COUNTS.live
     x = torch.zeros(1000, device="cuda")  # 4,000 bytes are rounded up to 4,096
@@ -209,18 +138,6 @@ def check_bytes_are_counted_while_they_live() -> None:
     assert COUNTS.live - before == 4096
     del view
     assert COUNTS.live == before
-
-
-def check_launches_and_bytes_can_be_counted_by_line() -> None:
-    COUNTS.by_line = True
-    try:
-        x = card(1000) + 1
-    finally:
-        COUNTS.by_line = False
-    assert COUNTS.launches["add @ outside of rlft"] == 1
-    assert COUNTS.bytes_by_line["outside of rlft"] == 4096
-    del x
-    assert COUNTS.bytes_by_line["outside of rlft"] == 0
 
 
 def check_a_compiled_function_rounds_what_it_writes_alone() -> None:

@@ -1,21 +1,18 @@
 """The real vLLM engine in this process, beside a trainer's model with the same adapters.
 
-One engine is started for the module, one more in a process of its own to be killed.
+One engine is started for the module.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import random
-import select
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -41,7 +38,6 @@ import rlft
 from rlft.config.schema import RunConfig
 from rlft.environment.conversations import Conversations
 from rlft.environment.game import Game
-from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
 from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.transformers import _keep_most_likely
@@ -385,19 +381,6 @@ def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: 
         assert bench.trainer.gap(groups, 1.0) > 0.1
 
 
-def test_only_the_version_in_use_has_a_folder(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def folders() -> list[str]:
-        return [folder.name.split("-")[-1] for folder in bench.generator._files.root.iterdir() if folder.is_dir()]
-
-    load(bench, 3)
-    load(bench, 4)
-    assert folders() == []  # it was written over version 3, whose folder holds nothing that is in use
-    monkeypatch.setattr(VLLMGenerator, "_overwrite", lambda *_: False)
-    load(bench, 3)
-    load(bench, 4)
-    assert folders() == ["v4"]
-
-
 def test_scores_are_the_trainers_and_follow_each_version(bench: Bench) -> None:
     sequences = [prompt.token_ids for prompt in bench.prompts]
     for version in (5, 6):
@@ -405,28 +388,6 @@ def test_scores_are_the_trainers_and_follow_each_version(bench: Bench) -> None:
         bench.sample(1)  # fills the prefix cache
         for sequence, scores in zip(sequences, bench.generator.score(sequences), strict=True):
             assert scores == pytest.approx(bench.trainer.score(sequence), abs=TOLERANCE)
-
-
-def test_a_planted_stale_adapter_answers_with_the_old_weights(bench: Bench) -> None:
-    """What the freshness check is for: new weights under an old id are silently not read."""
-    from vllm.lora.request import LoRARequest
-
-    load(bench, 7)
-    sequence, generator = bench.prompts[0].token_ids, bench.generator
-    old = bench.trainer.score(sequence)
-    files = AdapterFiles()
-    folder = files.write(bench.trainer.adapter(8))
-    new = bench.trainer.score(sequence)
-    used = generator._lora
-    assert used is not None
-    planted = LoRARequest(used.lora_name, used.lora_int_id, str(folder))
-    generator._llm.llm_engine.add_lora(planted)
-    generator._lora = planted
-    scores = generator.score([sequence])[0]
-    files.close()
-    generator._lora = used
-    assert scores == pytest.approx(old, abs=TOLERANCE)
-    assert max(abs(a - b) for a, b in zip(scores, new, strict=True)) > 0.1
 
 
 def test_the_same_seeds_give_the_same_completions_and_others_do_not(bench: Bench) -> None:
@@ -643,51 +604,6 @@ def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monke
     assert ids(bench.sample(2)) == ids(expected)
 
 
-def test_sleep_is_harmless_on_a_cpu(bench: Bench) -> None:
-    load(bench, 1)
-    bench.generator.sleep()
-    bench.generator.wake()
-    assert bench.trainer.gap(bench.sample(1), 1.0) < TOLERANCE
-
-
-@pytest.mark.slow
-def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
-    files = AdapterFiles(tmp_path)
-    folder = files.write(bench.trainer.adapter(1))
-    script = Path(__file__).parents[2] / "helpers" / "vllm_holder.py"
-    command = [sys.executable, str(script), str(MODEL), str(folder)]
-    pipe, root = subprocess.PIPE, str(Path(rlft.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    process = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True, bufsize=1
-    )
-    try:
-        assert process.stdout is not None
-        facts = json.loads(process.stdout.readline())
-        assert facts["stage"] == "ready"
-        assert session_of(process.pid) == {process.pid}
-        time.sleep(0.3)
-        # A KeyboardInterrupt that falls into a destructor or a callback from C is lost; a person presses again, but not
-        # before the first one has been heard: a second one would end the sampling that follows.
-        for _ in range(6):
-            process.send_signal(signal.SIGINT)
-            heard = select.select([process.stdout], [], [], 10.0)[0]
-            if heard:
-                break
-        assert heard, "it answers within a minute"
-        assert json.loads(process.stdout.readline()) == {"stage": "interrupted"}
-        assert json.loads(process.stdout.readline()) == {"stage": "still working", "completions": 2}
-    finally:
-        process.kill()
-        process.wait(timeout=60)
-    assert session_of(process.pid) == set()
-    left = Path(facts["folders"][0])
-    assert left.exists()  # kill -9 gives nobody a chance to clean up, so the next engine does
-    remove_abandoned(left.parent)
-    assert not left.exists()
-    files.close()
-
-
 def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     load(bench, 1)
     undisturbed = bench.sample(4)
@@ -722,31 +638,6 @@ def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Benc
     assert not root.exists()
     with pytest.raises(ValueError, match="closed"):
         bench.generator.score([[5, 6, 7]])
-
-
-@pytest.mark.slow
-def test_another_engine_can_be_started_after_the_first_is_closed(bench: Bench) -> None:
-    bench.generator.close()
-    second = new_generator()
-    try:
-        second.load(bench.trainer.adapter(2))
-        groups = second.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
-        assert bench.trainer.gap(groups, 1.0) < TOLERANCE
-    finally:
-        second.close()
-    assert vllm_engine().missing() is None
-
-
-def session_of(leader: int) -> set[int]:
-    """Processes of the session that `leader` was started in, zombies left out."""
-    found = set()
-    for process in psutil.process_iter(["pid", "status"]):
-        try:
-            if os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-        except ProcessLookupError:
-            continue
-    return found
 
 
 # -- with another engine -----------------------------------------------------------------------------------------------
