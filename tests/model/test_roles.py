@@ -466,9 +466,9 @@ def test_the_policy_is_back_after_an_exception(other, make_roles, batch):
     roles = make_roles(noise=0.05, kind=CriticKind.adapter)
     stir(roles)
     expected = policy_logprobs(roles, batch)
-    with pytest.raises(KeyError), torch.set_grad_enabled(other != "no role"):
-        with roles.using(None) if other == "no role" else roles.learning(CRITIC):
-            raise KeyError
+    switched = roles.using(None) if other == "no role" else roles.learning(CRITIC)
+    with pytest.raises(KeyError), torch.set_grad_enabled(other != "no role"), switched:
+        raise KeyError
     assert torch.equal(policy_logprobs(roles, batch), expected)
     assert {n for n, p in roles.model.named_parameters() if p.requires_grad} == {
         name for name, _ in roles.named_parameters(POLICY)
