@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -176,12 +176,12 @@ class Forward:
                 return packed_most_likely(self.model, batch, k, vocabulary, layout)
             return padded_most_likely(self.model, batch, k, vocabulary, layout)
 
-    def logprobs(self, batch: Batch, token_budget: int, temperature: float = 1.0) -> Tensor:
-        """float32 `[B, T]` of every row, on the batch's device, without gradient."""
+    def logprobs(self, batch: Batch, token_budget: int) -> Tensor:
+        """float32 `[B, T]` of every row at temperature 1, on the batch's device, without gradient."""
         result = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad():
             for part, micro in self.parts(batch, token_budget):
-                result[part] = self(micro.batch, temperature, layout=micro.layout).logprobs.to(result)
+                result[part] = self(micro.batch, 1.0, layout=micro.layout).logprobs.to(result)
         return result
 
     def parts(self, batch: Batch, token_budget: int) -> Iterator[tuple[Tensor, MicroBatch]]:
@@ -199,7 +199,7 @@ class Forward:
             packed = _packed(batch, layout)
             values_BT = _placed(head(_predicting(self.model, packed)), packed, batch)
         else:
-            values_BT = _kept(padded_values(self.model, batch, head, layout), batch.loss_mask)
+            values_BT = padded_values(self.model, batch, head, layout)
         if self.model.dtype == torch.float16:
             scale_up(values_BT)
         return values_BT
@@ -275,7 +275,7 @@ def packed_forward(
         ids_MK = _teachers_ids(batch)[packed.rows, packed.columns]
         top_k_MK = top_k_logprobs(head, hidden_MH, ids_MK, temperature)
     found = (logprobs_M, entropy_M, values_M, top_k_MK)
-    return _masked(batch, *(None if x is None else _placed(x, packed, batch) for x in found))
+    return _outputs(None if x is None else _placed(x, packed, batch) for x in found)
 
 
 def packed_most_likely(
@@ -336,7 +336,7 @@ def padded_forward(
             top_k_BTK = ids_logits_BTK - normaliser_BT.unsqueeze(-1)
         return logprobs_BT, entropy_BT, values_BT, top_k_BTK
 
-    return _masked(batch, *_of_padded_rows(batch, outputs_of, layout))
+    return _outputs(_of_padded_rows(batch, outputs_of, layout))
 
 
 def padded_most_likely(
@@ -348,7 +348,7 @@ def padded_most_likely(
         best = logp_BTV[..., :vocabulary].topk(k, -1)
         return logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
 
-    logprobs, ids, ids_logprobs = (_kept(x, batch.loss_mask) for x in _of_padded_rows(batch, results_of, layout))
+    logprobs, ids, ids_logprobs = _of_padded_rows(batch, results_of, layout)
     return logprobs, ids, ids_logprobs
 
 
@@ -373,16 +373,23 @@ OfRows = Callable[[Batch, Tensor, Tensor], Sequence[Tensor | None]]
 
 
 def _of_padded_rows(batch: Batch, compute: OfRows, layout: Layout | None) -> list[Any]:
-    """What `compute` finds, at the tokens 1 .. n - 1 that these positions predict, in the batch's width.
+    """What `compute` finds, at the tokens 1 .. n - 1 that these positions predict: `[B, T]` or `[B, T, K]`, 0 outside
+    the completions.
 
     Each path of a row with branches is a row of its own. Padding becomes token 0, whatever it was.
     """
     layout = layout if isinstance(layout, PaddedLayout) else padded_layout(batch)
-    paths, (rows, width) = layout.paths, _rows_of(batch, layout)
+    rows, width = _rows_of(batch, layout)
     mask_BT = rows.attention_mask[:, :width]
+
+    def placed(values: Tensor) -> Tensor:
+        of_axes_behind = [0, 0] * (values.dim() - 2)
+        values = nn.functional.pad(values, (*of_axes_behind, 1, rows.token_ids.shape[1] - values.shape[1] - 1))
+        values = values if layout.paths is None else layout.paths.fold(values)
+        return values.where(batch.loss_mask.view(*batch.loss_mask.shape, *[1] * (values.dim() - 2)), 0)
+
     found = compute(rows, rows.token_ids[:, :width].where(mask_BT, 0), mask_BT.long())
-    shifted = [None if x is None else _shifted(x, rows) for x in found]
-    return shifted if paths is None else [None if x is None else paths.fold(x) for x in shifted]
+    return [None if x is None else placed(x) for x in found]
 
 
 def _rows_of(batch: Batch, layout: PaddedLayout) -> tuple[Batch, int]:
@@ -391,18 +398,8 @@ def _rows_of(batch: Batch, layout: PaddedLayout) -> tuple[Batch, int]:
     return (batch, layout.width) if paths is None else (paths.batch, paths.batch.token_ids.shape[1])
 
 
-def _shifted(values: Tensor, batch: Batch) -> Tensor:
-    other_dims = (0, 0) * (values.dim() - 2)
-    return nn.functional.pad(values, (*other_dims, 1, batch.token_ids.shape[1] - values.shape[1] - 1))
-
-
-def _kept(values: Tensor, mask_BT: Tensor) -> Tensor:
-    """`[B, T]` or `[B, T, K]`, 0 outside the mask."""
-    return values.where(mask_BT.view(*mask_BT.shape, *(1 for _ in values.shape[2:])), 0)
-
-
-def _masked(batch: Batch, *found: Tensor | None) -> Outputs:
-    logprobs, entropy, values, top_k = (None if x is None else _kept(x, batch.loss_mask) for x in found)
+def _outputs(found: Iterable[Tensor | None]) -> Outputs:
+    logprobs, entropy, values, top_k = found
     assert logprobs is not None
     return Outputs(logprobs=logprobs, entropy=entropy, values=values, top_k_logprobs=top_k)
 

@@ -277,7 +277,7 @@ class Networks(ABC):
         parts: list[Part] = []
         if fields_by_role or (has_teacher and engine is None):  # packed once for the passes of all roles
             micros = self.forward.placed([select(batch, rows) for rows in micro_batches])
-            parts = [(rows, m.batch, m.layout) for rows, m in zip(micro_batches, micros, strict=True)]
+            parts = list(zip(micro_batches, micros, strict=True))
         for role, fields in fields_by_role.items():
             results |= self._without_gradient(batch, parts, role, fields)
         asked = {"top_k": teacher_top_k, "vocabulary": self.backbone.model.config.get_text_config().vocab_size}
@@ -291,7 +291,7 @@ class Networks(ABC):
         return results
 
     def _without_gradient(
-        self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
+        self, batch: Batch, parts: Iterable[Part], role: str | None, fields: set[str]
     ) -> dict[str, Tensor]:
         """{field: float32 `[B, T]` on the batch's device} of log-probs and values by this role, without dropout.
 
@@ -302,9 +302,14 @@ class Networks(ABC):
         if "experts" in fields:
             result["experts"] = self.routing.unknown(batch.token_ids.shape)
         with torch.no_grad(), self.using(role):
-            for part, micro, layout in parts:
-                noting = self.routing.noting() if "experts" in fields else self._replaying_as(role, micro, layout)
-                with noting as noted:
+            for rows, micro_batch in parts:
+                micro, layout = micro_batch.batch, micro_batch.layout
+                routing: AbstractContextManager[Any] = nullcontext()
+                if "experts" in fields:
+                    routing = self.routing.noting()
+                elif role in (POLICY, OLD):  # other roles choose experts themselves
+                    routing = self.replaying(micro, layout)
+                with routing as noted:
                     if fields == {"old_values"}:
                         outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro, layout))
                     elif "old_values" in fields:
@@ -312,22 +317,17 @@ class Networks(ABC):
                     else:
                         outputs = self.forward(micro, self.temperature, layout=layout)
                     if noted is not None:
-                        result["experts"][part] = self.forward.experts_by_row(noted(), micro, layout).cpu()
+                        result["experts"][rows] = self.forward.experts_by_row(noted(), micro, layout).cpu()
                 for field in fields - {"experts"}:
                     computed = outputs.values if field == "old_values" else outputs.logprobs
                     assert computed is not None, "the pass computes what is requested"
-                    result[field][part] = computed.to(result[field])
+                    result[field][rows] = computed.to(result[field])
         return result
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
-        result = torch.zeros_like(batch.sampled_logprobs)
-        with torch.no_grad(), self.using(role):
-            for part, micro in self.forward.parts(batch, self.token_budget):
-                with self._replaying_as(role, micro.batch, micro.layout):
-                    outputs = self.forward(micro.batch, self.temperature, layout=micro.layout)
-                result[part] = outputs.logprobs.to(result)
-        return result
+        parts = self.forward.parts(batch, self.token_budget)
+        return self._without_gradient(batch, parts, role, {"logprobs"})["logprobs"]
 
     def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check.
@@ -363,10 +363,6 @@ class Networks(ABC):
         assert layout is not None, "the trainer lays out its rows before their passes"
         with self.routing.imposing(*self.forward.experts_by_token(micro, layout)):
             yield
-
-    def _replaying_as(self, role: str | None, micro: Batch, layout: Layout | None) -> AbstractContextManager[None]:
-        """`replaying` for the policy and the old one; other roles choose experts themselves."""
-        return self.replaying(micro, layout) if role in (POLICY, OLD) else nullcontext()
 
     def _open_routing(self, routing: Routing) -> None:
         """Takes the model's routing, made once its modules are in their places. UserError: it cannot be imposed."""

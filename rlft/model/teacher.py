@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rlft.batch import select
-from rlft.model.forward import Forward
-from rlft.model.packing import Layout, PackedRows, paths_of, prompt_lengths
+from rlft.model.forward import Forward, MicroBatch
+from rlft.model.packing import PackedRows, paths_of, prompt_lengths
 from rlft.types import Batch
 
 
@@ -33,8 +33,8 @@ class TeacherEngine(Protocol):
         ...
 
 
-Part = tuple[Tensor, Batch, Layout]
-"""A micro-batch: indices of its rows in the batch, these rows on the model's device, and their layout."""
+Part = tuple[Tensor, MicroBatch]
+"""Indices of rows in the batch, and the micro-batch of these rows."""
 
 
 def teacher_logprobs(
@@ -51,15 +51,13 @@ def teacher_logprobs(
         token_budget: the most tokens that enter the teacher's network at a time.
     """
     result = _no_logprobs(batch, top_k)
-    for rows, micro, layout in parts:
-        if micro.teacher_prompts is None and forward.packed == isinstance(layout, PackedRows):
-            for name, values in _in_one_pass(forward, micro, layout, top_k, vocabulary).items():
+    for rows, micro in parts:
+        if micro.batch.teacher_prompts is None and forward.packed == isinstance(micro.layout, PackedRows):
+            for name, values in _in_one_pass(forward, micro, top_k, vocabulary).items():
                 result[name][rows] = values.to(result[name])
             continue
-        read = _as_read(select(batch, rows))
-        parts_read = forward.micro_batches(read, torch.arange(len(read.rewards)), token_budget)
-        for part, asked in zip(parts_read, forward.placed([select(read, part) for part in parts_read]), strict=True):
-            for name, values in _in_one_pass(forward, asked.batch, asked.layout, top_k, vocabulary).items():
+        for part, asked in forward.parts(_as_read(select(batch, rows)), token_budget):
+            for name, values in _in_one_pass(forward, asked, top_k, vocabulary).items():
                 sampled = values[asked.batch.loss_mask]
                 _put(result[name], rows[part], select(batch, rows[part]).loss_mask, sampled)
     return result
@@ -117,12 +115,10 @@ def _as_read(batch: Batch) -> Batch:
     return batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
 
 
-def _in_one_pass(
-    forward: Forward, batch: Batch, layout: Layout | None, top_k: int, vocabulary: int
-) -> dict[str, Tensor]:
+def _in_one_pass(forward: Forward, micro: MicroBatch, top_k: int, vocabulary: int) -> dict[str, Tensor]:
     if not top_k:
-        return {"teacher_logprobs": forward(batch, 1.0, layout=layout).logprobs}
-    logprobs, ids, of_ids = forward.most_likely(batch, top_k, vocabulary, layout)
+        return {"teacher_logprobs": forward(micro.batch, 1.0, layout=micro.layout).logprobs}
+    logprobs, ids, of_ids = forward.most_likely(micro.batch, top_k, vocabulary, micro.layout)
     return {"teacher_logprobs": logprobs, "teacher_top_k_ids": ids, "teacher_top_k_logprobs": of_ids}
 
 
