@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from rlft.model.kernels.state_rows import Runs, States
 from rlft.model.sequence import TokenShare
 
 if TYPE_CHECKING:
-    from rlft.model.kernels.state_rows import Runs, States
     from rlft.model.packing import PackedRows
 
 CONVOLUTION, DELTA_RULES = "causal_conv1d_fn", ("chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 """Names of the functions in the modules of transformers' classes, some of them after `torch_`."""
-OVER_TOKENS = (CONVOLUTION, *DELTA_RULES)
-
 
 NOT_REPLACED = "a layer's function over tokens is another one, which would see those of this rank alone"
 
 
 def is_over_tokens(name: str) -> bool:
-    return name.removeprefix("torch_") in OVER_TOKENS
+    return name.removeprefix("torch_") in (CONVOLUTION, *DELTA_RULES)
 
 
 class Parts(NamedTuple):
@@ -57,13 +55,12 @@ def parts_of(layer: nn.Module) -> Parts | None:
     return None if hasattr(layer, "A_log") else Parts(convolutions[0], 0, 0)  # LFM2's convolutions
 
 
-class SharedStates:
+class SharedStates(States):
     """The cache of a module's call with this rank's tokens, and what replaces the functions over all tokens in it."""
-
-    record_past = False
 
     def __init__(self, packed: PackedRows, over_runs: Callable[..., Tensor]) -> None:
         """over_runs: gives for each token of the whole row what a function gives for its runs (`recurrent`)."""
+        super().__init__(None)
         assert packed.share is not None
         self._share, self._num_tokens, self._over_runs = packed.share, packed.num_tokens, over_runs
         self._kernel_size, self._called = 0, set[str]()
@@ -120,26 +117,7 @@ class SharedStates:
     def _to_tokens(self, x: Tensor) -> Tensor:
         return cast(Tensor, _ToTokens.apply(x, self._share, self._num_tokens))
 
-    # -- what transformers' modules ask of a cache ---------------------------------------------------------------------
-    @property
-    def layers(self) -> SharedStates:
-        return self
-
-    def __getitem__(self, layer: int) -> SharedStates:
-        return self
-
-    def has_previous_state(self, layer: int | None = None, state_idx: int = 0) -> bool:
-        return False
-
-    def is_recording_past(self, layer: int) -> bool:
-        return False
-
-    def get_conv_state(self, layer: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> None:
-        return None
-
+    # -- what transformers' modules ask of a cache: here it has no state -----------------------------------------------
     def update_conv_state(self, x: Tensor, layer: int, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
         self._kernel_size = conv_kernel_size
         return x
