@@ -46,6 +46,9 @@ OLDEST_CARD = (8, 0)
 QUERY_BLOCK = 128
 """So many rows lie between the runs of the float32 numbers that the backward adds up."""
 
+Index = Tensor | slice
+"""Places of tokens in a packed row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
@@ -58,15 +61,6 @@ class Runs:
 
     starts: Tensor
     longest: int
-
-    @property
-    def longest_query(self) -> int:
-        """`longest` as the kernel's forward gets it for runs of queries: at least 2.
-
-        For 1 with heads that share keys, torch (`mha_varlen_fwd`, `seqlenq_ngroups_swapped`) takes it that each run has
-        exactly one query and reshapes to `[n, ..]`, which fails where a run is empty.
-        """
-        return max(2, self.longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,46 +195,30 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two tensors for the kernel's backward); no gradient."""
-    out, lse, random, unused = _attend_to_those_before(query, key, value, lengths, scale)
-    if lengths.ahead is not None:
-        queries, keys, starts = (
-            lengths.ahead.queries,
-            lengths.ahead.keys,
-            _starts(lengths.ahead.runs, lengths.ahead.runs),
-        )
-        part, part_lse, *_ = _FORWARD(query[queries], key[keys], value[keys], *starts, 0.0, True, False, scale=scale)
-        both, both_lse = out[queries], lse[:, queries]
-        merge_into(both, both_lse, part, part_lse)
-        out[queries], lse[:, queries] = both, both_lse
-    return out, lse, random, unused
 
+    def call(own: Index, keys: Index, queries: Runs, runs: Runs, **settings: Any) -> Sequence[Tensor]:
+        return one_call(query[own], key[keys], value[keys], queries, runs, scale=scale, **settings)
 
-def _attend_to_those_before(
-    query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    first = lengths.num_prompt_tokens
+    first, ahead = lengths.num_prompt_tokens, lengths.ahead
     if lengths.window is not None:
-        parts = [
-            _FORWARD(
-                query[own], key[keys], value[keys], *_starts(queries, reach), 0.0, True, False, scale=scale, **window
-            )
-            for own, keys, queries, reach, window in _windowed(lengths)
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1), *parts[0][2:4]
-    own = lengths.own
-    out, lse, random, unused, _ = _FORWARD(query, key, value, *_starts(own, own), 0.0, True, False, scale=scale)
-    if len(query) > first:
-        prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale=scale)
-        merge_into(out[first:], lse[:, first:], *prompt)
+        calls = _windowed(lengths)
+        parts = [call(own, keys, *runs, is_causal=True, **window) for own, keys, *runs, window in calls]
+        out, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
+        random, unused = parts[0][2:4]
+    else:
+        out, lse, random, unused, *_ = call(slice(None), slice(None), lengths.own, lengths.own, is_causal=True)
+        if len(query) > first:
+            prompt = call(slice(first, None), slice(first), lengths.regions, lengths.prompts)
+            merge_into(out[first:], lse[:, first:], *prompt[:2])
+    if ahead is not None:
+        part, part_lse, *_ = call(ahead.queries, ahead.keys, ahead.runs, ahead.runs, is_causal=True)
+        both, both_lse = out[ahead.queries], lse[:, ahead.queries]
+        merge_into(both, both_lse, part, part_lse)
+        out[ahead.queries], lse[:, ahead.queries] = both, both_lse
     return out, lse, random, unused
 
 
-def _starts(queries: Runs, keys: Runs) -> tuple[Tensor, Tensor, int, int]:
-    """What the kernel's forward gets of runs."""
-    return queries.starts, keys.starts, queries.longest_query, keys.longest
-
-
-def _windowed(lengths: RowLengths) -> Iterator[tuple[slice, slice | Tensor, Runs, Runs, dict[str, int]]]:
+def _windowed(lengths: RowLengths) -> Iterator[tuple[Index, Index, Runs, Runs, dict[str, Any]]]:
     """The calls with a window, none of which shares a query with another: (queries, keys, their runs, the window)."""
     assert lengths.window is not None
     window = {"window_size_left": lengths.window - 1, "window_size_right": 0}
@@ -259,14 +237,18 @@ def one_call(
     used: Tensor | None = None,
     *,
     scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`) of every run of queries over its whole run of keys.
+    is_causal: bool = False,
+    **window: int,
+) -> Sequence[Tensor]:
+    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, what the kernel's backward needs) of every run of queries over
+    its run of keys.
 
     `used` (int32 `[n]`) is how many keys at the beginning of each run are used; None: all.
     """
-    runs = _starts(queries, keys)
-    out, lse, *_ = _FORWARD(query, key, value, *runs, 0.0, False, False, scale=scale, seqused_k=used)
-    return out, lse
+    # At least 2: for 1 with heads that share keys, torch (`mha_varlen_fwd`, `seqlenq_ngroups_swapped`) takes it that
+    # each run has exactly one query and reshapes to `[n, ..]`, which fails where a run is empty.
+    runs = (queries.starts, keys.starts, max(2, queries.longest), keys.longest)
+    return _FORWARD(query, key, value, *runs, 0.0, is_causal, False, scale=scale, seqused_k=used, **window)
 
 
 def attention_gradients(
@@ -282,62 +264,41 @@ def attention_gradients(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
-    tensors = (grad, query, key, value, out, lse)
-    grads = (_windowed_gradients if lengths.window is not None else _gradients)(tensors, random, unused, lengths, scale)
-    if lengths.ahead is not None:
-        queries, keys, runs = lengths.ahead.queries, lengths.ahead.keys, lengths.ahead.runs
-        of_call = (grad[queries], query[queries], key[keys], value[keys], out[queries], lse[:, queries].contiguous())
-        of_runs = (runs.starts, runs.starts, runs.longest, runs.longest)
+
+    def call(own: Index, keys: Index, *runs: Runs, is_causal: bool = True, **window: int) -> tuple[Tensor, ...]:
+        tensors = (grad[own], query[own], key[keys], value[keys], out[own], lse[:, own].contiguous())
+        of_runs = (*(each.starts for each in runs), *(each.longest for each in runs))
         with repeatable():
-            parts = _BACKWARD(*of_call, *of_runs, 0.0, True, random, unused, scale=scale)
-        for total, places, part in zip(grads, (queries, keys, keys), parts, strict=True):
-            total[places] += part
-    return grads
+            return _BACKWARD(*tensors, *of_runs, 0.0, is_causal, random, unused, scale=scale, **window)
 
-
-def _gradients(
-    tensors: Sequence[Tensor], random: Tensor, unused: Tensor, lengths: RowLengths, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`tensors` are the first six arguments of `attention_gradients`."""
-    grad, query, key, value, out, lse = tensors
-    own, first = lengths.own, lengths.num_prompt_tokens
-    own_runs = (own.starts, own.starts, own.longest, own.longest)
-    with repeatable():
-        query_grad, key_grad, value_grad = _BACKWARD(
-            grad, query, key, value, out, lse, *own_runs, 0.0, True, random, unused, scale=scale
-        )
-    if len(query) > first:
-        of_call = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
-        regions, prompts = lengths.regions, lengths.prompts
-        runs = (regions.starts, prompts.starts, regions.longest, prompts.longest)
-        with repeatable():
-            parts = _BACKWARD(*of_call, *runs, 0.0, False, random, unused, scale=scale)
-        query_grad[first:] += parts[0]
-        key_grad[:first] += parts[1]
-        value_grad[:first] += parts[2]
-    return query_grad, key_grad, value_grad
-
-
-def _windowed_gradients(
-    tensors: Sequence[Tensor], random: Tensor, unused: Tensor, lengths: RowLengths, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a sliding window."""
-    grad, query, key, value, out, lse = tensors
-    query_grad = torch.empty_like(query)
-    # In 32 bits, since siblings add to the same keys one after the other.
-    key_grad, value_grad = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, lse.dtype)) for x in (key, value))
-    for own, keys, queries, reach, window in _windowed(lengths):
-        of_call = (grad[own], query[own], key[keys], value[keys], out[own], lse[:, own].contiguous())
-        runs = (queries.starts, reach.starts, queries.longest, reach.longest)
-        with repeatable():
-            parts = _BACKWARD(*of_call, *runs, 0.0, True, random, unused, scale=scale, **window)
-            query_grad[own] = parts[0]
-            for total, part in zip((key_grad, value_grad), parts[1:], strict=True):
+    first, ahead = lengths.num_prompt_tokens, lengths.ahead
+    if lengths.window is not None:
+        query_grad = torch.empty_like(query)
+        # In 32 bits, since siblings add to the same keys one after the other.
+        wide = torch.promote_types(key.dtype, lse.dtype)
+        key_grad, value_grad = (torch.zeros_like(x, dtype=wide) for x in (key, value))
+        for own, keys, *runs, window in _windowed(lengths):
+            query_grad[own], *parts = call(own, keys, *runs, **window)
+            for total, part in zip((key_grad, value_grad), parts, strict=True):
                 if isinstance(keys, slice):
                     total[keys] += part
                 else:
-                    total.index_add_(0, keys, part.to(total.dtype))
-    return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
+                    with repeatable():
+                        total.index_add_(0, keys, part.to(total.dtype))
+        key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
+    else:
+        query_grad, key_grad, value_grad = call(slice(None), slice(None), lengths.own, lengths.own)
+        if len(query) > first:
+            own, keys = slice(first, None), slice(first)
+            parts = call(own, keys, lengths.regions, lengths.prompts, is_causal=False)
+            for total, places, part in zip((query_grad, key_grad, value_grad), (own, keys, keys), parts, strict=True):
+                total[places] += part
+    if ahead is not None:
+        parts = call(ahead.queries, ahead.keys, ahead.runs, ahead.runs)
+        places_of_parts = (ahead.queries, ahead.keys, ahead.keys)
+        for total, places, part in zip((query_grad, key_grad, value_grad), places_of_parts, parts, strict=True):
+            total[places] += part
+    return query_grad, key_grad, value_grad
 
 
 def backward_scratch(

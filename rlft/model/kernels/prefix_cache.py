@@ -271,11 +271,11 @@ class FlashPrefixCache(PrefixCache):
         reach = self._longest if window is None else min(window - self._decoded, self._longest)
         keys, values = (x.flatten(0, 1)[self._decoded - number :] for x in self._own[layer])
         runs = self._once_a_step((shared, number), lambda: self._own_runs(shared, number))
-        own, lse = one_call(folded.flatten(0, 1), keys, values, *runs, scale=scoring.scale)
+        own, lse, *_ = one_call(folded.flatten(0, 1), keys, values, *runs, scale=scoring.scale)
         prompt = prompt_lse = None
         if reach > 0:
             runs = self._once_a_step(reach, lambda: self._runs_of_prompts(reach))
-            prompt, prompt_lse = one_call(query, *self._prompt[layer], *runs, scale=scoring.scale)
+            prompt, prompt_lse, *_ = one_call(query, *self._prompt[layer], *runs, scale=scoring.scale)
         return _merged(own.view_as(folded), lse.view(-1, rows, shared), prompt, prompt_lse, sinks)
 
     def _attend_to_prompts(
