@@ -11,6 +11,7 @@ from typing import Any
 
 from rlft.config.command import Command
 from rlft.config.resolved import AUTO, Resolved, resolve
+from rlft.data.first_rows import with_guessed_fields
 from rlft.logger.interface import Logger
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
@@ -48,10 +49,15 @@ def resolve_in(folder: Path, plain: Mapping[str, Any], name: str | None = None) 
     if plain["resume"] == AUTO:
         plain = {**plain, "resume": str(folder) if run_folder.config_file(folder).exists() else None}
     resumed = None if plain["resume"] is None else folder
-    resolved = resolve(run_folder.with_kept_values(with_named_runs(plain), resumed), name)
+    resolved = resolve(run_folder.with_kept_values(settled(plain), resumed), name)
     if resumed is not None:
         run_folder.check_same_config(folder, resolved.plain)
     return resolved
+
+
+def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The composed config with what its words mean here: folders of runs that are named, fields that the data have."""
+    return with_guessed_fields(with_named_runs(plain))
 
 
 def launch(

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.launch import import_libraries
+from rlft.commands.launch import import_libraries, settled
 from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.logger.forecast import read_price
-from rlft.runs.find import with_named_runs
 from rlft.types import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -60,7 +59,7 @@ def command(arguments: list[str]) -> int:
         card = read_card(card)
     with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
         run = compose_run(overrides, parsed.config_dir, command)
-        plain, device_memory = with_named_runs(run.plain), parsed.value("device_memory")
+        plain, device_memory = settled(run.plain), parsed.value("device_memory")
         memory = None if device_memory is None else read_bytes(device_memory)
         resolved = resolve(plain, command)
         import_libraries()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from rlft.commands.arguments import only_overrides
 from rlft.commands.doctor.command import check_recipe
+from rlft.commands.launch import import_libraries, settled
 from rlft.commands.tables import print_rows
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
-from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
 from rlft.system.check_rows import Status
 from rlft.system.terminal import say
@@ -59,7 +59,7 @@ def command(arguments: list[str]) -> int:
     overrides = [o for o in parsed.overrides if not o.startswith("rows=")]
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
         run = compose_run(overrides, parsed.config_dir, COMMAND, requires=False)
-        resolved = resolve(with_named_runs(run.plain), COMMAND)
+        resolved = resolve(settled(run.plain), COMMAND)
         config: RunConfig = resolved.config
         rewards = specs_of(config)
         interrupt.set_interrupt_message("nothing was changed")
@@ -114,7 +114,6 @@ def specs_of(config: RunConfig) -> dict[str, RewardSpec]:
 
 def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
     """The rows of the data that were tried, and what came of it; prints the notes with which the run would begin."""
-    from rlft.commands.launch import import_libraries
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
     from rlft.plan.rewards.references import check_servers

@@ -41,7 +41,9 @@ class RowError(Exception):
 
 
 class MissingField(RowError):
-    """An error of a row that lacks a field, which may be in rows that are nested in it."""
+    """An error of a row that lacks a field, whose name may be known, and which may be in rows that are nested in it."""
+
+    field: str | None = None
 
 
 class UselessRow(RowError):
@@ -76,7 +78,9 @@ def value_of(fields: Mapping[str, Any], name: str) -> Any:
         return fields[name]
     first, dot, rest = name.partition(".")
     if first not in fields:
-        raise MissingField(f"there is no field {name!r}, {only(fields)}")
+        missing = MissingField(f"there is no field {name!r}, {only(fields)}")
+        missing.field = name
+        raise missing
     inner = fields[first]
     if dot and isinstance(inner, list | tuple):
         inner = {str(i): item for i, item in enumerate(inner)}

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Generic, NamedTuple
 from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
 from rlft.data.files import HELD_OUT_SPLITS, files_at, files_of_split, tables
+from rlft.data.first_rows import check_first_rows
 from rlft.data.lazy import Lazy
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
 from rlft.data.tables import Record, Table, rows_of
@@ -47,8 +48,9 @@ class JsonlFiles(RowSource):
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
-        """Checks that the files exist. Raises UserError."""
-        self._files()
+        """Checks that the files exist, and reads the first row of each. Raises UserError."""
+        files, _ = self._files()
+        check_first_rows(tables(files, f"{self.section}.path", self.rows), self.parse, f"{self.section}.path")
 
     def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The split's rows in file order. Raises UserError naming file and row for the first bad one."""

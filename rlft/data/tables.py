@@ -11,6 +11,7 @@ What it leads to is a row, or a list of rows; `*` may be left out before the ite
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import zlib
@@ -136,9 +137,19 @@ def rows_of(
         is_missing = isinstance(error, MissingField)
         if is_missing and (found := nested_rows(table, record, parse, others=remedy is None)):
             remedy = f"set {section}.rows to the path to the rows: {found}"
-        other_fields = f"fix or remove that {table.unit}, or name other fields ({section}.*_field){table.hint}"
+        named = _key_of_field(parse, getattr(error, "field", None))
+        others = f"set {section}.{named} to another" if named else f"name other fields ({section}.*_field)"
+        other_fields = f"fix or remove that {table.unit}, or {others}{table.hint}"
         key = key if error.key == "path" else f"{section}.{error.key}"
         raise UserError(key, f"{where}: {error}", remedy=remedy or other_fields) from None
+
+
+def _key_of_field(parse: Callable[..., Any], field: str | None) -> str | None:
+    """The key that names this field, of the component whose method `parse` is; None if several do, or none."""
+    owner = getattr(parse, "__self__", None)
+    keys = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) and field is not None else ()
+    named = [key.name for key in keys if key.name.endswith("_field") and getattr(owner, key.name) == field]
+    return named[0] if len(named) == 1 else None
 
 
 def nested_rows(table: Table, record: Record, parse: Callable[[Mapping[str, Any], str], Any], *, others: bool) -> str:

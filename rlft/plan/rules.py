@@ -271,7 +271,7 @@ def check_name(name: str) -> None:
 
 
 def check_data(section: Mapping[str, Any], key: str = "data") -> None:
-    """Makes the component that a section describes, and calls its `check()`, if it has one, which reads no file."""
+    """Makes the component that a section describes, and calls its `check()`, if it has one, which reads little."""
     check = getattr(instantiate(section, key), "check", None)
     if callable(check):
         check()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.algorithm.ops.aggregate import pass_sizes
-from rlft.commands.launch import import_libraries
+from rlft.commands.launch import import_libraries, settled
 from rlft.commands.sweep import record
 from rlft.commands.sweep.space import (
     DATE,
@@ -40,7 +40,6 @@ from rlft.config.trainer import NEVER, ClusterConfig
 from rlft.logger.loggers import is_declared
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
-from rlft.runs.find import with_named_runs
 from rlft.runs.lines import EVALUATIONS, read_lines, silent
 from rlft.system.process.placement import visible_gpus
 from rlft.system.terminal import override
@@ -142,7 +141,7 @@ def corners_of(space: Space) -> list[Tried]:
 
 def resolve_words(words: Sequence[str], config_dir: Path | None, command: str) -> Resolved:
     """The config of a run with these overrides, checked by itself."""
-    return resolve(with_named_runs(compose(words, config_dir, command)), command)
+    return resolve(settled(compose(words, config_dir, command)), command)
 
 
 def checked_configs(

@@ -1,0 +1,105 @@
+"""The first row of local data, read before torch is imported: it says which fields there are, and whether it is right.
+
+Where it lacks a field that a key names, and has just one of the names that such a field has elsewhere, the key is set
+to that name, so that a file of questions and responses needs no keys. The guess is printed, and recorded in the run's
+config.yaml.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlft.config.instantiate import instantiate
+from rlft.data.fields import RowError, has
+from rlft.data.files import files_at, tables
+from rlft.data.records import Parse
+from rlft.data.tables import Record, Table, rows_of
+from rlft.types import UserError
+
+logger = logging.getLogger(__name__)
+
+PROMPTS = ("prompt", "question", "problem", "instruction", "query")
+ANSWERS = ("answer", "response", "output", "solution", "completion", "target", "reference", "ground_truth")
+CHATS = ("messages", "conversations", "conversation")
+NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "data": {"prompt_field": PROMPTS, "answer_field": ANSWERS},
+    "demonstrations": {"prompt_field": PROMPTS, "completion_field": ANSWERS},
+    "preferences": {
+        "prompt_field": PROMPTS,
+        "chosen_field": ("chosen", "accepted", "preferred", "winner", "better"),
+        "rejected_field": ("rejected", "dispreferred", "loser", "worse"),
+    },
+}
+"""{section: {key: names of the field that it names, of which files have one}}."""
+SMALL_BYTES = 2**20
+
+
+def check_first_rows(files: Iterable[Table], parse: Parse[Any], key: str) -> None:
+    """Refuses files of which one's first row cannot be parsed, as reading all of it does. Raises UserError."""
+    for record, table in _first_records(files):
+        rows_of(record, table, parse, key)
+
+
+def _first_records(files: Iterable[Table]) -> Iterator[tuple[Record, Table]]:
+    """The first record of each file of which the beginning can be read by itself. Raises UserError."""
+    for table in files:
+        if table.streams or table.num_bytes < SMALL_BYTES:
+            yield from ((record, table) for record in islice(table.records(), 1))
+
+
+def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The composed config, in which keys of fields that the first row lacks name the fields that it has instead."""
+    changed = dict(plain)
+    for section, names in NAMES.items():
+        values = plain.get(section) or {}
+        if guessed := _guessed(values, section, names):
+            changed[section] = {**values, **guessed}
+            words = " ".join(f"{section}.{key}={'null' if name is None else name}" for key, name in guessed.items())
+            logger.warning("%s.path: its rows lack fields that the keys name, and are read with %s", section, words)
+    return changed
+
+
+def _guessed(values: Mapping[str, Any], section: str, names: Mapping[str, tuple[str, ...]]) -> dict[str, str | None]:
+    """{key: the field that is meant}; empty where the first row can be read, or cannot be read with a guess either."""
+    path, key = values.get("path"), f"{section}.path"
+    if not isinstance(path, str) or not Path(path).expanduser().exists():
+        return {}
+    with suppress(UserError, RowError):  # reading the data says what is wrong
+        for record, table in _first_records(tables(files_at(path, key), key, values.get("rows"))):
+            row_id, fields = next(table.rows(record))
+            if _can_be_read(values, section, row_id, fields):
+                return {}
+            guessed = _names_in(fields, values, section, names)
+            return guessed if _can_be_read({**values, **guessed}, section, row_id, fields) else {}
+    return {}
+
+
+def _can_be_read(values: Mapping[str, Any], section: str, row_id: str, fields: Mapping[str, Any]) -> bool:
+    component: Any = instantiate(values, section)
+    try:
+        return bool(component.parse(fields, row_id))
+    except RowError:
+        return False
+
+
+def _names_in(
+    fields: Mapping[str, Any], values: Mapping[str, Any], section: str, names: Mapping[str, tuple[str, ...]]
+) -> dict[str, str | None]:
+    chats = [name for name in CHATS if has(fields, name)]
+    if len(chats) == 1 and not has(fields, values["prompt_field"]):
+        guessed: dict[str, str | None] = {"messages_field": chats[0]}
+        if section == "data" and not has(fields, values["answer_field"]):
+            guessed["answer_field"] = None  # the chat's last message
+        return guessed
+    guessed = {}
+    for key, others in names.items():
+        found = [name for name in others if has(fields, name)]
+        needs_input = found == ["instruction"] and has(fields, "input")  # Alpaca's second half of the question
+        if len(found) == 1 and not needs_input and not has(fields, values[key]):
+            guessed[key] = found[0]
+    return guessed

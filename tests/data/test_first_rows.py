@@ -1,0 +1,116 @@
+"""The first row of a file decides which fields are meant, and is refused before torch is imported."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_one_test import each
+
+from rlft.commands.launch import settled
+from rlft.config.compose import compose
+from rlft.data.first_rows import ANSWERS, CHATS, PROMPTS
+from rlft.types import UserError
+
+CHAT = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]
+SECTIONS = {"data": "train", "demonstrations": "sft", "preferences": "rm"}
+
+
+def read(section: str, row: dict[str, Any], folder: Path, *words: str) -> dict[str, Any]:
+    """The keys of the section, after a file with such rows was looked at."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
+    chosen = (f"{section}=jsonl", f"{section}.path={file}", *words)
+    return settled(compose(chosen, None, SECTIONS[section]))[section]
+
+
+@each(("prompt", "answer"), itertools.product(PROMPTS, ANSWERS))
+def test_any_pair_of_usual_names_is_read_without_keys(prompt: str, answer: str, tmp_path: Path) -> None:
+    row = {"id": 3, prompt: "What is 1 + 1?", answer: "2", "source": "x"}
+    values = read("data", row, tmp_path)
+    assert (values["prompt_field"], values["answer_field"]) == (prompt, answer)
+    values = read("demonstrations", row, tmp_path)
+    assert (values["prompt_field"], values["completion_field"]) == (prompt, answer)
+
+
+@each(("prompt", "chosen", "rejected"), itertools.product(PROMPTS, ("chosen", "winner"), ("rejected", "loser")))
+def test_pairs(prompt: str, chosen: str, rejected: str, tmp_path: Path) -> None:
+    values = read("preferences", {prompt: "1 + 1?", chosen: "2", rejected: "3"}, tmp_path)
+    assert [values[f"{key}_field"] for key in ("prompt", "chosen", "rejected")] == [prompt, chosen, rejected]
+
+
+@each(("name", "section"), itertools.product(CHATS, ("data", "demonstrations")))
+def test_chats(name: str, section: str, tmp_path: Path) -> None:
+    values = read(section, {name: CHAT}, tmp_path)
+    assert values["messages_field"] == name
+    assert values.get("answer_field") is None
+
+
+@each(
+    ("row", "words"),
+    [
+        ({"question": "1 + 1?", "problem": "1 + 1?", "answer": "2"}, ()),
+        ({"question": "1 + 1?", "answer": "2", "response": "3"}, ("data.answer_field=output",)),
+        ({"instruction": "Add.", "input": "1 and 1", "output": "2"}, ()),
+        ({"text": "1 + 1?", "answer": "2"}, ()),
+    ],
+)
+def test_what_a_row_leaves_open_is_not_guessed(row: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    values = read("data", row, tmp_path, *words)
+    typed = words[0].partition("=")[2] if words else "answer"
+    assert (values["prompt_field"], values["answer_field"]) == ("prompt", typed)
+
+
+def test_rows_that_are_read_as_they_are_keep_their_keys(tmp_path: Path) -> None:
+    row = {"prompt": "1 + 1?", "answer": "2", "question": "2 + 2?", "response": "4"}
+    assert read("data", row, tmp_path)["prompt_field"] == "prompt"
+    assert read("data", row | {"q": "?"}, tmp_path, "data.prompt_field=q")["prompt_field"] == "q"
+
+
+def test_a_table_is_read_and_the_guess_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (tmp_path / "mine.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("problem", "solution"), ("1 + 1?", "2")])
+    plain = settled(compose(("data=jsonl", f"data.path={tmp_path / 'mine.csv'}"), None, "train"))
+    assert (plain["data"]["prompt_field"], plain["data"]["answer_field"]) == ("problem", "solution")
+    said = "data.path: its rows lack fields that the keys name, and are read with "
+    assert caplog.messages == [f"{said}data.prompt_field=problem data.answer_field=solution"]
+
+
+SCRIPT = """
+import sys
+from rlft.commands.launch import settled
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.types import UserError
+try:
+    resolve(settled(compose(sys.argv[1:], None, "train")))
+except UserError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+
+
+def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "1 + 1?", "answer": "2"}\n')
+    words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}")
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True)
+    problem = f"data.path: {file}:1: there is no field 'prompt', only 'q', 'answer'"
+    remedy = "fix or remove that line, or set data.prompt_field to another"
+    assert done.stdout.splitlines() == [f"{problem}; {remedy}", "False"]
+
+
+def test_a_field_that_several_keys_name_is_not_blamed_on_one(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "1 + 1?"}\n')
+    from rlft.config.resolved import resolve
+
+    words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}", "data.answer_field=prompt")
+    with pytest.raises(UserError, match=r"name other fields \(data\.\*_field\)"):
+        resolve(settled(compose(words, None, "train")))
