@@ -19,7 +19,7 @@ SEVERAL = {
     "len(seeds)": "a mistake in rlft's own code",
     "'+'.join(map(str, counts))": "a sum of several", "counts": "a list",
     "self.max_sequence_tokens - 1": "a range from 2", "self.settings.row_tokens": "a range from 2",
-    "self.max_tokens": "a range from 1", "available": "as many as there are members", "longest": "beyond a limit",
+    "self.max_tokens": "a range from 1", "available": "as many as there are workers", "longest": "beyond a limit",
     "work.prompts": "the doctor's own", "work.completion_tokens": "the doctor's own", "most_tokens": "a model's",
     "split": "a word", "name": "a word", "where": "a word",
     "reward": "a word", "max(numbers)": "more than the number before it",

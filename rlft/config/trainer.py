@@ -86,12 +86,12 @@ class ClusterConfig:
 
     @property
     def joined_address(self) -> str | None:
-        """The address of the Ray cluster on which the members run; None where they run on this machine."""
+        """The address of the Ray cluster on which the workers run; None where they run on this machine."""
         return (self.address or os.environ.get("RAY_ADDRESS") or None) if self.kind == "ray" else None
 
     @property
     def is_joined(self) -> bool:
-        """Whether the members run on a Ray cluster."""
+        """Whether the workers run on a Ray cluster."""
         return self.joined_address is not None
 
 

@@ -1,4 +1,4 @@
-"""Several engines behind the interface of one: each is a member of the cluster, with a base of its own.
+"""Several engines behind the interface of one: each is a worker of the cluster, with a base of its own.
 
 Whole groups wait in a queue of this process. An engine gets a unit of them (`Engine.at_once`), and results are put in
 order by their index, so that nothing depends on which engine is faster, nor on how many there are. An engine that dies,
@@ -19,8 +19,8 @@ from typing import Any
 
 from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.sending import Outgoing
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, last_lines
 from rlft.tokens.images import with_content
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError, counted
 
@@ -53,7 +53,7 @@ class Slot:
 
     Attributes:
         spec: what the engine is.
-        member: the process of the engine.
+        worker: the process of the engine.
         starts: number of engines that have had the place.
         started: whether its engine has answered.
         ready: whether it has the version in use, and has passed the check if one is set.
@@ -62,8 +62,8 @@ class Slot:
         joining: the calls by which it takes the next one, once they have begun.
     """
 
-    spec: MemberSpec
-    member: Member
+    spec: WorkerSpec
+    worker: Worker
     starts: int = 1
     started: bool = False
     ready: bool = False
@@ -94,7 +94,7 @@ class EngineWork:
 
 
 class EnginePool(Generator):
-    """Engines that are members of the cluster.
+    """Engines that are workers of the cluster.
 
     Args:
         launcher: starts them; whoever made it closes it, after the pool.
@@ -114,7 +114,7 @@ class EnginePool(Generator):
     def __init__(
         self,
         launcher: Launcher,
-        specs: Sequence[MemberSpec],
+        specs: Sequence[WorkerSpec],
         *,
         unit: Callable[[int, int], int],
         timeout_s: float,
@@ -134,7 +134,7 @@ class EnginePool(Generator):
         self._clock = RunningTime()
         self._lock = threading.RLock()
         self._is_closed = False
-        self._slots = [Slot(spec=spec, member=launcher.start(spec)) for spec in specs]
+        self._slots = [Slot(spec=spec, worker=launcher.start(spec)) for spec in specs]
 
     def wait_until_started(self) -> None:
         """Returns once every engine has loaded its base and taken its memory."""
@@ -224,11 +224,11 @@ class EnginePool(Generator):
             if self._is_closed:
                 return
             self._is_closed = True
-            closing = [slot.member.call("close") for slot in self._slots]
+            closing = [slot.worker.call("close") for slot in self._slots]
             with suppress(Exception):
                 wait(closing, timeout=CLOSE_S)
             for slot in self._slots:
-                slot.member.kill()
+                slot.worker.kill()
 
     # -- single engines ------------------------------------------------------------------------------------------------
     def _of_each(self, method: str, *args: Any) -> dict[Slot, Any]:
@@ -240,7 +240,7 @@ class EnginePool(Generator):
         answers: dict[Slot, list[Any]] = {}
         while unanswered := [slot for slot in self._slots if slot not in answers]:
             self._all_join()
-            works = [self._work(slot, [slot.member.call(*call) for call in calls], calls[0][0]) for slot in unanswered]
+            works = [self._work(slot, [slot.worker.call(*call) for call in calls], calls[0][0]) for slot in unanswered]
             self._finish(works, lambda work, results: answers.update({work.slot: results}))
         return answers
 
@@ -267,17 +267,17 @@ class EnginePool(Generator):
         """Has an engine take the next bucket of the version in use, and after the last one answer the check if one is
         set."""
         if slot.joining is None:
-            member, version, number, futures = slot.member, self._version, slot.sent, []
+            worker, version, number, futures = slot.worker, self._version, slot.sent, []
             if number == 0:
-                futures.append(member.call("started"))
+                futures.append(worker.call("started"))
             if version is not None:
                 bucket, sha256 = version.bucket(number), version.sha256(number)
                 if number + 1 < len(version):
-                    futures.append(member.call("load_part", number, sha256, bucket))
+                    futures.append(worker.call("load_part", number, sha256, bucket))
                 else:
-                    futures.append(member.call("load", version.number, version.config, sha256, bucket))
+                    futures.append(worker.call("load", version.number, version.config, sha256, bucket))
                     if self._check is not None:
-                        futures += [member.call(*call) for call in self._check.calls]
+                        futures += [worker.call(*call) for call in self._check.calls]
             slot.joining = self._work(slot, futures, "load" if slot.started else "start and load")
         return slot.joining
 
@@ -285,7 +285,7 @@ class EnginePool(Generator):
         self, slot: Slot, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> EngineWork:
         sent_prompts = [self._sent(prompt) for prompt in prompts[unit]]
-        future = slot.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
+        future = slot.worker.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
         return self._work(slot, [future], "sample", unit)
 
     def _sent(self, prompt: Prompt) -> Prompt:
@@ -323,7 +323,7 @@ class EnginePool(Generator):
             _Failed: the engine has died, has raised, or is out of time.
         """
         if not _is_done(work):
-            name, log = work.slot.spec.name, work.slot.member.log
+            name, log = work.slot.spec.name, work.slot.worker.log
             tail = last_lines(log)
             lines = f"; its last lines:\n{tail}" if tail else ""
             late = f"has not answered for {work.limit_s:g} s ({work.what}; cluster.timeout)"
@@ -334,11 +334,11 @@ class EnginePool(Generator):
                 answers.append(future.result(0))
             except (UserError, EnvironmentFailure):  # another engine would raise it, too
                 raise
-            except MemberError as error:
+            except WorkerError as error:
                 raise _Failed(str(error)) from error
             except Exception as error:  # of whatever the engine runs; a new engine may not raise it
                 text = f"{work.slot.spec.name} raised {type(error).__name__}: {error}"
-                raise _Failed(f"{text}; its log is {work.slot.member.log}") from error
+                raise _Failed(f"{text}; its log is {work.slot.worker.log}") from error
         return answers
 
     def _accept(self, work: EngineWork, answers: Sequence[Any]) -> None:
@@ -377,9 +377,9 @@ class EnginePool(Generator):
         slot.ready, slot.replaced_stale, slot.joining = True, False, None
 
     def _replace(self, slot: Slot, failure: _Failed) -> None:
-        slot.member.kill()
+        slot.worker.kill()
         if failure.stale and slot.replaced_stale:
-            raise StaleEngineError(f"{failure} ({slot.member.name}, which had replaced another one)") from failure
+            raise StaleEngineError(f"{failure} ({slot.worker.name}, which had replaced another one)") from failure
         self._restarts_in_a_row += 1
         if self._restarts_in_a_row > self._max_restarts:
             times = f"{counted(self._restarts_in_a_row, 'engine failure')} without a finished group in between"
@@ -389,7 +389,7 @@ class EnginePool(Generator):
         self._note(f"{slot.spec.name} is replaced: {str(failure).splitlines()[0]}")
         slot.starts += 1
         spec = replace(slot.spec, name=f"{slot.spec.name}.{slot.starts}")
-        slot.member = self._launcher.start(spec)
+        slot.worker = self._launcher.start(spec)
         slot.started, slot.ready, slot.sent, slot.joining = False, False, 0, None
         slot.replaced_stale = failure.stale
 
@@ -421,7 +421,7 @@ def _groups(
     sampled: Sequence[Sequence[Any]],
     opened: Sequence[Prompt | None] = (),
 ) -> list[Group]:
-    """Groups of these prompts from what a member sends: completions as plain tuples, and prompts that have changed."""
+    """Groups of these prompts from what a worker sends: completions as plain tuples, and prompts that have changed."""
     groups = []
     for sent_prompt, rows, changed_prompt in zip(prompts, sampled, opened or [None] * len(prompts), strict=True):
         prompt = changed_prompt or sent_prompt

@@ -20,10 +20,10 @@ from rlft.environment.endpoint.played import Traces
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
+from rlft.loop.cluster import make_trainer, open_workers
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.loop.freshness import check_decoding, open_freshness
-from rlft.loop.members import make_trainer, open_members
 from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.next_samples import NextSamples
 from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
@@ -333,8 +333,8 @@ def open_session(
     config, trains = plan.config, again is not None
     with ExitStack() as stack:
         run = stack.enter_context(open_run(plan, folder, say, again))
-        members = stack.enter_context(open_members(plan, folder, run.logger.note, has_ranks=trains))
-        adopt, base, pool = None, None, members.pool
+        workers = stack.enter_context(open_workers(plan, folder, run.logger.note, has_ranks=trains))
+        adopt, base, pool = None, None, workers.pool
         if pool is None:  # an engine in this process needs the whole base
             adopt = engines.adopting(plan, config.lora)
         else:
@@ -343,7 +343,7 @@ def open_session(
         teacher = opened_teacher(engines, config, plan.teacher_row_tokens) if trains else None
         roles = stack.enter_context(open_roles(config, teacher, adopt=adopt, base=base))
         learns_reward = config.reward_model.refresh_every > 0
-        rewards = open_scorer(config, roles, learns=learns_reward, pool=pool, open_rewards=members.open_rewards)
+        rewards = open_scorer(config, roles, learns=learns_reward, pool=pool, open_rewards=workers.open_rewards)
         scorer = stack.enter_context(rewards)
         generator: Generator
         if pool is None:
@@ -358,7 +358,7 @@ def open_session(
             if engine.on_trainers_base and config.cluster.num_parts == 1 and config.lora is not None:
                 pool.here = engine.open(engine_args(config, config.lora, roles))
         local = open_trainer(plan, roles, base)
-        trainer = make_trainer(local, config.cluster, members.ranks, run.logger.note, again)
+        trainer = make_trainer(local, config.cluster, workers.ranks, run.logger.note, again)
         session = Session(run, roles, generator, scorer, trainer)
         stack.callback(session.next.close)
         stack.enter_context(session.running())

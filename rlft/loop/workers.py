@@ -36,7 +36,7 @@ from rlft.types import Adapter, Batch, Prompt, Sampling
 
 
 class EngineWorker:
-    """The object of a member (`rlft.system.process.member`) that is an engine; the pool calls its methods.
+    """The object of a worker (`rlft.system.process.worker`) that is an engine; the pool calls its methods.
 
     Args:
         engine: the engine's name in `generation`.
@@ -176,7 +176,7 @@ def opened_trainer(
 
 
 class RankWorker:
-    """A rank in a member, which `RankedTrainer` calls; rank: from 1 on, as the run's own process is rank 0.
+    """A rank in a worker, which `RankedTrainer` calls; rank: from 1 on, as the run's own process is rank 0.
 
     needs_old and teacher_top_k are as in `LocalTrainer`; lanes: number of lanes of the run.
     """

@@ -258,7 +258,7 @@ def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -
     check_time_limits(config.reward, config.scoring)
     check_engine(config.generation, config.model)
     _resampling(config, algorithm)
-    check_members(config)
+    check_cluster(config)
     check_model(config.model)
     check_learner(config)
 
@@ -384,7 +384,7 @@ def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None
     require(not is_truncated, "eval.kl_base", problem, got="true", remedy=remedy)
 
 
-def check_members(config: RunConfig) -> None:
+def check_cluster(config: RunConfig) -> None:
     """Checks the keys of `cluster` that are about engines in processes of their own, and about Ray."""
     cluster, engine = config.cluster, config.generation.engine
     if cluster.address is not None and cluster.kind == "local":

@@ -1,4 +1,4 @@
-"""The trainer of several ranks: the run's own process is rank 0, the others are members that hold the same roles.
+"""The trainer of several ranks: the run's own process is rank 0, the others are workers that hold the same roles.
 
 Every rank gets the whole batch and does its lanes' part of each pass. No step is lost to a rank that dies, raises or is
 late: it is replaced, all ranks get rank 0's state from the start of the step, and the work is done again. Where all
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, where_it_wrote
 from rlft.trainer.joining import shapes_of
 from rlft.trainer.local import LocalTrainer, TrainerState
 from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
@@ -51,11 +51,11 @@ class RankedTrainer:
         local: the trainer of rank 0.
         launcher: starts the other ranks; whoever opened it closes it.
         specs: what ranks 1, 2, .. are.
-        members: ranks 1, 2, .. as far as they have been started.
+        workers: ranks 1, 2, .. as far as they have been started.
         lanes: number of lanes that the ranks share.
         sequence: how many neighbouring ranks share the tokens of their passes.
         timeout: seconds that a rank may be behind the others.
-        host: this machine's address, as the members can reach it.
+        host: this machine's address, as the workers can reach it.
         note: takes a sentence for the person watching.
         again: the command that resumes from the newest checkpoint.
     """
@@ -64,8 +64,8 @@ class RankedTrainer:
         self,
         local: LocalTrainer,
         launcher: Launcher,
-        specs: Sequence[MemberSpec],
-        members: Sequence[Member],
+        specs: Sequence[WorkerSpec],
+        workers: Sequence[Worker],
         *,
         lanes: int,
         sequence: int = 1,
@@ -76,8 +76,8 @@ class RankedTrainer:
     ) -> None:
         self._local, self._launcher, self._specs = local, launcher, specs
         self._timeout, self._host, self._note, self._again = timeout, host, note, again
-        self._members: list[Member | None] = list(members)
-        self._pending: dict[Member, Future[Any]] = {}
+        self._workers: list[Worker | None] = list(workers)
+        self._pending: dict[Worker, Future[Any]] = {}
         self._exchange: Exchange | None = None
         self._store: Any = None
         self._num_rendezvous = self._num_failures = 0
@@ -142,11 +142,11 @@ class RankedTrainer:
         def together() -> TrainerState:
             self._call("digest")
             own_digest = self._local.digest()
-            for member, digest in zip(self._members, self._answers("digest"), strict=True):
+            for worker, digest in zip(self._workers, self._answers("digest"), strict=True):
                 if digest != own_digest:
-                    assert member is not None, "it has answered"
+                    assert worker is not None, "it has answered"
                     raise RankError(
-                        f"{member.name} has come to another adapter or optimizer than rank 0, so this step is not "
+                        f"{worker.name} has come to another adapter or optimizer than rank 0, so this step is not "
                         "saved: resume from the newest checkpoint; if it happens again, give them machines of one kind"
                     )
 
@@ -198,10 +198,10 @@ class RankedTrainer:
                 self._recover(error)
                 if before is not None:
                     self._local.restore(before)
-            except BaseException:  # also a signal: members may be anywhere in their work
-                for member in self._members:
-                    if member is not None:
-                        member.kill()
+            except BaseException:  # also a signal: workers may be anywhere in their work
+                for worker in self._workers:
+                    if worker is not None:
+                        worker.kill()
                 self._leave()  # after the kills, since it waits until no other rank is connected
                 raise
             else:
@@ -213,7 +213,7 @@ class RankedTrainer:
         if self._exchange is not None:
             return
         for i, spec in enumerate(self._specs):
-            self._members[i] = self._members[i] or self._launcher.start(spec)
+            self._workers[i] = self._workers[i] or self._launcher.start(spec)
         self._call("ready")
         self._answers("start", max(START_S, self._timeout))
         if self._store is None:
@@ -244,7 +244,7 @@ class RankedTrainer:
             exchange.close()
 
     def _recover(self, error: RanksError) -> None:
-        """Ends the members that have failed or do not answer.
+        """Ends the workers that have failed or do not answer.
 
         Raises:
             RankError: there were too many failures in a row, or all weights learn.
@@ -253,13 +253,13 @@ class RankedTrainer:
         self._leave()
         self._wait_for_causes(error)
         causes: list[str] = []
-        for i, member in enumerate(self._members):
-            future = None if member is None else self._pending.get(member)
-            if member is None or future is None or _has_only_lost_another(future):
+        for i, worker in enumerate(self._workers):
+            future = None if worker is None else self._pending.get(worker)
+            if worker is None or future is None or _has_only_lost_another(future):
                 continue
-            causes.append(_cause(member, future, self._limit))
-            member.kill()
-            self._members[i] = None
+            causes.append(_cause(worker, future, self._limit))
+            worker.kill()
+            self._workers[i] = None
         self._pending.clear()
         text = "; ".join(causes) or str(error)
         if self._local.roles.is_whole:
@@ -272,7 +272,7 @@ class RankedTrainer:
         self._note(f"a rank is replaced, and the work of the ranks done again: {text.splitlines()[0]}")
 
     def _wait_for_causes(self, error: RanksError) -> None:
-        """Until each member has answered or had its time; where a connection was lost, until it is known who failed."""
+        """Until each worker has answered or had its time; where a connection was lost, until it is known who failed."""
         pending, clock = self._pending.values(), RunningTime()
         limit = GRACE_S if isinstance(error, LateRankError) else DEATH_S
         while late := wait_for(pending, TICK_S).not_done:
@@ -282,12 +282,12 @@ class RankedTrainer:
 
     # -- calls and answers ---------------------------------------------------------------------------------------------
     def _call(self, method: str, *args: Any) -> None:
-        """Calls this method of every member; `_answers` waits for the answers."""
+        """Calls this method of every worker; `_answers` waits for the answers."""
         assert not self._pending, "the answers to the last call have been taken"
         self._first_error_at, self._limit = None, self._timeout
-        for member in self._members:
-            assert member is not None, "the ranks have met"
-            self._pending[member] = member.call(method, *args)
+        for worker in self._workers:
+            assert worker is not None, "the ranks have met"
+            self._pending[worker] = worker.call(method, *args)
 
     def _answers(self, what: str, limit: float | None = None) -> list[Any]:
         """The answers in the order of ranks. Raises RanksError if a rank has failed or exceeds the limit."""
@@ -296,7 +296,7 @@ class RankedTrainer:
         while late := wait_for(self._pending.values(), TICK_S).not_done:
             self._watch(patience=0.0)
             if clock() >= limit:
-                names = ", ".join(member.name for member, future in self._pending.items() if future in late)
+                names = ", ".join(worker.name for worker, future in self._pending.items() if future in late)
                 raise LateRankError(f"no answer to {what} from {names} in {limit:g} s (cluster.timeout)")
         self._watch(patience=0.0)
         answers = [future.result() for future in self._pending.values()]
@@ -304,12 +304,12 @@ class RankedTrainer:
         return answers
 
     def _watch(self, patience: float = OWN_ERROR_S) -> None:
-        """Raises RanksError if a member has failed; if the member raised an error, only after `patience` seconds."""
+        """Raises RanksError if a worker has failed; if the worker raised an error, only after `patience` seconds."""
         errors = {m.name: e for m, f in self._pending.items() if f.done() and (e := f.exception()) is not None}
         for error in errors.values():
             if isinstance(error, UserError):
                 raise error
-            if isinstance(error, MemberError):
+            if isinstance(error, WorkerError):
                 raise RanksError(str(error)) from error
         for name, error in errors.items():
             self._first_error_at = self._first_error_at or time.monotonic()
@@ -325,15 +325,15 @@ class RankedTrainer:
 
 
 def _has_only_lost_another(future: Future[Any]) -> bool:
-    """Whether a member itself is sound: it has answered, or has noticed that another rank is gone."""
+    """Whether a worker itself is sound: it has answered, or has noticed that another rank is gone."""
     return future.done() and (future.exception() is None or isinstance(future.exception(), RanksError))
 
 
-def _cause(member: Member, future: Future[Any], limit: float) -> str:
-    """How a member failed, which had `limit` seconds."""
+def _cause(worker: Worker, future: Future[Any], limit: float) -> str:
+    """How a worker failed, which had `limit` seconds."""
     if future.done():
         error = future.exception()
         return (
-            str(error) if isinstance(error, MemberError) else f"{member.name} failed: {type(error).__name__}: {error}"
+            str(error) if isinstance(error, WorkerError) else f"{worker.name} failed: {type(error).__name__}: {error}"
         )
-    return f"{member.name} has not answered for {limit:g} s (cluster.timeout); {where_it_wrote(member.log)}"
+    return f"{worker.name} has not answered for {limit:g} s (cluster.timeout); {where_it_wrote(worker.log)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool_engines import BUCKET, ThreadLauncher, ThreadMember
+from pool_engines import BUCKET, ThreadLauncher, ThreadWorker
 from run_processes import happens
 
 from rlft.generation import pool as engine_pool
@@ -18,7 +18,7 @@ from rlft.generation import sending
 from rlft.generation.engine import FreshnessCheck, StaleEngineError
 from rlft.generation.pool import EngineError, EnginePool, _Failed, units_of
 from rlft.loop.freshness import Freshness, StaleAdapterError
-from rlft.system.process.member import MemberSpec
+from rlft.system.process.worker import WorkerSpec
 from rlft.types import Adapter, EnvironmentFailure, Group, Image, Prompt, Sampling, Turn, UserError
 
 PROMPTS = [Prompt(id=f"p{i}", messages=(), answer="", token_ids=(1, 2), metadata={"kept": i}) for i in range(7)]
@@ -56,7 +56,7 @@ def open_pool(tmp_path: Path, notes: list[str]) -> Open:
     ) -> EnginePool:
         launcher = ThreadLauncher(tmp_path, replacements)
         specs = [
-            MemberSpec(name=f"engine-{i}", factory="-", arguments={**HEALTHY, **faults})
+            WorkerSpec(name=f"engine-{i}", factory="-", arguments={**HEALTHY, **faults})
             for i, faults in enumerate(engines)
         ]
         settings = {"unit": lambda n, num_prompts: 2, "max_restarts": 3, "note": notes.append, **more}
@@ -103,7 +103,7 @@ def test_engines_get_the_content_of_images_since_their_machine_may_not_have_the_
     prompt = Prompt(id="p0", messages=(), answer="", token_ids=(1, 2), images=images)
     pool = open_pool({})
     pool.load(adapter(3))
-    engine = launcher_of(pool).members[0].held
+    engine = launcher_of(pool).workers[0].held
     for sample in (pool.sample, pool.sample_each):
         sample([prompt], 1, [0], SAMPLING)
         [got] = engine.prompts
@@ -126,9 +126,9 @@ def large(version: int) -> Adapter:
     return Adapter(version=version, weights=weights, config={"r": 2})
 
 
-def check_holds(member: ThreadMember, version: int) -> None:
-    assert member.held.version == version
-    loaded, expected = member.held.loaded.weights, large(version).weights
+def check_holds(worker: ThreadWorker, version: int) -> None:
+    assert worker.held.version == version
+    loaded, expected = worker.held.loaded.weights, large(version).weights
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
@@ -142,10 +142,10 @@ def test_a_large_version_is_sent_in_buckets_each_once_for_all_engines(open_pool:
     pool = open_pool({}, {}, {})
     for version in (3, 4):
         pool.load(large(version))
-        for member in launcher_of(pool).members:
-            check_holds(member, version)
+        for worker in launcher_of(pool).workers:
+            check_holds(worker, version)
     assert len(launcher_of(pool).shared) == 2 * 3
-    [methods] = {tuple(member.methods) for member in launcher_of(pool).members}
+    [methods] = {tuple(worker.methods) for worker in launcher_of(pool).workers}
     assert methods == ("started", "load_part", "load_part", "load") * 2
 
 
@@ -157,7 +157,7 @@ def test_an_engine_that_dies_in_a_publish_is_replaced_and_gets_the_version_from_
     pool.load(large(3))
     [note] = notes
     assert note.startswith("engine-1 is replaced: engine-1 was killed by SIGKILL; its log is ")
-    first, _, new = launcher_of(pool).members
+    first, _, new = launcher_of(pool).workers
     check_holds(first, 3)
     check_holds(new, 3)
     assert first.methods.count("load") == 1, "the others go on"
@@ -170,7 +170,7 @@ def test_an_engine_that_joins_while_others_sample_gets_the_version_bucket_by_buc
     pool.load(large(3))
     assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
     pool.sleep()  # which waits until it has joined
-    check_holds(launcher_of(pool).members[2], 3)
+    check_holds(launcher_of(pool).workers[2], 3)
 
 
 def test_a_version_that_comes_before_the_last_one_has_arrived_takes_its_place(
@@ -184,7 +184,7 @@ def test_a_version_that_comes_before_the_last_one_has_arrived_takes_its_place(
     pool._finish([pool._join(slot)], lambda work, answers: None)
     assert (slot.sent, slot.ready) == (1, False)
     pool.load(large(4))
-    check_holds(launcher_of(pool).members[2], 4)
+    check_holds(launcher_of(pool).workers[2], 4)
 
 
 def test_a_damaged_bucket_replaces_the_engine_before_the_next_one_is_sent(
@@ -193,8 +193,8 @@ def test_a_damaged_bucket_replaces_the_engine_before_the_next_one_is_sent(
     pool = open_pool({}, {"corrupt": True})
     pool.load(large(3))
     assert re.search(r"engine-1 is replaced: engine-1 has loaded version 3 with the sha256 \w{16} instead of", notes[0])
-    assert launcher_of(pool).members[1].methods == ["started", "load_part"]
-    check_holds(launcher_of(pool).members[2], 3)
+    assert launcher_of(pool).workers[1].methods == ["started", "load_part"]
+    check_holds(launcher_of(pool).workers[2], 3)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_an_engine_that_fails_is_replaced_and_no_completion_differs(
     assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
     assert pool.num_restarts == 1
     assert notes[0].startswith(f"engine-1 is replaced: {said}")
-    new = launcher_of(pool).members[2]
+    new = launcher_of(pool).workers[2]
     assert new.name == "engine-1.2"
     pool.sleep()  # which waits until it has joined
     assert new.methods[:3] == ["started", "load", "score"]
@@ -265,7 +265,7 @@ def test_every_engine_is_checked_and_a_stale_one_is_replaced(open_pool: Open, no
         assert freshness.check(version, pool, trainer) == 0.0
     assert [note.split(":")[0] for note in notes] == ["engine-1 is replaced"]
     assert "does not sample from policy version 3" in notes[0]
-    assert launcher_of(pool).members[2].held.version == 3
+    assert launcher_of(pool).workers[2].held.version == 3
 
 
 def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool: Open, notes: list[str]) -> None:
@@ -316,7 +316,7 @@ def test_a_users_mistake_is_no_reason_to_start_an_engine_again(open_pool: Open, 
     def refuse() -> None:
         raise UserError("generation.engine", "could not start", remedy="choose another one")
 
-    monkeypatch.setattr(launcher_of(pool).members[0].held, "started", refuse)
+    monkeypatch.setattr(launcher_of(pool).workers[0].held, "started", refuse)
     with pytest.raises(UserError, match=r"^generation\.engine: could not start"):
         pool.load(adapter(3))
 
@@ -326,7 +326,7 @@ def test_an_engine_that_never_starts_is_named_with_the_end_of_its_log(
 ) -> None:
     monkeypatch.setattr(engine_pool, "START_S", 0.3)
     pool = open_pool({}, timeout_s=0.1, max_restarts=0)
-    monkeypatch.setattr(launcher_of(pool).members[0].held, "started", lambda: time.sleep(1.0))
+    monkeypatch.setattr(launcher_of(pool).workers[0].held, "started", lambda: time.sleep(1.0))
     expected = (
         r"(?s)engine-0 has not answered for 0\.4 s \(start and load; .*engine-0\.log; its last lines:\nengine-0 has"
     )
@@ -340,25 +340,25 @@ def test_an_engine_that_fails_in_the_rehearsal_is_replaced(open_pool: Open) -> N
     pool = open_pool({"faults": {-1: "raise"}}, {})
     pool.load(adapter(3))
     pool.rehearse([[1, 2]], 2, 4)
-    assert [member.methods.count("rehearse") for member in launcher_of(pool).members] == [1, 1, 1]
+    assert [worker.methods.count("rehearse") for worker in launcher_of(pool).workers] == [1, 1, 1]
 
 
 def test_closing_closes_each_engine_once(open_pool: Open) -> None:
     pool = open_pool({}, {})
     pool.close()
     pool.close()
-    assert [member.methods.count("close") for member in launcher_of(pool).members] == [1, 1]
-    assert all(member.killed.is_set() for member in launcher_of(pool).members)
+    assert [worker.methods.count("close") for worker in launcher_of(pool).workers] == [1, 1]
+    assert all(worker.killed.is_set() for worker in launcher_of(pool).workers)
 
 
 def test_an_engine_that_does_not_close_is_killed(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "CLOSE_S", 0.1)
     pool = open_pool({"delay_s": 5.0})
-    launcher_of(pool).members[0].call("sample", PROMPTS, 2, SEEDS, SAMPLING)
+    launcher_of(pool).workers[0].call("sample", PROMPTS, 2, SEEDS, SAMPLING)
     begun = time.monotonic()
     pool.close()
     assert time.monotonic() - begun < 4.0
-    assert launcher_of(pool).members[0].killed.is_set()
+    assert launcher_of(pool).workers[0].killed.is_set()
 
 
 def test_units_keep_what_an_engine_computes_together() -> None:

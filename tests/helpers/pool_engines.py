@@ -1,4 +1,4 @@
-"""A launcher of members in threads, and engines that fail as they are told: the pool's logic without processes."""
+"""A launcher of workers in threads, and engines that fail as they are told: the pool's logic without processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.generation.sending import Incoming
-from rlft.system.process.member import MemberError, MemberSpec
+from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Sampling, Turn
 
 BUCKET = -10
@@ -111,8 +111,8 @@ class Died(Exception):
     pass
 
 
-class ThreadMember:
-    def __init__(self, spec: MemberSpec, log: Path) -> None:
+class ThreadWorker:
+    def __init__(self, spec: WorkerSpec, log: Path) -> None:
         self.name, self.log, self.spec = spec.name, log, spec
         self.held = CountingEngine(**spec.arguments)
         self.thread = ThreadPoolExecutor(1)
@@ -125,7 +125,7 @@ class ThreadMember:
         future: Future[Any] = Future()
         self.futures.append(future)
         if self.killed.is_set():
-            future.set_exception(MemberError(f"{self.name} is dead"))
+            future.set_exception(WorkerError(f"{self.name} is dead"))
         else:
             self.thread.submit(self._answer, future, method, args, kwargs)
         return future
@@ -134,14 +134,14 @@ class ThreadMember:
         self.killed.set()
         for future in self.futures:
             with suppress(InvalidStateError):
-                future.set_exception(MemberError(f"{self.name} was killed"))
+                future.set_exception(WorkerError(f"{self.name} was killed"))
 
     def _answer(self, future: Future[Any], method: str, args: Any, kwargs: Any) -> None:
         try:
             result = getattr(self.held, method)(*args, **kwargs)
         except Died as error:
             self.killed.set()
-            future.set_exception(MemberError(f"{self.name} {error}; its log is {self.log}"))
+            future.set_exception(WorkerError(f"{self.name} {error}; its log is {self.log}"))
         except Exception as error:
             future.set_exception(error)
         else:
@@ -154,23 +154,23 @@ class ThreadLauncher:
 
     def __init__(self, folder: Path, replacements: Sequence[Mapping[str, Any]] = ()) -> None:
         self.folder, self.replacements = folder, list(replacements)
-        self.members: list[ThreadMember] = []
+        self.workers: list[ThreadWorker] = []
         self.shared: list[Any] = []
 
-    def start(self, spec: MemberSpec) -> ThreadMember:
+    def start(self, spec: WorkerSpec) -> ThreadWorker:
         if "." in spec.name:
             changed = self.replacements.pop(0) if self.replacements else {}
             healthy = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
-            spec = MemberSpec(name=spec.name, factory=spec.factory, arguments={**healthy, **changed})
-        member = ThreadMember(spec, self.folder / f"{spec.name}.log")
-        member.log.write_text(f"{spec.name} has begun\n")
-        self.members.append(member)
-        return member
+            spec = WorkerSpec(name=spec.name, factory=spec.factory, arguments={**healthy, **changed})
+        worker = ThreadWorker(spec, self.folder / f"{spec.name}.log")
+        worker.log.write_text(f"{spec.name} has begun\n")
+        self.workers.append(worker)
+        return worker
 
     def share(self, value: Any) -> Any:
         self.shared.append(value)
         return value
 
     def close(self) -> None:
-        for member in self.members:
-            member.kill()
+        for worker in self.workers:
+            worker.kill()

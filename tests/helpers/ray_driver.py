@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cluster_members import SPEC
+from cluster_workers import SPEC
 
 from rlft.system.process.ray_actors import RayActors
 from rlft.system.process.ray_session import RaySession
@@ -17,9 +17,9 @@ from rlft.system.process.ray_session import RaySession
 def main() -> None:
     folder, address = Path(sys.argv[1]), sys.argv[2]
     launcher = RayActors(folder, RaySession(address, log=folder / "ray.log"))
-    member = launcher.start(replace(SPEC, arguments={"start": 1}))
-    pid = member.call("facts").result(60)["pid"]
-    member.call("sleep", 600)
+    worker = launcher.start(replace(SPEC, arguments={"start": 1}))
+    pid = worker.call("facts").result(60)["pid"]
+    worker.call("sleep", 600)
     print(json.dumps({"actor": pid}), flush=True)
     time.sleep(600)
 

@@ -1,4 +1,4 @@
-"""Real engines: vLLM with keys of tests, and members of a cluster compared with the engine in this process."""
+"""Real engines: vLLM with keys of tests, and workers of a cluster compared with the engine in this process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlft.generation.loaded_adapter import difference, published
 from rlft.generation.pool import EnginePool
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
+from rlft.loop.cluster import open_engines
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args
 from rlft.loop.freshness import Freshness
-from rlft.loop.members import open_engines
 from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks
-from rlft.system.process.member import Launcher
 from rlft.system.process.placement import place
+from rlft.system.process.worker import Launcher
 from rlft.tokens.ends import TurnEnds
 from rlft.types import Group, Prompt
 
@@ -66,7 +66,7 @@ def check_pool_against(
 ) -> None:
     """Publishes, samples in this process and by the pool, and again with each disturbance in the middle."""
     adapter = roles.publish(1)
-    # Engines in members start while the one here works.
+    # Engines in workers start while the one here works.
     placement = place(config.cluster, on_gpus=False)
     plan: Any = SimpleNamespace(config=config, engine=engine, placement=placement, environment=None, images=0)
     pool = open_engines(plan, launcher, notes.append)
@@ -100,6 +100,6 @@ def signal_to(seat: int, number: signal.Signals, after_s: float, pid_of: Callabl
 
     def disturb(pool: EnginePool) -> None:
         time.sleep(after_s)
-        os.kill(pid_of(pool._slots[seat].member), number)
+        os.kill(pid_of(pool._slots[seat].worker), number)
 
     return disturb

@@ -1,9 +1,9 @@
-"""Members that are forked from a process which has imported what they need, but computed nothing: it takes no seconds.
+"""Workers that are forked from a process which has imported what they need, but computed nothing: it takes no seconds.
 
     python warm_python.py <descriptor of a socket>
 
-Each message on the socket has the descriptors of a member's connection and log, and its environment as JSON; the answer
-is the member's process id.
+Each message on the socket has the descriptors of a worker's connection and log, and its environment as JSON; the answer
+is the worker's process id.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WarmPython:
     def start(
         self, name: str, descriptors: Sequence[int], output: int | None, environment: Mapping[str, str]
     ) -> Forked:
-        assert output is not None, "a member has a log"
+        assert output is not None, "a worker has a log"
         socket.send_fds(self._socket, [json.dumps(environment).encode()], [*descriptors, output])
         return Forked(int(self._socket.recv(64)))
 

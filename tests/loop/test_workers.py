@@ -1,4 +1,4 @@
-"""Engines in members of a cluster sample what the engine in the run's own process samples, to the last bit."""
+"""Engines in workers of a cluster sample what the engine in the run's own process samples, to the last bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlft.generation import sending
 from rlft.generation.loaded_adapter import LoadedAdapter, difference, published
 from rlft.generation.sending import Outgoing
 from rlft.loop import workers
+from rlft.loop.cluster import engine_specs, open_engines
 from rlft.loop.freshness import Freshness
-from rlft.loop.members import engine_specs, open_engines
 from rlft.loop.workers import EngineWorker
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.full_weights import WholeModel
@@ -57,8 +57,8 @@ def test_killed_and_stopped_engines_change_no_completion(
     config = replace(config, cluster=replace(config.cluster, timeout=3.0))
     roles, notes, launcher = make_roles(noise=0.02), [], LocalProcesses(tmp_path)
     here = opened_here(config, "transformers", roles, backbone)
-    killed = signal_to(0, signal.SIGKILL, 0.1, lambda member: member.pid)
-    stopped = signal_to(1, signal.SIGSTOP, 0.1, lambda member: member.pid)
+    killed = signal_to(0, signal.SIGKILL, 0.1, lambda worker: worker.pid)
+    stopped = signal_to(1, signal.SIGSTOP, 0.1, lambda worker: worker.pid)
     try:
         check_pool_against(here, launcher, config, "transformers", roles, prompts, notes, killed, stopped)
     finally:
@@ -67,7 +67,7 @@ def test_killed_and_stopped_engines_change_no_completion(
     assert notes[1].startswith("engine-1 is replaced: engine-1 has not answered for 3 s (sample; cluster.timeout)")
 
 
-def test_a_member_answers_with_the_version_and_the_hash_of_what_has_come(config: RunConfig, make_roles: Any) -> None:
+def test_a_worker_answers_with_the_version_and_the_hash_of_what_has_come(config: RunConfig, make_roles: Any) -> None:
     from safetensors.torch import save
 
     adapter, settings = make_roles(noise=0.02).publish(5), engine_specs(config, "transformers", ON_THE_CPU)[0].arguments
@@ -219,7 +219,7 @@ def test_an_engine_that_takes_no_parts_is_given_all_weights_together(
 
 
 @pytest.mark.slow
-def test_members_that_follow_all_weights_are_killed_and_change_no_completion(
+def test_workers_that_follow_all_weights_are_killed_and_change_no_completion(
     whole: RunConfig,
     policy: WholeModel,
     prompts: list[Prompt],
@@ -230,7 +230,7 @@ def test_members_that_follow_all_weights_are_killed_and_change_no_completion(
     published_by(policy, 1)
     notes, launcher = list[str](), LocalProcesses(tmp_path)
     here = opened_here(whole, "transformers", policy, policy.backbone)
-    killed = signal_to(0, signal.SIGKILL, 0.1, lambda member: member.pid)
+    killed = signal_to(0, signal.SIGKILL, 0.1, lambda worker: worker.pid)
     try:
         check_pool_against(here, launcher, whole, "transformers", policy, prompts, notes, killed)
     finally:
@@ -239,7 +239,7 @@ def test_members_that_follow_all_weights_are_killed_and_change_no_completion(
 
 
 @pytest.mark.slow
-def test_vllm_in_a_member_loads_all_weights_in_place_and_holds_every_bit(
+def test_vllm_in_a_worker_loads_all_weights_in_place_and_holds_every_bit(
     whole: RunConfig, policy: WholeModel, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose output head is tied to its embeddings, in 14 buckets, some of which end inside a tensor."""
@@ -265,7 +265,7 @@ def test_vllm_in_a_member_loads_all_weights_in_place_and_holds_every_bit(
     assert notes == []
 
 
-def test_a_member_that_is_closed_leaves_its_base_without_adapters(
+def test_a_worker_that_is_closed_leaves_its_base_without_adapters(
     config: RunConfig, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlft.loop.workers.load_backbone", lambda model: backbone)
@@ -275,7 +275,7 @@ def test_a_member_that_is_closed_leaves_its_base_without_adapters(
     assert not hasattr(backbone.model, "peft_config")
 
 
-def test_members_have_as_many_threads_as_this_process_and_no_gpu_of_a_cpu(config: RunConfig) -> None:
+def test_workers_have_as_many_threads_as_this_process_and_no_gpu_of_a_cpu(config: RunConfig) -> None:
     specs = engine_specs(config, "transformers", ON_THE_CPU)
     assert [spec.name for spec in specs] == ["engine-0", "engine-1"]
     assert {(spec.threads, spec.gpus) for spec in specs} == {(torch.get_num_threads(), 0)}

@@ -56,7 +56,7 @@ def main() -> None:
     def reported() -> None:
         kind = os.environ.get("RLFT_CARD", "cuda")
         pretended_card.install(loaded, kind)
-        pretended_card.install_in_members(library, report, kind)
+        pretended_card.install_in_workers(library, report, kind)
         try:
             if sys.argv[1] in others:
                 Path(sys.argv[2]).write_text(json.dumps(others[sys.argv[1]](*sys.argv[3:])))

@@ -34,7 +34,7 @@ class OnCard:
         """What the last command did on the card."""
         return self._lines()[-1]
 
-    def cards_of_members(self) -> dict[str, set[str]]:
+    def cards_of_workers(self) -> dict[str, set[str]]:
         """{process that the last command has started: the cards that it made tensors on}"""
         found: dict[str, set[str]] = {}
         *before, _ = self._lines()

@@ -484,7 +484,7 @@ class _Attention(torch.autograd.Function):
 
 # -- several processes -------------------------------------------------------------------------------------------------
 class Noted(Counter[str]):
-    """Counts of tensors by card, whose first tensor on a card is a line of JSON in a file: members end by SIGKILL."""
+    """Counts of tensors by card, whose first tensor on a card is a line of JSON in a file: workers end by SIGKILL."""
 
     def __init__(self, report: str, process: str) -> None:
         super().__init__()
@@ -510,10 +510,10 @@ class Nccl:
         return self.gloo.broadcast([x.inner for x in tensors], options)
 
 
-def install_in_members(library: str, report: str, kind: str) -> None:
+def install_in_workers(library: str, report: str, kind: str) -> None:
     """Has the Python processes that rlft starts from here on pretend as well, before anything else."""
-    card = f"import sys; sys.path[:] = {sys.path!r}; import pretended_member; "
-    child.BOOT = f"{card}pretended_member.begin({library!r}, {report!r}, {kind!r})\n{child.BOOT}"
+    card = f"import sys; sys.path[:] = {sys.path!r}; import pretended_worker; "
+    child.BOOT = f"{card}pretended_worker.begin({library!r}, {report!r}, {kind!r})\n{child.BOOT}"
 
 
 # -- torch.cuda, torch.xpu and torch.mps -------------------------------------------------------------------------------

@@ -120,10 +120,10 @@ def test_ranks_and_engines_compute_on_the_cards_of_their_placement_and_on_no_oth
     words = f"{SAMPLED_BY_TRANSFORMERS} {LEARNED} lora.dropout=0 prompts_per_step=2 group_size=3 steps=1 minibatches=1"
     words += " algorithm.entropy_coef=0.01 model.device=cuda:1 cluster.lanes=2"
     cards, expected = PLACED[placement]
-    members = f"cluster.ranks=2 cluster.engines=2 cluster.placement={placement}"
+    workers = f"cluster.ranks=2 cluster.engines=2 cluster.placement={placement}"
     alone = on_card.run(*words.split(), "hydra.run.dir=alone", cwd=tmp_path, CUDA_VISIBLE_DEVICES="7,5")
-    done = on_card.run(*f"{words} {members} hydra.run.dir=run".split(), cwd=tmp_path, CUDA_VISIBLE_DEVICES=cards)
-    assert {"run": set(on_card.counts()["tensors"]), **on_card.cards_of_members()} == {
+    done = on_card.run(*f"{words} {workers} hydra.run.dir=run".split(), cwd=tmp_path, CUDA_VISIBLE_DEVICES=cards)
+    assert {"run": set(on_card.counts()["tensors"]), **on_card.cards_of_workers()} == {
         process: {card} for process, card in expected.items()
     }
     assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from reused_members import ReusedMember, ReusedProcesses
+from reused_workers import ReusedProcesses, ReusedWorker
 from slow_cases import slow, slow_but
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from rlft.config.schema import RunConfig
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.workers import opened_trainer
 from rlft.model.packing import prompt_lengths
-from rlft.system.process.member import MemberError, MemberSpec
+from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.trainer import ranked_trainer
 from rlft.trainer.local import LocalTrainer, Trainer, TrainerState
 from rlft.trainer.ranked_trainer import RankedTrainer, RankError
@@ -145,11 +145,11 @@ def keys_of(case: str) -> tuple[str, ...]:
     return (*(key for key in COMMON if not key.startswith("lora.")), "lora=null", *OF_ALL_WEIGHTS[case][1])
 
 
-def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
+def specs_of(config: RunConfig, ranks: int) -> list[WorkerSpec]:
     arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": lanes_of(config)}
     factory = "rlft.loop.workers:RankWorker"
     return [
-        MemberSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
+        WorkerSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
         for rank in range(1, ranks)
     ]
 
@@ -214,11 +214,11 @@ class Bench:
                 yield local, local
                 return
             specs = specs_of(config, ranks)
-            members = [started_by.start(spec) for spec in specs]
+            workers = [started_by.start(spec) for spec in specs]
             limits = {"timeout": timeout, "host": "127.0.0.1", "note": print, "again": AGAIN}
             limits |= {"lanes": lanes_of(config), "sequence": sequence}
             try:
-                yield RankedTrainer(local, started_by, specs, members, **limits), local
+                yield RankedTrainer(local, started_by, specs, workers, **limits), local
             finally:
                 self.launcher.release()
 
@@ -436,9 +436,9 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The connection of the exchange is lost long before."""
-    call = ReusedMember.call
+    call = ReusedWorker.call
 
-    def told_late(member: ReusedMember, *args: Any, **kwargs: Any) -> Future[Any]:
+    def told_late(worker: ReusedWorker, *args: Any, **kwargs: Any) -> Future[Any]:
         shown: Future[Any] = Future()
 
         def tell(future: Future[Any]) -> None:
@@ -447,11 +447,11 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
             else:
                 threading.Timer(1.0, shown.set_exception, [error]).start()
 
-        call(member, *args, **kwargs).add_done_callback(tell)
+        call(worker, *args, **kwargs).add_done_callback(tell)
         return shown
 
     def fails() -> None:
-        monkeypatch.setattr(ReusedMember, "call", told_late)
+        monkeypatch.setattr(ReusedWorker, "call", told_late)
         monkeypatch.setattr(ranked_trainer, "GRACE_S", 0.1)
         at_call(monkeypatch, POINTS["update"], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))
 
@@ -483,7 +483,7 @@ def test_ranks_that_differ_are_not_saved(bench: Bench) -> None:
 
 
 class Failing:
-    """A launcher, and its members, which fail in every call; `raised`: with this, else they die."""
+    """A launcher, and its workers, which fail in every call; `raised`: with this, else they die."""
 
     address = "127.0.0.1"
 
@@ -492,7 +492,7 @@ class Failing:
         self.log.write_text("the last words\n")
         self.name = "rank-1"
 
-    def start(self, spec: MemberSpec) -> Failing:
+    def start(self, spec: WorkerSpec) -> Failing:
         self.num_started += 1
         return self
 
@@ -502,7 +502,7 @@ class Failing:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_exception(
-            self.raised or MemberError("rank-1 was killed by SIGKILL; its last lines:\nthe last words")
+            self.raised or WorkerError("rank-1 was killed by SIGKILL; its last lines:\nthe last words")
         )
         return future
 

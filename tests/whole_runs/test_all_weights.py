@@ -107,14 +107,14 @@ class Disturbed:
             nonlocal publish
             if (outgoing.number, number) == publish:
                 publish = None
-                os.kill(cast(Any, pools[0]._slots[1].member).pid, signal.SIGKILL)
+                os.kill(cast(Any, pools[0]._slots[1].worker).pid, signal.SIGKILL)
             return bucket(outgoing, number)
 
         def begun(pool: EnginePool, *args: Any) -> Any:
             work = begin(pool, *args)
             self.calls += 1
             if self.calls == unit:
-                os.kill(cast(Any, work.slot.member).pid, signal.SIGKILL)
+                os.kill(cast(Any, work.slot.worker).pid, signal.SIGKILL)
             return work
 
         patch.setattr(sending, "BUCKET", 2**20)

@@ -1,4 +1,4 @@
-"""Runs whose engines are members of a cluster: the numbers of a run by one process, and no process left behind.
+"""Runs whose engines are workers of a cluster: the numbers of a run by one process, and no process left behind.
 
 They sample conversations: each engine has the workers of its own environment beside it.
 """

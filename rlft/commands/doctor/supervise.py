@@ -20,8 +20,8 @@ from rlft.generation.adapter_files import memory_folder, remove_abandoned
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging, one_line
 from rlft.system.process.child import Child, Ended, function_of, wait_for
-from rlft.system.process.member import last_lines
 from rlft.system.process.running_time import RunningTime
+from rlft.system.process.worker import last_lines
 from rlft.types import UserError
 
 OUTPUT = "output.txt"

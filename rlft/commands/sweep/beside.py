@@ -18,8 +18,8 @@ from rlft.runs import run_status
 from rlft.system import disk
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.child import start_python
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import RunningTime
+from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, last_lines
 from rlft.system.terminal import Say
 
 FACTORY = "rlft.commands.sweep.beside:JobProcess"
@@ -32,12 +32,12 @@ REFUSED, STOPPED = 2, 1
 class RunningJob:
     """A job that has been started.
 
-    answer: of its member to the last call; clock: since that call; stopping: since `stop` was called, if it was;
+    answer: of its worker to the last call; clock: since that call; stopping: since `stop` was called, if it was;
     is_signalled: whether it has been told to save and end. A second signal would abandon the step in progress.
     """
 
     run: Run
-    member: Member
+    worker: Worker
     gpu: str | None
     answer: Future[Any]
     clock: RunningTime = field(default_factory=RunningTime)
@@ -48,7 +48,7 @@ class RunningJob:
         """Makes it finish its step, save and end; tells it once, whatever the reasons."""
         if not self.is_signalled:
             self.is_signalled = True
-            self.member.call("send", int(signal.SIGINT))
+            self.worker.call("send", int(signal.SIGINT))
 
 
 class SideBySide(Place):
@@ -59,7 +59,7 @@ class SideBySide(Place):
 
     Args:
         words: (run) -> the words after `rlft` that do it.
-        config: how many run at a time, and how long a member may take to answer.
+        config: how many run at a time, and how long a worker may take to answer.
         interrupt: its first signal makes the jobs save and end.
         on_gpus: whether each job needs a GPU of its own.
         gpus: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
@@ -84,7 +84,7 @@ class SideBySide(Place):
 
     def start(self, run: Run, is_pruned: Callable[[], bool]) -> None:
         gpu = self._free_gpus.pop(0) if self._free_gpus else None
-        spec = MemberSpec(
+        spec = WorkerSpec(
             name=f"job-{run.number}",
             factory=FACTORY,
             arguments={"words": list(self._words(run)), "cwd": str(Path.cwd())},
@@ -92,9 +92,9 @@ class SideBySide(Place):
             threads=threads_of_a_job(self._jobs),
             environment={} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu},
         )
-        member = self._launcher.start(spec)
-        self._say(f"job {run.number}: {run.name}; its output is in {os.path.relpath(member.log)}")
-        self._running[run] = RunningJob(run=run, member=member, gpu=gpu, answer=member.call("exit_code"))
+        worker = self._launcher.start(spec)
+        self._say(f"job {run.number}: {run.name}; its output is in {os.path.relpath(worker.log)}")
+        self._running[run] = RunningJob(run=run, worker=worker, gpu=gpu, answer=worker.call("exit_code"))
 
     def wait(self) -> None:
         """Waits a moment, then asks the running jobs again and passes a signal on."""
@@ -129,11 +129,11 @@ class SideBySide(Place):
             return
         try:
             code = job.answer.result()
-        except (MemberError, OSError) as error:
+        except (WorkerError, OSError) as error:
             self._end(job, Ending(How.failed, str(error)))
             return
         if code is None:
-            job.answer, job.clock = job.member.call("exit_code"), RunningTime()
+            job.answer, job.clock = job.worker.call("exit_code"), RunningTime()
         elif code == EXIT_CODE or (code < 0 and (self._interrupt.requested or job.stopping is not None)):
             self._end(job, Ending(How.interrupted))
         else:
@@ -143,7 +143,7 @@ class SideBySide(Place):
         """How a job ended whose process has ended by itself."""
         if code == 0:
             return Ending(How.finished)
-        log = job.member.log
+        log = job.worker.log
         how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
         problem = f"{(_refusal(log) if code > 0 else None) or how}; its output is in {log}"
         if code == STOPPED and run_status.error(job.run.folder) == disk.DiskError.__name__:
@@ -153,7 +153,7 @@ class SideBySide(Place):
     def _end(self, job: RunningJob, ending: Ending) -> None:
         del self._running[job.run]
         self._endings[job.run] = ending
-        job.member.kill()
+        job.worker.kill()
         if job.gpu is not None:
             self._free_gpus.append(job.gpu)
         if ending.problem:
@@ -176,7 +176,7 @@ def _refusal(log: Path) -> str | None:
 
 
 class JobProcess:
-    """An `rlft` process in a member of the cluster, whose log is its output; starts at once."""
+    """An `rlft` process in a worker of the cluster, whose log is its output; starts at once."""
 
     def __init__(self, words: Sequence[str], cwd: str) -> None:
         self._process = start_python("rlft:main", words, cwd=cwd)

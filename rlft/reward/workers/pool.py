@@ -1,8 +1,8 @@
 """Where rewards run: worker processes that may hang, crash or be killed, without the run hanging or crashing with them.
 
-The workers of this machine end with the thread that made their pool: make it where the loop runs. As members of the
-cluster (`cluster.scoring`), each is alone on its machine with a pool of one worker, so that the limits of time and
-memory, and how failures are attributed, are the same there.
+The workers of this machine end with the thread that made their pool: make it where the loop runs. With
+`cluster.scoring`, each process of the cluster has a pool of one worker, so that the limits of time and memory, and how
+failures are attributed, are the same there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from rlft.reward.workers.worker import (
     unpack,
 )
 from rlft.system.process.child import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, Child, Children, Ended
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, where_it_wrote
 
 StopWhen = Callable[[Reply], bool]
 
@@ -181,9 +181,9 @@ class InProcess:
         """Does nothing: there is nothing to end."""
 
 
-# -- in members --------------------------------------------------------------------------------------------------------
+# -- on a cluster ------------------------------------------------------------------------------------------------------
 class RewardHost:
-    """The object of a member: a reward worker on its machine. Its methods are called in the thread that made it."""
+    """What a process there holds: a reward worker on its machine, which is called in the thread that made it."""
 
     def __init__(self, *, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         self._pool = WorkerPool(specs, 1, timeout_s)
@@ -194,7 +194,7 @@ class RewardHost:
 
 
 class Scoring(NamedTuple):
-    """The work of a member on a task: it may take `limit_s` seconds, up to `end_s` by the clock of the members."""
+    """What a worker does on a task: it may take `limit_s` seconds, up to `end_s` by the pool's clock."""
 
     task: Task
     future: Future[Any]
@@ -202,14 +202,14 @@ class Scoring(NamedTuple):
     end_s: float
 
 
-class RewardMembers(Pool):
-    """Runs tasks in reward workers that are members, and replaces members that are lost with their machine.
+class ClusterPool(Pool):
+    """Runs tasks in reward workers on the cluster, and replaces those that are lost with their machine.
 
     Args:
         launcher: starts them; whoever opened it closes it.
-        timeout_s: seconds that a reward may take for a group; the member itself enforces it.
-        answer_s: further seconds that a member may take before it is replaced.
-        note: takes a line for the person watching when a member is replaced.
+        timeout_s: seconds that a reward may take for a group; the worker itself enforces it.
+        answer_s: further seconds that a worker may take before it is replaced.
+        note: takes a line for the person watching when a worker is replaced.
     """
 
     def __init__(
@@ -223,17 +223,17 @@ class RewardMembers(Pool):
         note: Callable[[str], None],
     ) -> None:
         factory, arguments = f"{__name__}:{RewardHost.__name__}", {"specs": tuple(rewards), "timeout_s": timeout_s}
-        self._specs = [MemberSpec(name=f"scorer-{i}", factory=factory, arguments=arguments) for i in range(num_workers)]
+        self._specs = [WorkerSpec(name=f"scorer-{i}", factory=factory, arguments=arguments) for i in range(num_workers)]
         self._launcher, self._timeout_s, self._answer_s, self._note = launcher, timeout_s, answer_s, note
-        self._members: list[Member] = [launcher.start(spec) for spec in self._specs]
-        self._answered: set[Member] = set()
-        self._busy: dict[int, Scoring] = {}  # by the member's number
+        self._workers: list[Worker] = [launcher.start(spec) for spec in self._specs]
+        self._answered: set[Worker] = set()
+        self._busy: dict[int, Scoring] = {}  # by the worker's number
         self._failures_in_a_row = 0
         self._clock = RunningTime()
 
     def close(self) -> None:
-        for member in self._members:
-            member.kill()
+        for worker in self._workers:
+            worker.kill()
 
     def _begin(self) -> None:
         for number in self._busy:
@@ -244,16 +244,16 @@ class RewardMembers(Pool):
         return bool(self._busy)
 
     def _dispatch(self, waiting: deque[Task]) -> None:
-        for number, member in enumerate(self._members):
+        for number, worker in enumerate(self._workers):
             if not waiting:
                 return
             if number in self._busy:
                 continue
             task = waiting.popleft()
             limit_s = self._answer_s + self._timeout_s * len(task.rewards) + GRACE_S
-            if member not in self._answered:
+            if worker not in self._answered:
                 limit_s += MAX_FAILED_STARTS * START_LIMIT_S
-            future = member.call("answer", packed_task(task))
+            future = worker.call("answer", packed_task(task))
             self._busy[number] = Scoring(task, future, limit_s, self._clock() + limit_s)
 
     def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
@@ -264,31 +264,31 @@ class RewardMembers(Pool):
             yield scoring.task, self._answer(number, scoring)
 
     def _answer(self, number: int, scoring: Scoring) -> Answer | None:
-        """The member's answer; None if the member is lost, and another one has taken its place."""
-        member = self._members[number]
+        """The worker's answer; None if the worker is lost, and another one has taken its place."""
+        worker = self._workers[number]
         if scoring.future.done():
             try:
                 answered: Answer = scoring.future.result()
-            except MemberError as error:
+            except WorkerError as error:
                 problem = str(error)
             else:
-                self._answered.add(member)
+                self._answered.add(worker)
                 self._failures_in_a_row = 0
                 return answered
         else:
             late = f"has not answered for {scoring.limit_s:g} s (cluster.timeout)"
-            problem = f"{member.name} {late}; {where_it_wrote(member.log)}"
+            problem = f"{worker.name} {late}; {where_it_wrote(worker.log)}"
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILED_STARTS:
             raise RewardError(f"reward workers were lost {MAX_FAILED_STARTS} times in a row; the last time {problem}")
         self._replace(number)
-        self._note(f"{member.name} is replaced: {problem.splitlines()[0]}")
+        self._note(f"{worker.name} is replaced: {problem.splitlines()[0]}")
         return None
 
     def _replace(self, number: int) -> None:
-        self._answered.discard(self._members[number])
-        self._members[number].kill()
-        self._members[number] = self._launcher.start(self._specs[number])
+        self._answered.discard(self._workers[number])
+        self._workers[number].kill()
+        self._workers[number] = self._launcher.start(self._specs[number])
 
 
 # -- details -----------------------------------------------------------------------------------------------------------

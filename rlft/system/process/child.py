@@ -1,6 +1,6 @@
 """Python processes that end with this one: how they are started, given work within limits, and ended.
 
-Reward workers, environments' workers, members of a cluster and the checks of `rlft doctor` are such processes. The
+Workers that score, play or hold an engine or a rank, and the checks of `rlft doctor`, are such processes. The
 kernel ends each of them with the thread that started it: start it in one that lives as long as it is needed.
 multiprocessing is not used: it would import the run's main module again, and starts a helper process.
 """

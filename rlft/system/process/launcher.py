@@ -1,7 +1,7 @@
-"""Starts a run's members as the section `cluster` says: as processes of this machine, or on a Ray cluster.
+"""Starts a run's workers as the section `cluster` says: as processes of this machine, or on a Ray cluster.
 
-Two threads for each process send its calls and read its answers, so that no call waits for a member that is busy,
-stopped or dead. One thread of the launcher starts all of them: the kernel ends a member with the thread that started
+Two threads for each process send its calls and read its answers, so that no call waits for a worker that is busy,
+stopped or dead. One thread of the launcher starts all of them: the kernel ends a worker with the thread that started
 it, and this thread lives as long as the process.
 """
 
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rlft.system.process.child import END_S, Child, Start, start_server
-from rlft.system.process.member import LOGS, Answer, Launcher, MemberError, MemberSpec, Shared, where_it_wrote
 from rlft.system.process.placement import check_room
+from rlft.system.process.worker import LOGS, Answer, Launcher, Shared, WorkerError, WorkerSpec, where_it_wrote
 
 POLL_S = 0.5
-"""Seconds between checks whether a silent member lives: a child of it may hold the connection open after its death."""
+"""Seconds between checks whether a silent worker lives: a child of it may hold the connection open after its death."""
 
 
 class LocalProcesses:
@@ -30,15 +30,15 @@ class LocalProcesses:
 
     def __init__(self, folder: Path, start: Start = start_server) -> None:
         self._logs, self._start_process = folder / LOGS, start
-        self._starter = ThreadPoolExecutor(1, "rlft-start-members")
-        self._members: list[ProcessMember] = []
+        self._starter = ThreadPoolExecutor(1, "rlft-start-workers")
+        self._workers: list[ProcessWorker] = []
         self._is_closed = False
 
     @property
     def address(self) -> str:
         return "127.0.0.1"
 
-    def start(self, spec: MemberSpec) -> ProcessMember:
+    def start(self, spec: WorkerSpec) -> ProcessWorker:
         return self._starter.submit(self._start, spec).result()
 
     def share(self, value: Any) -> Shared:
@@ -46,33 +46,33 @@ class LocalProcesses:
 
     def close(self) -> None:
         self._is_closed = True
-        for member in list(self._members):
-            member.kill()
+        for worker in list(self._workers):
+            worker.kill()
         self._starter.shutdown(wait=True, cancel_futures=True)
-        for member in self._members:  # those that were being started
-            member.kill()
-        for member in self._members:
-            member.wait(END_S)
-        self._members.clear()
+        for worker in self._workers:  # those that were being started
+            worker.kill()
+        for worker in self._workers:
+            worker.wait(END_S)
+        self._workers.clear()
 
-    def _start(self, spec: MemberSpec) -> ProcessMember:
+    def _start(self, spec: WorkerSpec) -> ProcessWorker:
         if self._is_closed:
-            raise MemberError(f"{spec.name} was not started: the run is ending")
+            raise WorkerError(f"{spec.name} was not started: the run is ending")
         self._logs.mkdir(parents=True, exist_ok=True)
-        member = ProcessMember(spec, self._logs / f"{spec.name}.log", self._start_process)
-        self._members[:] = [other for other in self._members if other.is_alive()] + [member]
-        return member
+        worker = ProcessWorker(spec, self._logs / f"{spec.name}.log", self._start_process)
+        self._workers[:] = [other for other in self._workers if other.is_alive()] + [worker]
+        return worker
 
 
-class ProcessMember(Child):
-    """A `Member`, whose protocol says what its methods do."""
+class ProcessWorker(Child):
+    """A `Worker`, whose protocol says what its methods do."""
 
-    def __init__(self, spec: MemberSpec, log: Path, start: Start) -> None:
+    def __init__(self, spec: WorkerSpec, log: Path, start: Start) -> None:
         self.name, self.log = spec.name, log
         with log.open("ab") as output:
             super().__init__(
                 f"rlft-{spec.name}",
-                "rlft.system.process.member:serve",
+                "rlft.system.process.worker:serve",
                 (spec.factory, spec.arguments),
                 output=output.fileno(),
                 environment=spec.variables,
@@ -93,7 +93,7 @@ class ProcessMember(Child):
                 self._waiting.append(future)
                 self._calls.put(message)
                 return future
-        future.set_exception(MemberError(self._ended))
+        future.set_exception(WorkerError(self._ended))
         return future
 
     def _send(self) -> None:
@@ -131,7 +131,7 @@ class ProcessMember(Child):
         self._calls.put(None)
         self.connection.close()
         for future in waiting:
-            Answer(error=MemberError(text)).resolve(future)
+            Answer(error=WorkerError(text)).resolve(future)
 
 
 @contextmanager
@@ -149,11 +149,11 @@ def open_launcher(
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
         folder: the run's folder.
-        on_gpus: whether members need GPUs.
+        on_gpus: whether workers need GPUs.
         own_gpu: the GPU of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
             cluster, the GPU is reserved there.
-        threads: number of threads of each member, except reward workers.
-        scorers: number of reward workers among the members.
+        threads: number of threads of each worker that does not score.
+        scorers: number of workers that score.
 
     Raises UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """

@@ -25,7 +25,7 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the members are.
+    """Where the workers are.
 
     Attributes:
         kind: `pairs` or `divided` on GPUs, `processes` on a CPU.
@@ -114,7 +114,7 @@ def place(
 
 
 def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -> UserError:
-    members = (
+    workers = (
         f"{counted(config.engines, 'engine')} of {counted(config.gpus_per_engine, 'GPU')} "
         f"and {counted(config.ranks, 'rank')}, {kind} ({reason})"
     )
@@ -125,12 +125,12 @@ def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -
     at_most = f"use at most {counted(most, 'engine')}"
     remedy = at_most if most and key == "cluster.engines" else "use fewer, or more GPUs"
     got = config.ranks if key == "cluster.ranks" else config.engines
-    problem = f"{members} need {counted(needed, 'GPU')}, and the cluster has {available}"
+    problem = f"{workers} need {counted(needed, 'GPU')}, and the cluster has {available}"
     return UserError(key, problem, got=got, remedy=remedy)
 
 
 def environment_of(gpus: Sequence[int], names: Sequence[str]) -> dict[str, str]:
-    """The environment variables of a member that has these GPUs of this machine, counted as in `Placement`.
+    """The environment variables of a worker that has these GPUs of this machine, counted as in `Placement`.
 
     `names` are those of all GPUs, that of the run's own process first.
     """
@@ -153,14 +153,14 @@ def all_gpus(own: torch.device) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a cluster can assign to members: the processor cores of all machines together, the GPUs of each."""
+    """What a cluster can assign to workers: the processor cores of all machines together, the GPUs of each."""
 
     cpus: float
     gpus: Sequence[int]
 
 
-def cores_of_a_member(threads: int, *, on_gpus: bool) -> int:
-    """The number of cores that Ray counts for a member, which on a GPU only waits, with one core."""
+def cores_of_a_worker(threads: int, *, on_gpus: bool) -> int:
+    """The number of cores that Ray counts for a worker, which on a GPU only waits, with one core."""
     return 1 if on_gpus else threads
 
 
@@ -171,17 +171,17 @@ def check_room(
 
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
-        threads: number of threads of each member.
+        threads: number of threads of each worker.
         scorers: number of reward workers, each of which has a core and no GPU.
         counts_own: whether the GPU of the run's own process is one of the cluster's.
     """
-    members = config.jobs if config.jobs > 1 else config.engines + config.ranks - 1
+    workers = config.jobs if config.jobs > 1 else config.engines + config.ranks - 1
     key = "jobs" if config.jobs > 1 else "engines" if config.engines else "ranks"
     if on_gpus and config.jobs > 1:
-        if members > sum(has.gpus):
+        if workers > sum(has.gpus):
             problem = f"each job that runs at a time has a GPU of its own, and the cluster has {sum(has.gpus)}"
             remedy = f"use cluster.jobs={max(1, sum(has.gpus))}"
-            raise UserError("cluster.jobs", problem, got=members, remedy=remedy)
+            raise UserError("cluster.jobs", problem, got=workers, remedy=remedy)
     elif on_gpus:
         place(config, on_gpus=True, available=sum(has.gpus) + (not counts_own))
         each = config.gpus_per_engine
@@ -190,10 +190,10 @@ def check_room(
             problem = f"an engine's GPUs are on one machine; machines with {counts} GPUs have room for {blocks}"
             remedy = "use fewer GPUs for each engine, or fewer engines"
             raise UserError("cluster.gpus_per_engine", problem, got=each, remedy=remedy)
-    each = cores_of_a_member(threads, on_gpus=on_gpus)
-    if members * each + scorers > has.cpus:
+    each = cores_of_a_worker(threads, on_gpus=on_gpus)
+    if workers * each + scorers > has.cpus:
         beside = f" beside {counted(scorers, 'reward worker')}" if scorers else ""
-        needed = f"{counted(members, 'process')} of {counted(each, 'thread')}{beside}"
+        needed = f"{counted(workers, 'process')} of {counted(each, 'thread')}{beside}"
         problem = f"{needed} need as many cores, and the cluster has {has.cpus:g}"
         fewer = "" if on_gpus else ", or fewer threads each (OMP_NUM_THREADS)"
         raise UserError(

@@ -1,7 +1,7 @@
-"""Members as actors of Ray, on any machine of a cluster; they share nothing with the run but bytes that Ray carries.
+"""Workers as actors of Ray, on any machine of a cluster; they share nothing with the run but bytes that Ray carries.
 
 An actor is never restarted by Ray (`max_restarts=0`): a new one would have no adapter, and calls in between would fail
-without saying why. Whoever uses a member replaces it.
+without saying why. Whoever uses a worker replaces it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from rlft.system.process.child import kill_group
-from rlft.system.process.member import LOGS, Answer, Host, LogReader, MemberError, MemberSpec, Place, where_it_wrote
-from rlft.system.process.placement import cores_of_a_member
+from rlft.system.process.placement import cores_of_a_worker
 from rlft.system.process.ray_session import RaySession, actor_on, python_path
+from rlft.system.process.worker import LOGS, Answer, Host, LogReader, Place, WorkerError, WorkerSpec, where_it_wrote
 from rlft.types import counted
 
 LOG_S = 20.0
 """Seconds that another machine may take to hand over the end of a log."""
 COPY_EVERY_S = 5.0
-"""Seconds between copies of the logs of other machines' members, so that they survive the loss of a machine."""
+"""Seconds between copies of the logs of other machines' workers, so that they survive the loss of a machine."""
 PART_BYTES = 2**20
 
 
@@ -35,7 +35,7 @@ class RayActors:
 
     def __init__(self, folder: Path, session: RaySession) -> None:
         self._logs, self._session = folder.absolute() / LOGS, session
-        self._members: list[RayMember] = []
+        self._workers: list[RayWorker] = []
         self._readers: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -55,14 +55,14 @@ class RayActors:
 
         return ray.util.get_node_ip_address()
 
-    def start(self, spec: MemberSpec) -> RayMember:
+    def start(self, spec: WorkerSpec) -> RayWorker:
         if self._is_closed:
-            raise MemberError(f"{spec.name} was not started: the run is ending")
+            raise WorkerError(f"{spec.name} was not started: the run is ending")
         self._logs.mkdir(parents=True, exist_ok=True)
-        member = RayMember(spec, self._logs / f"{spec.name}.log", self, self._session)
+        worker = RayWorker(spec, self._logs / f"{spec.name}.log", self, self._session)
         with self._lock:
-            self._members.append(member)
-        return member
+            self._workers.append(worker)
+        return worker
 
     def share(self, value: Any) -> Any:
         import ray
@@ -72,10 +72,10 @@ class RayActors:
     def close(self) -> None:
         self._is_closed = True
         self._closing.set()
-        for member in list(self._members):
-            member.kill()
+        for worker in list(self._workers):
+            worker.kill()
         self._answers.shutdown(wait=False, cancel_futures=True)
-        self._members.clear()
+        self._workers.clear()
         self._session.close()
 
     # -- logs ----------------------------------------------------------------------------------------------------------
@@ -110,15 +110,15 @@ class RayActors:
     def _copy_logs(self) -> None:
         while not self._closing.wait(COPY_EVERY_S):
             with self._lock:
-                members = list(self._members)
-            for member in members:
-                member.copy_log()
+                workers = list(self._workers)
+            for worker in workers:
+                worker.copy_log()
 
 
-class RayMember:
-    """A `Member`, whose protocol says what its methods do."""
+class RayWorker:
+    """A `Worker`, whose protocol says what its methods do."""
 
-    def __init__(self, spec: MemberSpec, log: Path, launcher: RayActors, session: RaySession) -> None:
+    def __init__(self, spec: WorkerSpec, log: Path, launcher: RayActors, session: RaySession) -> None:
         import ray
 
         self._name, self._log, self._launcher, self._session = spec.name, log, launcher, session
@@ -130,7 +130,7 @@ class RayMember:
         if not spec.gpus:
             variables.setdefault("CUDA_VISIBLE_DEVICES", "")
         actor: Any = ray.remote(Host)
-        cpus = cores_of_a_member(spec.threads, on_gpus=spec.gpus > 0)
+        cpus = cores_of_a_worker(spec.threads, on_gpus=spec.gpus > 0)
         self._actor = actor.options(
             num_cpus=cpus,
             num_gpus=spec.gpus,
@@ -162,7 +162,7 @@ class RayMember:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if self._ended is not None:
-            future.set_exception(MemberError(self._ended))
+            future.set_exception(WorkerError(self._ended))
             return future
         answered = self._actor.call.remote(method, *args, **kwargs).future()
         answered.add_done_callback(lambda done: self._launcher.later(self._resolve, done, future))
@@ -181,7 +181,7 @@ class RayMember:
             ray.kill(self._actor, no_restart=True)
 
     def copy_log(self) -> None:
-        """Updates the copy of the log if the member is on another machine."""
+        """Updates the copy of the log if the worker is on another machine."""
         place = None if self._ended is not None else self._place
         if place is not None and place.node != self._session.node:
             with self._copying:
@@ -197,7 +197,7 @@ class RayMember:
         try:
             reply: Answer = pickle.loads(done.result())
         except Exception as error:  # an unreadable reply, or Ray's error about an actor that has died
-            reply = Answer(error=MemberError(self._reap(error)) if _says_death(error) else error)
+            reply = Answer(error=WorkerError(self._reap(error)) if _says_death(error) else error)
         reply.resolve(future)
 
     def _reap(self, error: Exception) -> str:

@@ -29,14 +29,14 @@ from rlft.config.trainer import ClusterConfig
 from rlft.runs import run_folder, run_status
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.launcher import LocalProcesses
-from rlft.system.process.member import MemberError, MemberSpec
+from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.types import UserError
 
 
-class FakeMember:
-    """A member whose job ends with `code` after it was asked so often; `silent` never answers, `stuck` never ends."""
+class FakeWorker:
+    """A worker whose job ends with `code` after it was asked so often; `silent` never answers, `stuck` never ends."""
 
-    def __init__(self, spec: MemberSpec, folder: Path, code: Any, looks: int) -> None:
+    def __init__(self, spec: WorkerSpec, folder: Path, code: Any, looks: int) -> None:
         self.name, self.log, self.spec = spec.name, folder / f"{spec.name}.log", spec
         self.code, self.looks, self.is_alive, self.signals = code, looks, True, []
 
@@ -62,14 +62,14 @@ class FakeMember:
 class FakeLauncher:
     def __init__(self, folder: Path, codes: Sequence[Any] = (), looks: int = 2) -> None:
         self.folder, self.codes, self.looks = folder, list(codes), looks
-        self.members: list[FakeMember] = []
+        self.workers: list[FakeWorker] = []
         self.most_alive = 0
 
-    def start(self, spec: MemberSpec) -> FakeMember:
+    def start(self, spec: WorkerSpec) -> FakeWorker:
         code = self.codes.pop(0) if self.codes else 0
-        self.members.append(FakeMember(spec, self.folder, code, self.looks))
-        self.most_alive = max(self.most_alive, sum(member.is_alive for member in self.members))
-        return self.members[-1]
+        self.workers.append(FakeWorker(spec, self.folder, code, self.looks))
+        self.most_alive = max(self.most_alive, sum(worker.is_alive for worker in self.workers))
+        return self.workers[-1]
 
     def share(self, value: Any) -> Any: ...
 
@@ -124,8 +124,8 @@ def test_so_many_jobs_run_at_a_time_and_each_has_its_words(tmp_path: Path, said:
     launcher = FakeLauncher(tmp_path)
     Jobs(5, tmp_path).do(side_by_side(launcher, said))
     assert launcher.most_alive == 2
-    assert [m.spec.arguments["words"] for m in launcher.members] == [["train", f"seed={i}"] for i in range(5)]
-    assert not any(member.is_alive for member in launcher.members)
+    assert [m.spec.arguments["words"] for m in launcher.workers] == [["train", f"seed={i}"] for i in range(5)]
+    assert not any(worker.is_alive for worker in launcher.workers)
     assert said[0].startswith("job 0: seed=0; its output is in ")
     assert sum("is finished" in line for line in said) == 5
 
@@ -133,10 +133,10 @@ def test_so_many_jobs_run_at_a_time_and_each_has_its_words(tmp_path: Path, said:
 def test_each_running_job_has_a_gpu_of_its_own(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path)
     Jobs(4, tmp_path).do(side_by_side(launcher, said, gpus=("4", "6")))
-    gpus = [member.spec.environment["CUDA_VISIBLE_DEVICES"] for member in launcher.members]
+    gpus = [worker.spec.environment["CUDA_VISIBLE_DEVICES"] for worker in launcher.workers]
     assert gpus[:2] == ["4", "6"]
     assert sorted(gpus) == ["4", "4", "6", "6"]
-    assert {member.spec.gpus for member in launcher.members} == {0.0}
+    assert {worker.spec.gpus for worker in launcher.workers} == {0.0}
 
 
 def test_a_disk_that_is_full_begins_no_further_job(tmp_path: Path, said: list[str]) -> None:
@@ -146,18 +146,18 @@ def test_a_disk_that_is_full_begins_no_further_job(tmp_path: Path, said: list[st
     launcher = FakeLauncher(tmp_path, [1, "stuck"])
     with pytest.raises(JobsFailedError, match="job 0: the disk is full"):
         Jobs(5, tmp_path).do(side_by_side(launcher, said, timeout=0.05))
-    assert len(launcher.members) == 2
+    assert len(launcher.workers) == 2
 
 
 def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path: Path, said: list[str]) -> None:
     launcher: Any = FakeLauncher(tmp_path)
     config = ClusterConfig(kind="ray", address="auto", jobs=2)
     Jobs(2, tmp_path).do(SideBySide(launcher, words, config, Interrupt(said.append), said.append, on_gpus=True))
-    assert [(member.spec.gpus, dict(member.spec.environment)) for member in launcher.members] == [(1.0, {})] * 2
+    assert [(worker.spec.gpus, dict(worker.spec.environment)) for worker in launcher.workers] == [(1.0, {})] * 2
 
 
 def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, said: list[str]) -> None:
-    launcher = FakeLauncher(tmp_path, [0, 1, MemberError("job-2 was killed by SIGKILL"), 0])
+    launcher = FakeLauncher(tmp_path, [0, 1, WorkerError("job-2 was killed by SIGKILL"), 0])
     (tmp_path / "job-1.log").write_text("step 1\nrlft: stopped: the disk is full\n")
     jobs, place = Jobs(4, tmp_path), side_by_side(launcher, said)
     with pytest.raises(
@@ -200,7 +200,7 @@ def test_a_job_whose_process_says_nothing_is_given_up(tmp_path: Path, said: list
     launcher = FakeLauncher(tmp_path, ["silent", 0])
     with pytest.raises(JobsFailedError, match=r"job 0: its process has not answered for 0\.05 s \(cluster\.timeout\)"):
         Jobs(2, tmp_path).do(side_by_side(launcher, said, timeout=0.05))
-    assert not launcher.members[0].is_alive
+    assert not launcher.workers[0].is_alive
 
 
 def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_path: Path, said: list[str]) -> None:
@@ -210,8 +210,8 @@ def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_
     place.stop(jobs.runs[0])
     place.stop(jobs.runs[0])
     assert happens(lambda: jobs.is_over(place, 0), within_s=60)
-    assert launcher.members[0].signals == [signal.SIGINT], "it is asked once, and its time counts from then"
-    assert not launcher.members[0].is_alive
+    assert launcher.workers[0].signals == [signal.SIGINT], "it is asked once, and its time counts from then"
+    assert not launcher.workers[0].is_alive
     late = "has not ended 0.05 s after it was asked to (cluster.timeout): its process is killed"
     assert [line for line in said if "job 0 has" in line] == [f"job 0 {late}, its checkpoints stay in {tmp_path / '0'}"]
     assert happens(lambda: jobs.is_over(place, 1), within_s=20.0)
@@ -225,14 +225,14 @@ def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, s
     wait = place.wait
 
     def interrupted() -> None:
-        place._interrupt.requested = len(launcher.members) == 2
+        place._interrupt.requested = len(launcher.workers) == 2
         wait()
 
     place.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         Jobs(4, tmp_path).do(place)
-    assert len(launcher.members) == 2
-    assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
+    assert len(launcher.workers) == 2
+    assert [worker.signals for worker in launcher.workers] == [[signal.SIGINT]] * 2
 
 
 @pytest.mark.parametrize("stopped_first", [True, False])
@@ -248,7 +248,7 @@ def test_a_job_is_signalled_once_since_a_second_signal_would_abandon_its_step(
     place.wait()
     place.stop(jobs.runs[0])
     place.wait()
-    assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
+    assert [worker.signals for worker in launcher.workers] == [[signal.SIGINT]] * 2
 
 
 def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_sweep_side_by_side_is_interrupted_killed_and_repeated_and_equals_jobs
         lambda: any(steps_of(beside / "sweep" / j) > s for j, s in zip("01", saved, strict=True)), within_s=120
     )
     family = psutil.Process(second.pid).children(recursive=True)
-    assert len(family) >= 4, "a member and a job for each"
+    assert len(family) >= 4, "a worker and a job for each"
     second.kill()
     assert second.wait().code == -signal.SIGKILL
     assert happens(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), within_s=60)

@@ -1,4 +1,4 @@
-"""Workers and the life of the process they belong to; those that are members of the cluster, and are lost."""
+"""Workers and the life of the process they belong to; workers on a cluster that are lost."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from run_processes import happens
 from slow_cases import slow
 
 from rlft.reward.workers import pool
-from rlft.reward.workers.pool import RewardError, RewardMembers, WorkerPool
+from rlft.reward.workers.pool import ClusterPool, RewardError, WorkerPool
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.reward.workers.worker import Task
 from rlft.system.process.child import Child
-from rlft.system.process.launcher import LocalProcesses, ProcessMember
+from rlft.system.process.launcher import LocalProcesses, ProcessWorker
 from rlft.types import Group, Scores
 
 SCRIPT = """
@@ -135,7 +135,7 @@ def test_workers_that_cannot_start_end_the_run(monkeypatch):
     unable.close()
 
 
-# -- members of the cluster --------------------------------------------------------------------------------------------
+# -- workers of the cluster --------------------------------------------------------------------------------------------
 TIMEOUT_S = 0.4
 Make = Callable[..., Scorer]
 GroupOf = Callable[..., Group]
@@ -150,9 +150,9 @@ class Recorded(LocalProcesses):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.started: list[ProcessMember] = []
+        self.started: list[ProcessWorker] = []
 
-    def start(self, spec: Any) -> ProcessMember:
+    def start(self, spec: Any) -> ProcessWorker:
         self.started.append(super().start(spec))
         return self.started[-1]
 
@@ -171,15 +171,15 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def make(launcher: Recorded, notes: list[str]) -> Iterator[Make]:
-    """Makes a scorer whose workers are members."""
+    """Makes a scorer whose workers are on a cluster."""
     made: list[Scorer] = []
 
     def make(
         used: dict[str, RewardSpec], workers: int = 1, on_error: Any = -1.0, timeout_s: float = TIMEOUT_S,
         answer_s: float = 60.0,
     ) -> Scorer:  # fmt: skip
-        def opened(pooled: Any) -> RewardMembers:
-            return RewardMembers(launcher, pooled, workers, timeout_s=timeout_s, answer_s=answer_s, note=notes.append)
+        def opened(pooled: Any) -> ClusterPool:
+            return ClusterPool(launcher, pooled, workers, timeout_s=timeout_s, answer_s=answer_s, note=notes.append)
 
         made.append(Scorer(used, workers, timeout_s, on_error, open_pool=opened))
         return made[-1]
@@ -228,7 +228,7 @@ def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Make, g
         slow(signal.SIGSTOP, "scorer-0 is replaced: scorer-0 has not answered for 5 s (cluster.timeout); its log is "),
     ],
 )
-def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
+def test_a_worker_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     number: signal.Signals,
     told: str,
     make: Make,
@@ -243,25 +243,25 @@ def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     used = rewards("dawdle", path=str(diary), seconds=0.5)
     scorer = make(used, on_error="stop", timeout_s=2.0, answer_s=1.0)
     assert scorer([group(["abc"])]).total.tolist() == [[3.0]]
-    member = launcher.started[-1]
-    children = psutil.Process(member.pid).children()
-    [worker] = [child.pid for child in children if "rlft-reward-worker" in child.cmdline()]
+    worker = launcher.started[-1]
+    children = psutil.Process(worker.pid).children()
+    [scoring] = [child.pid for child in children if "rlft-reward-worker" in child.cmdline()]
     diary.unlink()
 
     def disturb() -> None:
         happens(diary.exists, within_s=60)
-        os.kill(member.pid, number)
+        os.kill(worker.pid, number)
 
     thread = Thread(target=disturb)
     thread.start()
     assert scorer([group(["abcd"])]).total.tolist() == [[4.0]]
     thread.join()
     assert [note[: len(told)] for note in notes] == [told]
-    assert launcher.started[-1] is not member
-    assert happens(lambda: not psutil.pid_exists(worker), within_s=60)
+    assert launcher.started[-1] is not worker
+    assert happens(lambda: not psutil.pid_exists(scoring), within_s=60)
 
 
-def test_members_that_are_lost_again_and_again_stop_the_run(
+def test_workers_that_are_lost_again_and_again_stop_the_run(
     make: Make, launcher: Recorded, group: GroupOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = make(rewards("length"))
@@ -274,9 +274,9 @@ def test_members_that_are_lost_again_and_again_stop_the_run(
         scorer([group(["abc"])])
 
 
-def killed(member: ProcessMember) -> ProcessMember:
-    member.kill()
-    return member
+def killed(worker: ProcessWorker) -> ProcessWorker:
+    worker.kill()
+    return worker
 
 
 def test_a_scorer_that_is_stopped_raises_soon(make: Make, group: GroupOf) -> None:

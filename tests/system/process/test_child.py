@@ -1,4 +1,4 @@
-"""A Python process that ends with this one; what pools and members make of it is tested with them."""
+"""A Python process that ends with this one; what pools and workers make of it is tested with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_command_line_has_its_output_in_a_file_and_takes_a_signal(tmp_path: Pa
     with log.open("ab") as output:
         words = ["train", "lr=1e-4"]
         process = start_python(
-            "cluster_members:show_and_wait", words, output=output.fileno(), environment={"EXTRA": "yes"}, cwd="/"
+            "cluster_workers:show_and_wait", words, output=output.fileno(), environment={"EXTRA": "yes"}, cwd="/"
         )
     assert happens(lambda: log.read_text() == "['train', 'lr=1e-4'] yes /\n", within_s=60)
     process.send_signal(signal.SIGINT)
@@ -26,11 +26,11 @@ def test_a_command_line_has_its_output_in_a_file_and_takes_a_signal(tmp_path: Pa
 def test_a_child_that_ends_says_how_and_one_that_is_late_is_ended() -> None:
     clock = RunningTime()
     for target, how in [("os:abort", "was killed by SIGABRT"), ("sys:exit", "ended with exit code 0")]:
-        child = Child("test", "cluster_members:call", (target,))
+        child = Child("test", "cluster_workers:call", (target,))
         while not wait_for([child], clock):
             pass
         assert child.receive() == Ended(how=how, is_late=False, was_stopped=False)
-    late = Child("test", "cluster_members:call", ("signal:pause",))
+    late = Child("test", "cluster_workers:call", ("signal:pause",))
     late.left_s = 0.5
     while not wait_for([late], clock):
         pass

@@ -1,4 +1,4 @@
-"""Members as processes of this machine."""
+"""Workers as processes of this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import cluster_members
+import cluster_workers
 import pytest
-from cluster_members import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
+from cluster_workers import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
 from run_processes import happens, is_alive
 
 from rlft.config.trainer import ClusterConfig
-from rlft.system.process.launcher import LocalProcesses, ProcessMember, open_launcher
-from rlft.system.process.member import MemberError, last_lines
+from rlft.system.process.launcher import LocalProcesses, ProcessWorker, open_launcher
+from rlft.system.process.worker import WorkerError, last_lines
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +29,31 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalProcesse
 
 
 @pytest.fixture(scope="module")
-def member(launcher: LocalProcesses) -> ProcessMember:
+def worker(launcher: LocalProcesses) -> ProcessWorker:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONUNBUFFERED", raising=False)  # the variable that a member must get from rlft
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # the variable that a worker must get from rlft
         return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
-def test_calls_are_answered_in_order_and_errors_come_back(member: ProcessMember, launcher: LocalProcesses) -> None:
-    check_answers(member, launcher)
+def test_calls_are_answered_in_order_and_errors_come_back(worker: ProcessWorker, launcher: LocalProcesses) -> None:
+    check_answers(worker, launcher)
 
 
-def test_a_member_has_the_threads_and_the_environment_of_its_spec(member: ProcessMember) -> None:
-    facts = member.call("facts").result(ANSWER_S)
+def test_a_worker_has_the_threads_and_the_environment_of_its_spec(worker: ProcessWorker) -> None:
+    facts = worker.call("facts").result(ANSWER_S)
     assert facts.pop("gpus") == os.environ.get("CUDA_VISIBLE_DEVICES")
-    assert facts == {"pid": member.pid, "group": member.pid, "threads": "3", "extra": "yes"}
+    assert facts == {"pid": worker.pid, "group": worker.pid, "threads": "3", "extra": "yes"}
 
 
-def test_its_output_is_in_the_runs_folder(member: ProcessMember, launcher: LocalProcesses) -> None:
-    member.call("add", 0).result(ANSWER_S)
-    assert member.log.parent.name == "cluster"
-    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=60)
+def test_its_output_is_in_the_runs_folder(worker: ProcessWorker, launcher: LocalProcesses) -> None:
+    worker.call("add", 0).result(ANSWER_S)
+    assert worker.log.parent.name == "cluster"
+    assert happens(lambda: "a calculator is made" in worker.log.read_text(), within_s=60)
 
 
-def test_a_busy_member_does_not_hold_up_who_calls_it(member: ProcessMember, tmp_path: Path) -> None:
-    busy = member.call("wait_for", tmp_path / "goes_on")
-    futures = [member.call("length", b"x" * 10_000_000) for _ in range(3)]
+def test_a_busy_worker_does_not_hold_up_who_calls_it(worker: ProcessWorker, tmp_path: Path) -> None:
+    busy = worker.call("wait_for", tmp_path / "goes_on")
+    futures = [worker.call("length", b"x" * 10_000_000) for _ in range(3)]
     assert not busy.done()
     (tmp_path / "goes_on").touch()
     assert [future.result(ANSWER_S) for future in futures] == [10_000_000] * 3
@@ -61,35 +61,35 @@ def test_a_busy_member_does_not_hold_up_who_calls_it(member: ProcessMember, tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_member_survives_signals_to_the_whole_job(number: signal.Signals, member: ProcessMember) -> None:
-    os.kill(member.pid, number)
-    assert member.call("length", "abc").result(ANSWER_S) == 3
+def test_a_worker_survives_signals_to_the_whole_job(number: signal.Signals, worker: ProcessWorker) -> None:
+    os.kill(worker.pid, number)
+    assert worker.call("length", "abc").result(ANSWER_S) == 3
 
 
 def test_an_object_that_cannot_be_made_fails_every_call(launcher: LocalProcesses) -> None:
     check_what_cannot_be_made(launcher)
 
 
-def test_a_dead_member_says_how_it_ended_and_what_it_said_last(launcher: LocalProcesses) -> None:
+def test_a_dead_worker_says_how_it_ended_and_what_it_said_last(launcher: LocalProcesses) -> None:
     check_death(launcher, "was killed by SIGKILL")
 
 
-def test_a_stopped_member_is_ended_by_a_kill_with_its_children(launcher: LocalProcesses) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-3"))
-    child = member.call("start_a_child").result(ANSWER_S)
-    os.kill(member.pid, signal.SIGSTOP)
-    future = member.call("add", 1)
+def test_a_stopped_worker_is_ended_by_a_kill_with_its_children(launcher: LocalProcesses) -> None:
+    worker = launcher.start(replace(SPEC, name="calculator-3"))
+    child = worker.call("start_a_child").result(ANSWER_S)
+    os.kill(worker.pid, signal.SIGSTOP)
+    future = worker.call("add", 1)
     with pytest.raises(TimeoutError):
         future.result(0.3)
-    member.kill()
-    member.kill()
-    with pytest.raises(MemberError, match="killed by SIGKILL"):
+    worker.kill()
+    worker.kill()
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
         future.result(ANSWER_S)
     assert happens(lambda: not is_alive(child), within_s=60)
 
 
-def test_a_member_outlives_the_thread_that_asked_for_it(launcher: LocalProcesses) -> None:
-    made: list[ProcessMember] = []
+def test_a_worker_outlives_the_thread_that_asked_for_it(launcher: LocalProcesses) -> None:
+    made: list[ProcessWorker] = []
     thread = threading.Thread(target=lambda: made.append(launcher.start(replace(SPEC, name="calculator-4"))))
     thread.start()
     thread.join()
@@ -97,29 +97,29 @@ def test_a_member_outlives_the_thread_that_asked_for_it(launcher: LocalProcesses
     assert made[0].call("add", 1).result(ANSWER_S) == 2
 
 
-def test_closing_ends_all_members(tmp_path: Path) -> None:
+def test_closing_ends_all_workers(tmp_path: Path) -> None:
     launcher = LocalProcesses(tmp_path)
-    member = launcher.start(SPEC)
-    future = member.call("sleep", 600)
+    worker = launcher.start(SPEC)
+    future = worker.call("sleep", 600)
     launcher.close()
     launcher.close()
-    assert not is_alive(member.pid)
-    with pytest.raises(MemberError, match="killed by SIGKILL"):
+    assert not is_alive(worker.pid)
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
         future.result(ANSWER_S)
     with pytest.raises(RuntimeError):
         launcher.start(SPEC)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_members_end_with_the_process_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
+def test_workers_end_with_the_process_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, cluster_members.__file__, str(tmp_path)]
+    command = [sys.executable, cluster_workers.__file__, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
         assert driver.stdout is not None
-        member = int(driver.stdout.readline())
-        assert is_alive(member)
+        worker = int(driver.stdout.readline())
+        assert is_alive(worker)
         os.kill(driver.pid, number)
-    assert happens(lambda: not is_alive(member), within_s=60)
+    assert happens(lambda: not is_alive(worker), within_s=60)
 
 
 def test_ray_without_an_address_is_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rlft.system.process.placement import (
     Resources,
     all_gpus,
     check_room,
-    cores_of_a_member,
+    cores_of_a_worker,
     environment_of,
     place,
     visible_gpus,
@@ -95,7 +95,7 @@ def test_a_cpu_has_no_gpus_to_give_out() -> None:
         place(cluster(gpus_per_engine=2), on_gpus=False)
 
 
-def test_members_see_their_own_gpus_alone() -> None:
+def test_workers_see_their_own_gpus_alone() -> None:
     assert environment_of((2, 3), ["1", "0", "4", "5"]) == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
@@ -162,6 +162,6 @@ def test_what_has_no_room_is_refused_with_numbers(
     assert str(caught.value).startswith(text)
 
 
-def test_a_member_on_a_gpu_needs_one_core() -> None:
-    assert cores_of_a_member(8, on_gpus=True) == 1
-    assert cores_of_a_member(8, on_gpus=False) == 8
+def test_a_worker_on_a_gpu_needs_one_core() -> None:
+    assert cores_of_a_worker(8, on_gpus=True) == 1
+    assert cores_of_a_worker(8, on_gpus=False) == 8

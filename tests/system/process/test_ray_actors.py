@@ -1,4 +1,4 @@
-"""Members as actors of Ray, on a cluster of two "machines"."""
+"""Workers as actors of Ray, on a cluster of two "machines"."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import ray_driver
-from cluster_members import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
+from cluster_workers import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
 from ray_cluster import two_machines
 from run_processes import happens, is_alive
 
 from rlft.system.process import ray_session
-from rlft.system.process.member import MemberError
-from rlft.system.process.ray_actors import RayActors, RayMember
+from rlft.system.process.ray_actors import RayActors, RayWorker
 from rlft.system.process.ray_session import RaySession
+from rlft.system.process.worker import WorkerError
 from rlft.types import UserError
 
 
@@ -42,25 +42,25 @@ def launcher(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def member(launcher: RayActors) -> RayMember:
+def worker(launcher: RayActors) -> RayWorker:
     return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
-def test_calls_are_answered_in_order_on_another_machine(member: RayMember, launcher: RayActors) -> None:
-    check_answers(member, launcher)
-    facts = member.call("facts").result(ANSWER_S)
+def test_calls_are_answered_in_order_on_another_machine(worker: RayWorker, launcher: RayActors) -> None:
+    check_answers(worker, launcher)
+    facts = worker.call("facts").result(ANSWER_S)
     assert (facts["threads"], facts["extra"]) == ("3", "yes")
-    assert member.place is not None
-    assert member.place.node != launcher.node
+    assert worker.place is not None
+    assert worker.place.node != launcher.node
 
 
 @pytest.mark.slow
-def test_a_log_comes_over_from_another_machine(member: RayMember) -> None:
-    member.call("add", 0).result(ANSWER_S)
-    assert member.place is not None
-    assert "other machine" in member.place.log
-    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=60)
-    assert "other machine" not in str(member.log)
+def test_a_log_comes_over_from_another_machine(worker: RayWorker) -> None:
+    worker.call("add", 0).result(ANSWER_S)
+    assert worker.place is not None
+    assert "other machine" in worker.place.log
+    assert happens(lambda: "a calculator is made" in worker.log.read_text(), within_s=60)
+    assert "other machine" not in str(worker.log)
 
 
 @pytest.mark.slow
@@ -68,30 +68,30 @@ def test_an_object_that_cannot_be_made_fails_every_call(launcher: RayActors) -> 
     check_what_cannot_be_made(launcher)
 
 
-def test_a_dead_member_says_what_it_said_last(launcher: RayActors) -> None:
+def test_a_dead_worker_says_what_it_said_last(launcher: RayActors) -> None:
     check_death(launcher, "has died")
 
 
 @pytest.mark.slow
-def test_a_stopped_member_on_another_machine_is_ended_by_a_kill(launcher: RayActors) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-3"))
-    pid = member.call("facts").result(ANSWER_S)["pid"]
+def test_a_stopped_worker_on_another_machine_is_ended_by_a_kill(launcher: RayActors) -> None:
+    worker = launcher.start(replace(SPEC, name="calculator-3"))
+    pid = worker.call("facts").result(ANSWER_S)["pid"]
     os.kill(pid, signal.SIGSTOP)
-    future = member.call("add", 1)
-    member.kill()
-    member.kill()
-    with pytest.raises(MemberError, match="calculator-3 was killed"):
+    future = worker.call("add", 1)
+    worker.kill()
+    worker.kill()
+    with pytest.raises(WorkerError, match="calculator-3 was killed"):
         future.result(ANSWER_S)
     assert happens(lambda: not is_alive(pid), within_s=60)  # Ray gives it five seconds to answer
 
 
 @pytest.mark.slow
-def test_a_member_that_finds_no_room_says_what_it_waits_for(launcher: RayActors) -> None:
-    member = launcher.start(replace(SPEC, name="calculator-4", threads=1000))
+def test_a_worker_that_finds_no_room_says_what_it_waits_for(launcher: RayActors) -> None:
+    worker = launcher.start(replace(SPEC, name="calculator-4", threads=1000))
     with pytest.raises(TimeoutError):
-        member.call("add", 1).result(0.5)
-    assert "Ray is asked for a process with 0 GPUs and 1000 cores" in member.log.read_text()
-    member.kill()
+        worker.call("add", 1).result(0.5)
+    assert "Ray is asked for a process with 0 GPUs and 1000 cores" in worker.log.read_text()
+    worker.kill()
 
 
 @pytest.mark.slow
@@ -122,11 +122,11 @@ def test_a_cluster_with_another_token_is_refused(cluster: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, member: RayMember) -> None:
+def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, worker: RayWorker) -> None:
     """Of the two GPUs of a machine, as Ray sees it, the run computes on the second."""
-    member.call("facts").result(ANSWER_S)
-    assert member.place is not None
-    node = member.place.node
+    worker.call("facts").result(ANSWER_S)
+    assert worker.place is not None
+    node = worker.place.node
     holders = [ray_session.reserve("1", node)]
     assert holders[0] is not None
     other = launcher.start(replace(SPEC, name="calculator-5", gpus=1.0))
@@ -155,14 +155,14 @@ def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
 
 @pytest.mark.slow
 def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
-    cluster: Any, launcher: RayActors, member: RayMember
+    cluster: Any, launcher: RayActors, worker: RayWorker
 ) -> None:
-    pid = member.call("facts").result(ANSWER_S)["pid"]
+    pid = worker.call("facts").result(ANSWER_S)["pid"]
     launcher.close()
     launcher.close()
     assert happens(lambda: not is_alive(pid), within_s=60)
     ray_session.check_joinable(cluster.address)
-    with pytest.raises(MemberError, match="the run is ending"):
+    with pytest.raises(WorkerError, match="the run is ending"):
         launcher.start(SPEC)
 
 

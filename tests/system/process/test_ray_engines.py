@@ -15,8 +15,8 @@ from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
 from rlft.model.backbone import Backbone
 from rlft.system.process.launcher import open_launcher
-from rlft.system.process.member import Launcher
-from rlft.system.process.ray_actors import RayMember
+from rlft.system.process.ray_actors import RayWorker
+from rlft.system.process.worker import Launcher
 from rlft.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -62,6 +62,6 @@ def test_an_actor_that_is_killed_or_stopped_changes_no_completion(
     assert [note[: len(late[0])] for note in notes[1:]] == (late if engine == "transformers" else [])
 
 
-def pid_of(member: RayMember) -> int:
-    assert member.place is not None
-    return member.place.pid
+def pid_of(worker: RayWorker) -> int:
+    assert worker.place is not None
+    return worker.place.pid

@@ -1,7 +1,7 @@
-"""A member: a process that does a part of a run's work, on any machine.
+"""A worker: a process that does a part of a run's work, on any machine.
 
-A member holds one object, made by a factory in its own process. The run calls that object's methods and gets futures of
-Python's `concurrent.futures`, whether the member is a process of this machine or an actor of Ray. Here are the
+A worker holds one object, made by a factory in its own process. The run calls that object's methods and gets futures of
+Python's `concurrent.futures`, whether the worker is a process of this machine or an actor of Ray. Here are the
 interface and what runs in that process: it makes the object, and answers calls in order.
 """
 
@@ -27,28 +27,28 @@ from typing import Any, NamedTuple, Protocol
 from rlft.system.process.child import end_group, function_of
 
 LOGS = "cluster"
-"""The folder of the members' logs in the run's folder."""
+"""The folder of the workers' logs in the run's folder."""
 
 
-class MemberError(RuntimeError):
-    """A member did not answer: it died, or its time limit passed. The message names it and its log."""
+class WorkerError(RuntimeError):
+    """A worker did not answer: it died, or its time limit passed. The message names it and its log."""
 
 
 class RemoteTracebackError(Exception):
-    """The cause of an exception that comes back from a member: the traceback there, as text."""
+    """The cause of an exception that comes back from a worker: the traceback there, as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSpec:
-    """What a member is.
+class WorkerSpec:
+    """What a worker is.
 
     Attributes:
         name: a name like "engine-0", unique in the run; the log is `<run>/cluster/<name>.log`.
-        factory: `package.module:callable` that makes the object in the member's process, of the pickled arguments.
-        gpus: number of GPUs that the member has to itself.
+        factory: `package.module:callable` that makes the object in the worker's process, of the pickled arguments.
+        gpus: number of GPUs that the worker has to itself.
         threads: number of threads of torch and of its libraries.
         environment: environment variables that are set before Python starts.
     """
@@ -86,7 +86,7 @@ class Answer:
                 future.set_exception(self.error)
 
 
-class Member(Protocol):
+class Worker(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -96,41 +96,41 @@ class Member(Protocol):
         ...
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls a method of the member's object; calls of one member are answered in order.
+        """Calls a method of the worker's object; calls of one worker are answered in order.
 
-        The future holds the answer, the exception that the method raised, or MemberError if the process has died. It
-        has no time limit of its own: whoever waits for it sets one, and kills the member when it passes.
+        The future holds the answer, the exception that the method raised, or WorkerError if the process has died. It
+        has no time limit of its own: whoever waits for it sets one, and kills the worker when it passes.
         """
         ...
 
     def kill(self) -> None:
-        """Ends the process at once; its futures get MemberError. Safe to call twice."""
+        """Ends the process at once; its futures get WorkerError. Safe to call twice."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts members, and ends those that are left when it is closed."""
+    """Starts workers, and ends those that are left when it is closed."""
 
     @property
     def address(self) -> str:
-        """The address of this machine, as members can reach it."""
+        """The address of this machine, as workers can reach it."""
         ...
 
-    def start(self, spec: MemberSpec) -> Member:
-        """Starts a member without waiting for it: the first answered call says that its object is made."""
+    def start(self, spec: WorkerSpec) -> Worker:
+        """Starts a worker without waiting for it: the first answered call says that its object is made."""
         ...
 
     def share(self, value: Any) -> Any:
-        """A reference to a large value that is sent once, to be given as an argument of calls to several members."""
+        """A reference to a large value that is sent once, to be given as an argument of calls to several workers."""
         ...
 
     def close(self) -> None:
-        """Ends all members and whatever the launcher has started. Safe to call twice."""
+        """Ends all workers and whatever the launcher has started. Safe to call twice."""
         ...
 
 
 def last_lines(log: Path, num: int = 12) -> str:
-    """The last lines of a member's log for an error message; empty if there are none."""
+    """The last lines of a worker's log for an error message; empty if there are none."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -139,21 +139,21 @@ def last_lines(log: Path, num: int = 12) -> str:
 
 
 def where_it_wrote(log: Path) -> str:
-    """The end of an error message about a member: its log, and its last lines if there are any."""
+    """The end of an error message about a worker: its log, and its last lines if there are any."""
     tail = last_lines(log)
     return f"its log is {log}" + (f"; its last lines:\n{tail}" if tail else "")
 
 
-# -- the process of a member -------------------------------------------------------------------------------------------
+# -- the process of a worker -------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """A value that is pickled once, for calls to several members."""
+    """A value that is pickled once, for calls to several workers."""
 
     pickled: bytes
 
 
 class Held:
-    """The object of a member. An error in making it becomes the answer to every call."""
+    """The object of a worker. An error in making it becomes the answer to every call."""
 
     def __init__(self, factory: str, arguments: Mapping[str, Any]) -> None:
         self._object: Any = None
@@ -175,9 +175,9 @@ class Held:
 
 
 def serve(connection: Connection, factory: str, arguments: Mapping[str, Any]) -> None:
-    """Runs in the process of a member: answers the calls that come over the connection.
+    """Runs in the process of a worker: answers the calls that come over the connection.
 
-    A thread reads the calls, so that a caller never waits for a member that is busy. It ends the process as soon as
+    A thread reads the calls, so that a caller never waits for a worker that is busy. It ends the process as soon as
     the other end is closed: the process that started it has ended, or wants it to end.
     """
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ def _read(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
 
 
 def unpacked(value: Any) -> Any:
-    """The value; one that is shared between members is unpickled."""
+    """The value; one that is shared between workers is unpickled."""
     return pickle.loads(value.pickled) if isinstance(value, Shared) else value
 
 
@@ -217,7 +217,7 @@ def failure(error: Exception) -> Answer:
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------
 class Place(NamedTuple):
-    """Where a member is; `log` is the file of its output on that machine."""
+    """Where a worker is; `log` is the file of its output on that machine."""
 
     node: str
     host: str
@@ -226,7 +226,7 @@ class Place(NamedTuple):
 
 
 class Host:
-    """The actor of a member. Its answers are bytes, so that exceptions of any class can be sent."""
+    """The actor of a worker. Its answers are bytes, so that exceptions of any class can be sent."""
 
     def __init__(self, name: str, log: str, node: str, paths: Sequence[str]) -> None:
         """Sends the process's output to the log, or to a file of this machine if the log is on another one."""

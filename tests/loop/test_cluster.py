@@ -1,4 +1,4 @@
-"""Which GPUs the members of a run have."""
+"""Which GPUs the workers of a run have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from pool_engines import CountingEngine, ThreadLauncher
 
 from rlft.config.schema import RunConfig
-from rlft.loop import members
-from rlft.loop.members import engine_specs, rank_specs
-from rlft.system.process.member import MemberSpec
+from rlft.loop import cluster
+from rlft.loop.cluster import engine_specs, rank_specs
 from rlft.system.process.placement import Placement, place
+from rlft.system.process.worker import WorkerSpec
 
 KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "cluster.ranks=3")
 
@@ -27,11 +27,11 @@ KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five GPUs, of which the run's own process has the second."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,2,0")
-    monkeypatch.setattr(members, "resolve_device", torch.device)
+    monkeypatch.setattr(cluster, "resolve_device", torch.device)
 
 
 def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dict[str, str]]]:
-    """{name: (GPUs that the launcher is asked for, its variables)} of all members."""
+    """{name: (GPUs that the launcher is asked for, its variables)} of all workers."""
     algorithm = SimpleNamespace(teacher_top_k=0)
     plan: Any = SimpleNamespace(config=config, placement=placement, needs_old=False, algorithm=algorithm)
     all_specs = [*engine_specs(config, "transformers", placement), *rank_specs(plan)]
@@ -40,7 +40,7 @@ def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dic
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_members_here_see_the_gpus_of_the_placement(
+def test_workers_here_see_the_gpus_of_the_placement(
     kind: str, gpus: None, run_config: Callable[..., RunConfig]
 ) -> None:
     config = run_config(*KEYS, f"cluster={kind}")
@@ -65,10 +65,10 @@ def test_the_launcher_is_told_the_runs_own_gpu(
     gpus: None, run_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(members, "open_launcher", lambda *args, **kwargs: told.append(kwargs))
+    monkeypatch.setattr(cluster, "open_launcher", lambda *args, **kwargs: told.append(kwargs))
     for device in ("cuda:1", "cpu"):
         plan: Any = SimpleNamespace(config=run_config(*KEYS, f"model.device={device}"))
-        members.opened_launcher(plan, tmp_path)
+        cluster.opened_launcher(plan, tmp_path)
     assert [(kwargs["on_gpus"], kwargs["own_gpu"]) for kwargs in told] == [(True, "5"), (False, None)]
 
 
@@ -87,16 +87,16 @@ def test_ranks_load_their_bases_once_an_engine_on_the_same_gpu_has_measured_its_
 
     monkeypatch.setattr(CountingEngine, "started", start_slowly)
     faultless = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
-    slow = [MemberSpec(name=f"engine-{i}", factory="-", arguments=faultless) for i in range(2)]
-    monkeypatch.setattr(members, "engine_specs", lambda *_: slow)
-    monkeypatch.setattr(members, "opened_launcher", lambda *_: closing(ThreadLauncher(tmp_path)))
-    monkeypatch.setattr(members, "rank_specs", lambda *_: events.append("ranks") or [])
+    slow = [WorkerSpec(name=f"engine-{i}", factory="-", arguments=faultless) for i in range(2)]
+    monkeypatch.setattr(cluster, "engine_specs", lambda *_: slow)
+    monkeypatch.setattr(cluster, "opened_launcher", lambda *_: closing(ThreadLauncher(tmp_path)))
+    monkeypatch.setattr(cluster, "rank_specs", lambda *_: events.append("ranks") or [])
     config = run_config("generation=transformers", "cluster.engines=2", "cluster.ranks=2")
     placement = Placement(kind=kind, reason="", gpus=2)
     plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None, images=2)
     if kind == "pairs":
         threading.Timer(0.05, may_start.set).start()
-    with members.open_members(plan, tmp_path, print, has_ranks=True) as opened:
+    with cluster.open_workers(plan, tmp_path, print, has_ranks=True) as opened:
         events.append("base")
         assert events == order
         may_start.set()

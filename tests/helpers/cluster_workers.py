@@ -1,4 +1,4 @@
-"""Objects that members of a cluster hold in tests, and a program that starts one and waits."""
+"""Objects that workers of a cluster hold in tests, and a program that starts one and waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from rlft.system.process.child import function_of
 from rlft.system.process.launcher import LocalProcesses
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec
+from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec
 from rlft.types import UserError
 
 
@@ -68,7 +68,7 @@ class Calculator:
         }
 
     def start_a_child(self) -> int:
-        """A process of the member's own, which holds nothing of ours and sleeps."""
+        """A process of the worker's own, which holds nothing of ours and sleeps."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 
@@ -89,55 +89,55 @@ def call(connection: Any, target: str) -> None:
     function_of(target)()
 
 
-SPEC = MemberSpec(name="calculator-0", factory="cluster_members:Calculator")
+SPEC = WorkerSpec(name="calculator-0", factory="cluster_workers:Calculator")
 ANSWER_S = 60.0
 
 
-def check_answers(member: Member, launcher: Launcher) -> None:
-    """Calls of a new member are answered in order, errors come back as what they are, and values can be shared."""
-    futures = [member.call("add", 1), member.call("add", 2, times=3), member.call("add", 0)]
+def check_answers(worker: Worker, launcher: Launcher) -> None:
+    """Calls of a new worker are answered in order, errors come back as what they are, and values can be shared."""
+    futures = [worker.call("add", 1), worker.call("add", 2, times=3), worker.call("add", 0)]
     assert [future.result(ANSWER_S) for future in futures] == [11, 17, 17]  # 10 + 1; + 2 * 3; + 0
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
-        member.call("divide", 0).result(ANSWER_S)
+        worker.call("divide", 0).result(ANSWER_S)
     assert "return self.total / number" in str(caught.value.__cause__)
     with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$") as mistake:
-        member.call("refuse").result(ANSWER_S)
+        worker.call("refuse").result(ANSWER_S)
     assert (mistake.value.key, mistake.value.got) == ("some.key", 3)
     for method in ("raise_what_cannot_be_sent", "what_cannot_be_sent"):
         with pytest.raises(Exception, match=r"no copy of this|[Pp]ickle"):
-            member.call(method).result(ANSWER_S)
-        assert member.call("length", [1, 2]).result(ANSWER_S) == 2
+            worker.call(method).result(ANSWER_S)
+        assert worker.call("length", [1, 2]).result(ANSWER_S) == 2
     shared = launcher.share(b"x" * 3_000_000)  # more than a connection's buffer holds
-    assert member.call("length", shared).result(ANSWER_S) == 3_000_000
+    assert worker.call("length", shared).result(ANSWER_S) == 3_000_000
 
 
 def check_what_cannot_be_made(launcher: Launcher) -> None:
     """An object that cannot be made fails every call."""
-    member = launcher.start(replace(SPEC, name="calculator-1", arguments={"start": -1}))
+    worker = launcher.start(replace(SPEC, name="calculator-1", arguments={"start": -1}))
     for _ in range(2):
         with pytest.raises(UserError, match=r"^start: must not be negative, got -1"):
-            member.call("add", 1).result(ANSWER_S)
-    member.kill()
+            worker.call("add", 1).result(ANSWER_S)
+    worker.kill()
 
 
 def check_death(launcher: Launcher, how: str) -> None:
-    """A dead member says how it ended and what it said last."""
-    member = launcher.start(replace(SPEC, name="calculator-2"))
-    futures = [member.call("die"), member.call("add", 1)]
+    """A dead worker says how it ended and what it said last."""
+    worker = launcher.start(replace(SPEC, name="calculator-2"))
+    futures = [worker.call("die"), worker.call("add", 1)]
     for future in futures:
-        with pytest.raises(MemberError, match=rf"(?s)calculator-2 {how}.*its log is [^\n]*\n.*about to die"):
+        with pytest.raises(WorkerError, match=rf"(?s)calculator-2 {how}.*its log is [^\n]*\n.*about to die"):
             future.result(ANSWER_S)
-    with pytest.raises(MemberError, match=f"calculator-2 {how}"):
-        member.call("add", 1).result(ANSWER_S)
+    with pytest.raises(WorkerError, match=f"calculator-2 {how}"):
+        worker.call("add", 1).result(ANSWER_S)
 
 
 def main() -> None:
-    """Starts a member that is busy, says its id, and sleeps in turn."""
+    """Starts a worker that is busy, says its id, and sleeps in turn."""
     launcher = LocalProcesses(Path(sys.argv[1]))
-    member = launcher.start(SPEC)
-    member.call("add", 1).result(30)
-    member.call("sleep", 600)
-    print(member.pid, flush=True)
+    worker = launcher.start(SPEC)
+    worker.call("add", 1).result(30)
+    worker.call("sleep", 600)
+    print(worker.pid, flush=True)
     time.sleep(600)
 
 

@@ -16,12 +16,12 @@ from rlft.config.trainer import ClusterConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.pool import EnginePool, units_of
 from rlft.plan.train_plan import TrainPlan
-from rlft.reward.workers.pool import RewardMembers
+from rlft.reward.workers.pool import ClusterPool
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.device import resolve_device
 from rlft.system.process.launcher import open_launcher
-from rlft.system.process.member import Launcher, Member, MemberSpec
 from rlft.system.process.placement import Placement, all_gpus, environment_of
+from rlft.system.process.worker import Launcher, Worker, WorkerSpec
 from rlft.trainer.local import LocalTrainer, Trainer
 from rlft.trainer.ranked_trainer import RankedTrainer
 from rlft.trainer.ranks import LaneShare
@@ -36,12 +36,12 @@ class Ranks:
     """The ranks 1, 2, .. besides the run's own process, which load their bases while this one loads its own."""
 
     launcher: Launcher
-    specs: Sequence[MemberSpec]
-    members: Sequence[Member]
+    specs: Sequence[WorkerSpec]
+    workers: Sequence[Worker]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Members:
+class Workers:
     """What a run has in other processes; None where it has none.
 
     Attributes:
@@ -51,19 +51,19 @@ class Members:
 
     pool: EnginePool | None = None
     ranks: Ranks | None = None
-    open_rewards: Callable[[Sequence[RewardSpec]], RewardMembers] | None = None
+    open_rewards: Callable[[Sequence[RewardSpec]], ClusterPool] | None = None
 
 
 @contextmanager
-def open_members(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, has_ranks: bool) -> Iterator[Members]:
+def open_workers(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, has_ranks: bool) -> Iterator[Workers]:
     """Starts engines and ranks in other processes as far as the plan has any; they end afterwards.
 
-    note: called with a line when a member is replaced. has_ranks: whether the run trains, and so has ranks.
+    note: called with a line when a worker is replaced. has_ranks: whether the run trains, and so has ranks.
     """
     cluster = plan.config.cluster
     has_ranks = has_ranks and cluster.ranks > 1
     if not (cluster.engines or has_ranks or cluster.scoring):
-        yield Members()
+        yield Workers()
         return
     with ExitStack() as stack:
         launcher, pool, ranks = stack.enter_context(opened_launcher(plan, folder)), None, None
@@ -76,14 +76,14 @@ def open_members(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, 
                 pool.wait_until_started()
         if has_ranks:
             specs = rank_specs(plan)
-            ranks = Ranks(launcher=launcher, specs=specs, members=[launcher.start(spec) for spec in specs])
+            ranks = Ranks(launcher=launcher, specs=specs, workers=[launcher.start(spec) for spec in specs])
 
-        def open_rewards(rewards: Sequence[RewardSpec]) -> RewardMembers:
+        def open_rewards(rewards: Sequence[RewardSpec]) -> ClusterPool:
             scoring = plan.config.scoring
             times = {"timeout_s": scoring.timeout, "answer_s": cluster.timeout}
-            return RewardMembers(launcher, rewards, scoring.workers, **times, note=note)
+            return ClusterPool(launcher, rewards, scoring.workers, **times, note=note)
 
-        yield Members(pool=pool, ranks=ranks, open_rewards=open_rewards if cluster.scoring else None)
+        yield Workers(pool=pool, ranks=ranks, open_rewards=open_rewards if cluster.scoring else None)
 
 
 def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
@@ -115,45 +115,45 @@ def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None
 
 def engine_specs(
     config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None, images: int = 0
-) -> list[MemberSpec]:
+) -> list[WorkerSpec]:
     """The engines' specs, for prompts with at most so many images.
 
     Each has as many threads as this process: on a CPU the bits of a product depend on them.
     """
     cluster = config.cluster
-    in_member = replace(config, model=model_of_a_member(config.model))
+    for_workers = replace(config, model=model_of_a_worker(config.model))
     unbound: Gpus = {"gpus": 0, "environment": NOT_BOUND}
     return [
-        MemberSpec(
+        WorkerSpec(
             name=f"engine-{number}",
             factory=ENGINE,
-            arguments={"config": in_member, "engine": engine, "environment": environment, "images": images},
+            arguments={"config": for_workers, "engine": engine, "environment": environment, "images": images},
             threads=torch.get_num_threads(),
-            **(unbound if placement.kind == "processes" else gpus_of_a_member(config, placement.engines[number])),
+            **(unbound if placement.kind == "processes" else gpus_of_a_worker(config, placement.engines[number])),
         )
         for number in range(cluster.engines)
     ]
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
-def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
-    """The specs of the members that are ranks 1, 2, .., each with as many threads as this process."""
+def rank_specs(plan: TrainPlan) -> list[WorkerSpec]:
+    """The specs of the workers that are ranks 1, 2, .., each with as many threads as this process."""
     config, cluster = plan.config, plan.config.cluster
     assert plan.placement is not None, "a run with ranks is placed"
     gpus = plan.placement.ranks
     return [
-        MemberSpec(
+        WorkerSpec(
             name=f"rank-{rank}",
             factory=RANK,
             arguments={
-                "config": replace(config, model=model_of_a_member(config.model)),
+                "config": replace(config, model=model_of_a_worker(config.model)),
                 "needs_old": plan.needs_old,
                 "teacher_top_k": plan.algorithm.teacher_top_k,
                 "rank": rank,
                 "lanes": cluster.num_lanes,
             },
             threads=torch.get_num_threads(),
-            **gpus_of_a_member(config, gpus[rank : rank + 1]),
+            **gpus_of_a_worker(config, gpus[rank : rank + 1]),
         )
         for rank in range(1, cluster.ranks)
     ]
@@ -174,7 +174,7 @@ def make_trainer(
         local,
         ranks.launcher,
         ranks.specs,
-        ranks.members,
+        ranks.workers,
         lanes=cluster.num_lanes,
         sequence=cluster.sequence_ranks,
         timeout=cluster.timeout,
@@ -184,18 +184,18 @@ def make_trainer(
     )
 
 
-# -- each member -------------------------------------------------------------------------------------------------------
+# -- each worker -------------------------------------------------------------------------------------------------------
 class Gpus(TypedDict):
-    """The fields of a `MemberSpec` that say which GPUs it has."""
+    """The fields of a `WorkerSpec` that say which GPUs it has."""
 
     gpus: float
     environment: Mapping[str, str]
 
 
-def gpus_of_a_member(config: RunConfig, gpus: Sequence[int]) -> Gpus:
-    """The fields for a member with these GPUs of the run's placement.
+def gpus_of_a_worker(config: RunConfig, gpus: Sequence[int]) -> Gpus:
+    """The fields for a worker with these GPUs of the run's placement.
 
-    A cluster that the run has joined assigns GPUs itself. Members on this machine see theirs through environment
+    A cluster that the run has joined assigns GPUs itself. Workers on this machine see theirs through environment
     variables.
     """
     device = resolve_device(config.model.device)
@@ -206,6 +206,6 @@ def gpus_of_a_member(config: RunConfig, gpus: Sequence[int]) -> Gpus:
     return {"gpus": 0, "environment": environment_of(gpus, all_gpus(device))}
 
 
-def model_of_a_member(model: ModelConfig) -> ModelConfig:
+def model_of_a_worker(model: ModelConfig) -> ModelConfig:
     """The model's settings for a process that sees only its own GPUs."""
     return replace(model, device=resolve_device(model.device).type)

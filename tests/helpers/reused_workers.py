@@ -1,4 +1,4 @@
-"""A launcher whose processes serve one member after the other: starting Python and importing torch takes seconds."""
+"""A launcher whose processes serve one worker after the other: starting Python and importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from warm_python import WarmPython
 
 from rlft.system.process.child import function_of
-from rlft.system.process.launcher import LocalProcesses, ProcessMember
-from rlft.system.process.member import MemberSpec, Shared
+from rlft.system.process.launcher import LocalProcesses, ProcessWorker
+from rlft.system.process.worker import Shared, WorkerSpec
 
 START_S = 60.0
 
 
 class Holder:
-    """The object of a process: makes and holds the object of whatever member it is at the time."""
+    """The object of a process: makes and holds the object of whatever worker it is at the time."""
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -31,8 +31,8 @@ class Holder:
         return getattr(self.held, method)(*args, **kwargs)
 
 
-class ReusedMember:
-    def __init__(self, name: str, process: ProcessMember) -> None:
+class ReusedWorker:
+    def __init__(self, name: str, process: ProcessWorker) -> None:
         self.name, self.process, self.log = name, process, process.log
 
     @property
@@ -47,32 +47,32 @@ class ReusedMember:
 
 
 class ReusedProcesses:
-    """A `Launcher`. `release` gives the processes of the members so far back, for the next ones."""
+    """A `Launcher`. `release` gives the processes of the workers so far back, for the next ones."""
 
     address = "127.0.0.1"
 
     def __init__(self, folder: Path) -> None:
         self.warm = WarmPython()
         self.processes = LocalProcesses(folder, self.warm.start)
-        self.idle: list[ProcessMember] = []
-        self.started: list[ReusedMember] = []
+        self.idle: list[ProcessWorker] = []
+        self.started: list[ReusedWorker] = []
         self.num_processes = 0
 
-    def start(self, spec: MemberSpec) -> ReusedMember:
+    def start(self, spec: WorkerSpec) -> ReusedWorker:
         alive = [process for process in self.idle if process.is_alive()]
         process = alive.pop(0) if alive else self.fresh()
         self.idle = alive
         process.call("hold", spec.factory, dict(spec.arguments))
-        self.started.append(ReusedMember(spec.name, process))
+        self.started.append(ReusedWorker(spec.name, process))
         return self.started[-1]
 
-    def fresh(self) -> ProcessMember:
+    def fresh(self) -> ProcessWorker:
         self.num_processes += 1
         name = f"process-{self.num_processes}"
-        return self.processes.start(MemberSpec(name=name, factory="reused_members:Holder"))
+        return self.processes.start(WorkerSpec(name=name, factory="reused_workers:Holder"))
 
     def release(self) -> None:
-        self.idle += [member.process for member in self.started if member.process.is_alive()]
+        self.idle += [worker.process for worker in self.started if worker.process.is_alive()]
         self.started.clear()
 
     def share(self, value: Any) -> Shared:
