@@ -8,9 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import bench_report
 import bench_step
-import bench_trainers
 import pytest
 from bench_report import Result, report
 from bench_trainers import Setting
@@ -122,26 +120,6 @@ def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch,
 
 
 # -- what is run -----------------------------------------------------------------------------------------------------
-def test_one_option_is_the_whole_table_of_a_card(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--card", "--rounds", "1", "--out", str(tmp_path)])
-    given = bench_step.arguments()
-    assert (given.engine, given.rounds, given.only[:3]) == ("vllm", 1, ["rlft", "trl", "trl-transformers"])
-    works = list(bench_step.works(given))
-    assert {work.prompts for _, work in works} == {32}
-    of_each = [(w.prompt_tokens, w.completion_tokens, w.group) for size, w in works if size == "1.5b"]
-    lengths = [(128, 128), (512, 256), (512, 768)]
-    assert of_each == [*((*pair, 8) for pair in lengths), *((128, 128, group) for group in (4, 16, 32, 64))]
-    assert len(works) == 2 * len(of_each)
-
-
-def test_the_fastest_micro_batch_is_one_that_fits() -> None:
-    def run(size: int) -> Measured:
-        if size == 16:
-            raise MeasurementError("out of memory")
-        return measured({4: 3.0, 8: 2.0}[size])
-
-    assert bench_trainers.fastest([4, 8, 16], run) == 8
-    assert bench_trainers.fastest([16], run) == 16
 
 
 def test_a_process_that_fails_or_hangs_ends_with_its_last_words_and_everything_it_started(tmp_path: Path) -> None:
@@ -182,13 +160,6 @@ def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
     assert "| 0.5b 8+4 G2 | trl | 2.50 (2.00 to 3.00) | 1.00 (1.00 to 1.00) | 1.00 | 0.40 | 8 |" in text
     assert "| 0.5b 8+4 G2 | rlft | 25% |" in text, "0.5 s of products in 2 s"
     assert text.endswith("foot")
-
-
-def test_a_cpus_table_has_no_column_of_a_card() -> None:
-    result = Result(size="1m", work=WORK, runs={"rlft": [measured(4.0)]}, failed={})
-    assert "whole GPU" not in report([result], {}, "")
-    assert "utilisation" not in report([result], {}, "")
-    assert bench_report.most_of_card(result.runs["rlft"]) is None
 
 
 # -- the memory of a GPU --------------------------------------------------------------------------------------------

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 
 import chain_lessons
-import pytest
 from chain_lessons import CLEAN, MIXED, Shares
 
 from rlft.data.chains import Chain, Chains
@@ -37,26 +35,3 @@ def test_clean_lessons_have_a_right_equation_for_each_step_and_the_last_result_a
     for chain, text in drawn(CLEAN, 500):
         assert [holds for _, holds in equations(text)] == [True] * chain_lessons.STEPS
         assert text.endswith(f"={chain.results[-1]}</think><answer>{chain.results[-1]}</answer>")
-
-
-@pytest.mark.parametrize("kind", ["guess", "bad_format"])
-def test_the_mixture_has_its_shares(kind: str) -> None:
-    # Of 3000 lessons the share p of a kind has the standard deviation sqrt(p (1 - p) / 3000) < 0.0074: four of them.
-    lessons = drawn(MIXED)
-    formatted = [text.startswith("<think>") and text.endswith("</answer>") and "</think><answer>" in text
-                 for _, text in lessons]  # fmt: skip
-    share = {
-        "guess": sum(text.startswith("<think></think>") for _, text in lessons),
-        "bad_format": sum(not well for well in formatted),
-    }[kind]
-    assert share / len(lessons) == pytest.approx(getattr(MIXED, kind), abs=0.03)
-
-
-def written(text: str) -> list[int]:
-    """The result of each equation of a response."""
-    return [int(result) for result in re.findall(r"=(\d+)", text)]
-
-
-def test_the_answer_is_the_last_result_that_was_written_also_after_a_slip() -> None:
-    for _, text in drawn(Shares(slip=0.5), 300):
-        assert text.endswith(f"<answer>{written(text)[-1]}</answer>")

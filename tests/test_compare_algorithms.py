@@ -121,40 +121,6 @@ def test_a_mistake_is_told_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
 
 
-def test_recipes_of_the_users_own_folder_are_compared_too(asked: Asked, tmp_path: Path) -> None:
-    (tmp_path / "mine" / "recipe").mkdir(parents=True)
-    (tmp_path / "mine" / "recipe" / "own_arithmetic.yaml").write_text("# @package _global_\n# Mine\nsteps: 3\n")
-    (job,) = compare.make_jobs(asked("--config-dir", str(tmp_path / "mine"), "--only", "own", "--seeds", "4"))
-    assert (job.config["steps"], job.config["seed"], job.folder) == (3, 4, tmp_path / "own" / "seed_4")
-    assert compare.command(job, tmp_path / "mine")[-2:] == ["--config-dir", str(tmp_path / "mine")]
-
-
-def test_another_task_is_what_its_recipe_changes_of_grpos(asked: Asked) -> None:
-    of_grpo = yaml.safe_load((SCRIPT.parents[1] / "recipes" / "grpo_chains.yaml").read_text())
-    assert compare.task_overrides("chains")["data"] == "chains"
-    assert compare.task_overrides("chains")["model.path"] == of_grpo["model"]["path"]
-    words = ("--task", "chains", "--only", "a2c", "dapo", "grpo", "--seeds", "0")
-    jobs = {job.name: job for job in compare.make_jobs(asked(*words))}
-    alone, told = compare.config.compose(["+recipe=grpo_chains"]), {"name", "rollouts", "checkpoint", "eval"}
-    assert {key for key in alone if alone[key] != jobs["grpo"].config[key]} <= told, "what the comparison itself sets"
-    assert jobs["a2c"].config["critic"]["kind"] == "adapter", "all else is as in the algorithm's own recipe"
-    assert {name: job.config["steps"] for name, job in jobs.items()} == {"a2c": 40, "dapo": 28, "grpo": 40}
-    assert jobs["a2c"].config["algorithm"]["entropy_coef"] == 0
-    given = compare.make_jobs(asked(*words, "--override", "steps=5", "generation.max_tokens=8"))
-    assert {(job.config["steps"], job.config["generation"]["max_tokens"]) for job in given} == {(5, 8)}
-    assert compare.parse(["--task", "chains"]).out == Path("runs/compare_chains")
-
-
-def test_a_run_of_another_config_is_refused(asked: Asked) -> None:
-    (job,) = jobs_of(asked, "--seeds", "0")
-    make_up(job, [0.4, 0.5, 0.6])
-    job.config["checkpoint"]["keep"] = 9  # changes no number
-    compare.refuse_changed([job])
-    job.config["trainer"]["lr"] = 0.5
-    with pytest.raises(UserError, match=r"another config \(trainer.lr: 0.001 -> 0.5\)"):
-        compare.refuse_changed([job])
-
-
 def test_finished_runs_are_not_repeated_and_a_failed_one_does_not_stop_the_others(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -225,18 +191,6 @@ def test_the_price_of_an_accuracy_is_on_the_line_to_the_first_evaluation_that_ha
     assert compare.price(runs[1:2]) == "not reached"
 
 
-def test_accuracies_after_training_are_compared_by_seed() -> None:
-    after = {"grpo": [0.90, 0.92, 0.94], "kimi": [0.95, 0.80, 0.87]}
-    runs = [made_up_run(name, seed, [0.4, 0.5, last]) for name in after for seed, last in enumerate(after[name])]
-    comparison = made_up(*runs[:3], *reversed(runs[3:]), task="chains")
-    rows = compare.make_rows(comparison.runs)
-    text = compare.table(rows, comparison)
-    assert "| `kimi` | -0.047 | " in text, "by seed 0.05, -0.12, -0.07: mean -0.14 / 3"
-    assert "Each row is `rlft train +recipe=<name>_arithmetic data=chains epochs=1 minibatches=4 " in text
-    alone = made_up(runs[0], runs[3])
-    assert "Holm" not in compare.table(compare.make_rows(alone.runs), alone), "a seed alone says nothing"
-
-
 def test_what_dynamic_sampling_threw_away_counts_and_accuracy_is_exact_match_also_where_another_reward_decides(
     asked: Asked,
 ) -> None:
@@ -253,23 +207,6 @@ def test_what_dynamic_sampling_threw_away_counts_and_accuracy_is_exact_match_als
 
 
 # -- picture and raw numbers -------------------------------------------------------------------------------------------
-def test_every_algorithm_has_a_panel_with_its_own_curve_before_the_others(tmp_path: Path) -> None:
-    names = ["a2c", "grpo", "kimi", "mine", "ppo"]
-    runs = [made_up_run(name, seed, [0.4, 0.5, 0.8 + seed / 5]) for name in names for seed in (0, 1)]
-    comparison = made_up(*runs)
-    panels = [panel for panel in compare.make_figure(compare.make_rows(comparison.runs)).axes if panel.axison]
-    assert [panel.get_title(loc="left") for panel in panels] == [f"{name}: 0.400 → 0.900" for name in names]
-    for panel in panels:
-        (own,) = [line for line in panel.lines if line.get_marker() == "o"]
-        assert list(own.get_ydata()) == [0.4, 0.5, pytest.approx(0.9)]
-        assert len(panel.lines) == 5, "the four others are faint"
-    compare.publish(comparison, tmp_path)
-    names = ("comparison.md", "comparison.png", "comparison.json")
-    first = {name: (tmp_path / name).read_bytes() for name in names}
-    for name in names[:2]:
-        (tmp_path / name).unlink()
-    assert compare.run(["--redraw", "--out", str(tmp_path)]) == 0
-    assert {name: (tmp_path / name).read_bytes() for name in names} == first
 
 
 def test_the_page_has_the_numbers_that_were_measured() -> None:

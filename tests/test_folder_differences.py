@@ -96,7 +96,8 @@ def test_times_memory_paths_versions_and_classes_addresses_may_differ(compared: 
     assert found.files == 15
 
 
-TEXTS = {
+# What is replaced, or the number whose last bit is flipped; the difference that is found.
+CHANGES = {
     # 0.1 + 0.2 is 0.30000000000000004, and 0.3 its neighbour, 2^-54 below.
     "run/metrics.jsonl": ("0.30000000000000004", "0.3", 2, "line 2: loss/total", 2**-54),
     "run/eval.jsonl": ('"accuracy": 0.5', '"accuracy": 0.5000000000000001', 2, "line 1: accuracy", 2**-53),
@@ -105,28 +106,22 @@ TEXTS = {
     f"{CHECKPOINT}/state.json": ("0.25", "0.25000000000000006", 2, "alarms.best[1]", 2**-54),
     "run/config.yaml": ("lr: 0.001", "lr: 0.0010000000000000002", None, "trainer.lr", 2**-62),
     "sweep.csv": ("0.75", "0.7500000000000001", None, "row 2: accuracy", None),  # texts, as a table has them
+    # The last of `weight`: in [2, 4) neighbours in float32 are 2^-22 apart.
+    **dict.fromkeys(TENSORS, (None, 2.0, 2, "weight", 2 ** (-22))),
 }
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_the_last_bit_of_a_written_number_is_found(
-    two_runs: tuple[Path, Path], compared: Callable[[], Any], name: str
-) -> None:
-    old, new, step, field, largest = TEXTS[name]
-    replace(two_runs[1] / name, old, new)
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_last_bit_of_a_number_is_found(two_runs: tuple[Path, Path], compared: Callable[[], Any], name: str) -> None:
+    old, new, step, field, largest = CHANGES[name]
+    if old is None:
+        flip(two_runs[1] / name, new)
+    else:
+        replace(two_runs[1] / name, old, new)
     [found] = compared().differences
-    assert (found.file, found.step, found.field, found.count) == (name, step, field, 1)
-    assert found.largest == largest
-    assert old.split()[-1] in str(found)
+    assert (found.file, found.step, found.field, found.count, found.largest) == (name, step, field, 1, largest)
     assert f"ppo: {name}" + (f", step {step}" if step else "") in str(found)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_the_last_bit_of_a_tensor_is_found(two_runs: tuple[Path, Path], compared: Callable[[], Any], name: str) -> None:
-    flip(two_runs[1] / name, 2.0)  # the last of `weight`: in [2, 4) neighbours in float32 are 2^-22 apart
-    [found] = compared().differences
-    assert (found.file, found.step, found.field, found.largest) == (name, 2, "weight", 2**-22)
-    assert "F32 of [2, 3] with other bits" in str(found)
+    assert ("F32 of [2, 3] with other bits" if old is None else old.split()[-1]) in str(found)
 
 
 def test_a_changed_bit_of_an_exported_model_and_of_any_other_file_is_found(
@@ -143,27 +138,27 @@ def test_a_changed_bit_of_an_exported_model_and_of_any_other_file_is_found(
     ]
 
 
-@pytest.mark.parametrize(("old", "new"), [("0.25", "2.5e-1"), ("0.5", "0.50")])
-def test_a_number_may_be_written_otherwise(
-    two_runs: tuple[Path, Path], compared: Callable[[], Any], old: str, new: str
+# A number may be written otherwise; signs of zero, types and lengths count, and so does a fingerprint of data or base.
+@pytest.mark.parametrize(
+    ("file", "old", "new", "differs"),
+    [
+        ("state.json", "0.25", "2.5e-1", False),
+        ("state.json", "0.5", "0.50", False),
+        ("state.json", "0.25", "-0.0", True),
+        ("state.json", "0.25", "null", True),
+        ("state.json", "[0.5, 0.25]", "[0.5]", True),
+        ("state.json", "2,", "2.0,", True),
+        ("config.yaml", "9e854fe0239b55ee", "0e854fe0239b55ee", True),
+    ],
+)
+def test_what_counts_as_another_value(
+    two_runs: tuple[Path, Path], compared: Callable[[], Any], file: str, old: str, new: str, differs: bool
 ) -> None:
-    replace(two_runs[1] / CHECKPOINT / "state.json", old, new)
-    assert compared().differences == ()
-
-
-@pytest.mark.parametrize(("old", "new"), [("0.25", "-0.0"), ("0.25", "null"), ("[0.5, 0.25]", "[0.5]"), ("2,", "2.0,")])
-def test_signs_of_zero_types_and_lengths_count(
-    two_runs: tuple[Path, Path], compared: Callable[[], Any], old: str, new: str
-) -> None:
-    replace(two_runs[0] / CHECKPOINT / "state.json", "0.25", "0.0") if new == "-0.0" else None
-    replace(two_runs[1] / CHECKPOINT / "state.json", old, new)
-    assert [d.file for d in compared().differences] == [f"{CHECKPOINT}/state.json"]
-
-
-def test_a_fingerprint_of_data_or_base_is_compared(two_runs: tuple[Path, Path], compared: Callable[[], Any]) -> None:
-    replace(two_runs[1] / "run/config.yaml", "9e854fe0239b55ee", "0e854fe0239b55ee")
-    [found] = compared().differences
-    assert (found.file, found.field) == ("run/config.yaml", "origin.base_fingerprint")
+    name = f"{CHECKPOINT}/{file}" if file == "state.json" else f"run/{file}"
+    if new == "-0.0":
+        replace(two_runs[0] / name, old, "0.0")
+    replace(two_runs[1] / name, old, new)
+    assert [d.file for d in compared().differences] == [name] * differs
 
 
 def test_a_file_or_a_line_that_only_one_side_has_is_a_difference(

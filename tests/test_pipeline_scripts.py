@@ -104,24 +104,6 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
         assert re.search(rf'={name}["\s]', (SCRIPTS / f"{pipeline}.sh").read_text()), "the table has it"
 
 
-def test_the_second_student_of_r1_begins_with_lessons_and_is_taught_by_the_model_that_wrote_them(
-    tmp_path: Path, recorder: Recorded
-) -> None:
-    """A third of the 300 updates on the same lessons, then the model of the run that they were sampled from."""
-    out = tmp_path / "out"
-    start(SCRIPTS / "r1_arithmetic.sh", str(out), RLFT=str(tmp_path / "bin" / "rlft"))
-    found = {name: composed(command, words) for name, (command, words) in stages(recorder()).items()}
-    distilled, begun, taught = (found[name] for name in ("9-student-distilled", "11-student-start", "12-student-opd"))
-    assert begun["demonstrations"]["path"] == distilled["demonstrations"]["path"]
-    assert (begun["steps"], distilled["steps"]) == (100, 300)
-    assert begun["model"]["path"] == distilled["model"]["path"] == "embedded:tiny-student"
-    assert taught["model"]["path"] == str(out / "11-student-start")
-    assert taught["generation"]["max_tokens"] == distilled["generation"]["max_tokens"] == 80
-    [[_, run, made]] = [call for call in recorder() if call[0] == "export"]
-    assert (run, made) == (f"run={out / '7-final'}", f"out={taught['snapshot']['teacher']}")
-    assert f"run={out / '7-final'}" in stages(recorder())["8-lessons"][1]
-
-
 def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) -> None:
     calls: list[tuple[str, ...]] = []
 
@@ -143,17 +125,6 @@ def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) 
     assert set(calls) == {("export", f"run={tmp_path / 'run'}", f"out={tmp_path / 'model'}")}
     (tmp_path / "model.made_from").unlink()  # as in folders from before there was one, or after a kill
     assert made(2, "b2") == 4
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_the_repositorys_own_command_is_taken_where_none_is_on_the_path(
-    pipeline: str, tmp_path: Path, recorder
-) -> None:
-    shutil.copytree(SCRIPTS, tmp_path / "repository" / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(tmp_path / "bin", tmp_path / "repository" / ".venv" / "bin")
-    done = start(tmp_path / "repository" / "scripts" / f"{pipeline}.sh", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert len(recorder()) >= 4
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -39,18 +38,3 @@ def test_an_update_is_the_sum_that_is_worked_out_by_hand() -> None:
     found = seconds_of(kernels, replace(slow, launch=1.0, is_host=True))
     assert found["launches"] == 91 + 2 + 3 + 12
     assert found["arithmetic"] == seconds_of(kernels, slow)["arithmetic"]
-
-
-def test_the_tables_have_a_line_for_each_model_and_card(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in ([], ["--fusion"]):
-        monkeypatch.setattr(sys, "argv", ["roofline.py", *words])
-        roofline.main()
-        said, _, columns, _, *lines = capsys.readouterr().out.splitlines()
-        assert "A model, not a measurement: 32 x 8, 150 + 512 tokens." in said
-        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, *lines)]
-        assert len(lines) == len(roofline.MODELS) * len(roofline.SHOWN)
-        assert {len(line) for line in cells} == {len(cells[0])}
-        if words:
-            assert all(float(before) > float(after) for _, _, before, after, _ in cells[1:])

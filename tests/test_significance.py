@@ -106,26 +106,3 @@ def test_the_report_compares_each_method_with_the_reference_and_counts_all_pairs
     assert "over 5 seeds" in text
     assert "correction over the 2 comparisons of the table" in text
     assert "Of all 3 pairs 2 differ significantly" in text
-
-
-def test_all_pairs_are_corrected_together_and_seen_from_either_side() -> None:
-    values = {
-        "a": {0: 0.500, 1: 0.600, 2: 0.700},
-        "b": {0: 0.100, 1: 0.201, 2: 0.299},
-        "c": {0: 0.510, 1: 0.580, 2: 0.700},
-    }
-    pairs = significance.all_differences(values)
-    assert [(pair.first, pair.second) for pair in pairs] == [("a", "b"), ("a", "c"), ("b", "c")]
-    # a - b: 0.4, 0.399, 0.401 has the smallest p of three.
-    t = 0.4 / (0.001 / math.sqrt(3))
-    assert pairs[0].p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-6)
-    assert pairs[0].corrected == pytest.approx(3 * pairs[0].p, rel=1e-12)
-    assert [pair.is_significant for pair in pairs] == [True, False, True]
-    rows = significance.against("b", pairs)
-    # c - b is 0.41, 0.379, 0.401: mean 0.396667, less than 0.4 of a - b, which has the smaller p.
-    assert [(one.first, one.second) for one in rows] == [("a", "b"), ("c", "b")]
-    assert rows[0].mean == pytest.approx(0.4, abs=1e-12)
-    assert rows[1].mean == -pairs[2].mean
-    # Two comparisons: the smaller p is doubled, the larger stays.
-    assert rows[0].corrected == pytest.approx(2 * pairs[0].p, rel=1e-12)
-    assert rows[1].corrected == pytest.approx(pairs[2].p, rel=1e-12)
