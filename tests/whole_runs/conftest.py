@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_folders import tiny
 from run_processes import Nursery
-
-TINY = (
-    "+recipe=grpo_arithmetic", "steps=5", "prompts_per_step=3", "group_size=4", "generation=transformers",
-    "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.dropout=0.1", "data.size=64",
-    "data.held_out_size=8", "eval.every=2", "eval.num_prompts=3", "eval.num_samples=2", "scoring.workers=0",
-    "logger=[jsonl]",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -31,33 +26,30 @@ def rough() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> tuple[str, ...]:
-    """What is said to `rlft train` for a run of five steps of 3 x 4 completions, evaluated at 0, 2, 4 and 5."""
-    return TINY
-
-
-@pytest.fixture(scope="session")
 def two_steps() -> tuple[str, ...]:
     """Two steps, each saved, and enough held-out completions to tell the runs of a sweep apart."""
-    changed = ("steps=", "eval.", "data.held_out_size")
-    evaluated = ("data.held_out_size=16", "eval.num_prompts=16", "eval.num_samples=2")
-    return *(key for key in TINY if not key.startswith(changed)), "steps=2", "checkpoint.every=1", *evaluated
+    keys = tiny("steps=2", "checkpoint.every=1", "data.held_out_size=16", "eval.num_prompts=16", "eval.num_samples=2")
+    return tuple(key for key in keys[1:] if not key.startswith("eval.every="))
 
 
 @pytest.fixture(scope="session")
-def all_checkpoints() -> tuple[str, ...]:
-    """Keys that keep a checkpoint of every step."""
-    return "checkpoint.every=1", "checkpoint.keep=99"
+def undisturbed_of(quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of the run that these words give, with every checkpoint; the same words run once."""
+
+    @functools.cache
+    def folder(*words: str) -> Path:
+        place = tmp_path_factory.mktemp("undisturbed")
+        keep = () if words[0] == "sample" else ("checkpoint.every=1", "checkpoint.keep=99")
+        quiet.run(*words, *keep, "hydra.run.dir=run", cwd=place, ends=0)
+        return place / "run"
+
+    return folder
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    quiet: Nursery, tiny: tuple[str, ...], all_checkpoints: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """That run, with every checkpoint."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    quiet.run("train", *tiny, *all_checkpoints, "hydra.run.dir=run", cwd=place, ends=0)
-    return place / "run"
+def undisturbed(undisturbed_of: Callable[..., Path]) -> Path:
+    """The run of TINY, with every checkpoint."""
+    return undisturbed_of(*tiny())
 
 
 VARIED = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,48 @@ from run_processes import Nursery
 
 KILLED = -9
 MEASURED = ("time/", "memory/")
+SAMPLED = ("samples.jsonl", "progress.json")
+"""What `rlft sample` leaves, instead of the files of a training run."""
+
+TINY = (
+    "+recipe=grpo_arithmetic", "steps=5", "prompts_per_step=3", "group_size=4", "generation=transformers",
+    "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.dropout=0.1", "data.size=64",
+    "data.held_out_size=8", "eval.every=2", "eval.num_prompts=3", "eval.num_samples=2", "scoring.workers=0",
+    "logger=[jsonl]",
+)  # fmt: skip
+"""What is said to `rlft train` for a run of five steps of 3 x 4 completions, evaluated at 0, 2, 4 and 5."""
+ALL_WEIGHTS = (
+    "lora=null", "trainer.lr=1e-4", "prompts_per_step=4", "group_size=4", "generation=transformers",
+    "generation.max_tokens=24", "eval.num_prompts=4", "eval.num_samples=2", "data.size=64", "data.held_out_size=8",
+    "scoring.workers=0", "model.device=cpu", "logger=[jsonl]",
+)  # fmt: skip
+SAMPLE = (
+    "sample", "num_prompts=10", "prompts_per_step=2", "n=4", "max_per_prompt=3", "generation=transformers",
+    "generation.max_tokens=24", "data.size=16", "data.held_out_size=8", "scoring.workers=0", "model.device=cpu",
+)  # fmt: skip
+RM = (
+    "rm", "+recipe=rm_arithmetic", "rankings_per_step=4", "replay.path=embedded:arithmetic-preferences",
+    "replay.fraction=0.5", "lora.rank=2", "lora.dropout=0.1", "eval.every=2", "eval.num_rankings=8", "model.device=cpu",
+    "logger=[jsonl]",
+)  # fmt: skip
+IMAGES = (
+    "train", "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "group_size=4",
+    "eval.every=2", "eval.num_prompts=4", "eval.num_samples=2", "model.device=cpu", "scoring.workers=0",
+    "logger=[jsonl]", "minibatches=2",
+)  # fmt: skip
+
+
+def tiny(*keys: str) -> tuple[str, ...]:
+    """`train` and TINY with these keys, which replace those of the same name."""
+    given = tuple(key.partition("=")[0] + "=" for key in keys)
+    return "train", *(key for key in TINY if not key.startswith(given)), *keys
+
+
+RANKS = tiny(
+    "steps=2", "cluster.lanes=4", "checkpoint.on_signal=now", "dynamic_sampling.max_rounds=1", "minibatches=3",
+    "eval.every=0", "curriculum.running=true",
+)  # fmt: skip
+"""Of several ranks, or of one that does all lanes: three updates a step."""
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -63,6 +104,13 @@ def is_whole(checkpoint: Path) -> bool:
 
 def check_so_far(folder: Path, undisturbed: Path) -> None:
     """What a killed run has left is the beginning of the undisturbed one, which kept every checkpoint."""
+    if (undisturbed / SAMPLED[0]).exists():
+        if (folder / SAMPLED[1]).exists():
+            size = json.loads((folder / SAMPLED[1]).read_text())["bytes"]
+            assert size > 0
+            found, expected = ((place / SAMPLED[0]).read_bytes()[:size] for place in (folder, undisturbed))
+            assert found == expected
+        return
     expected = metrics(undisturbed)
     found = metrics(folder)
     assert found == expected[: len(found)]
@@ -82,6 +130,10 @@ def check_so_far(folder: Path, undisturbed: Path) -> None:
 
 def check_same(folder: Path, undisturbed: Path) -> None:
     """The finished run left what the undisturbed one left, and nothing of its interruptions."""
+    if (undisturbed / SAMPLED[0]).exists():
+        for name in SAMPLED:
+            assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+        return
     assert metrics(folder) == metrics(undisturbed)
     assert chain(folder) == chain(undisturbed)
     assert (folder / "metrics.jsonl").read_bytes().endswith(b"\n")
@@ -99,19 +151,6 @@ def learned(folder: Path) -> bool:
     norms = [line["policy/grad_norm"] for line in metrics(folder)]
     weights = [(c / "policy" / "adapter_model.safetensors").read_bytes() for c in checkpoints(folder)]
     return sum(norm > 0 for norm in norms) >= len(norms) - 1 and len(set(weights)) >= len(weights) - 1
-
-
-def killed_at_each(
-    nursery: Nursery, place: Path, words: Sequence[str], events: Sequence[dict[str, Any]], undisturbed: Path
-) -> Path:
-    """The folder of a run that was killed at each event in turn and resumed; each time it is as undisturbed so far."""
-    folder = place / "run"
-    for event in events:
-        begun = (folder / "config.yaml").exists()
-        again = ("resume", "run") if begun else (*words, "hydra.run.dir=run")
-        nursery.run(*again, cwd=place, events=[event], ends=KILLED)
-        check_so_far(folder, undisturbed)
-    return folder
 
 
 def check_resumed(nursery: Nursery, place: Path, undisturbed: Path) -> None:

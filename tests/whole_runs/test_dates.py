@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import checkpoints, files_of, metrics, rollouts
+from run_folders import checkpoints, files_of, metrics, rollouts, tiny
 
 import rlft
 from rlft import cli
@@ -47,14 +47,14 @@ def dated_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
-    today: Today, dated_model: Path, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    today: Today, dated_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*tiny, f"model.path={dated_model}", "checkpoint.every=1", "checkpoint.keep=9"]
-    words = [*(word for word in words if not word.startswith(("steps=", "eval.every="))), "eval.every=0"]
+    model = (f"model.path={dated_model}", "checkpoint.every=1", "checkpoint.keep=9")
+    words = [word for word in tiny("eval.every=0", *model) if not word.startswith("steps=")]
     today("2026-11-25T23:59")
-    cli.run(["train", *words, "steps=2", "hydra.run.dir=whole"])
-    cli.run(["train", *words, "steps=1", "hydra.run.dir=halved"])
+    cli.run([*words, "steps=2", "hydra.run.dir=whole"])
+    cli.run([*words, "steps=1", "hydra.run.dir=halved"])
     assert run_folder.read(Path("halved"))["model"]["date"] == "2026-11-25"
     today("2026-11-26T00:01")
     resume.command(["halved", "steps=2"])
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
     assert rollouts(Path("forked")) == rollouts(Path("whole"))
     evaluation.command(["run=halved", "eval.num_prompts=2"])
     # A new run has the new day, and other prompts.
-    cli.run(["train", *words, "steps=1", "hydra.run.dir=new"])
+    cli.run([*words, "steps=1", "hydra.run.dir=new"])
     prints = [run_folder.read(Path(run))["origin"]["data_fingerprint"] for run in ("whole", "halved", "new")]
     assert prints[0] == prints[1] != prints[2]
     assert json.loads(json.dumps(run_folder.read(Path("new"))["model"]))["date"] == "2026-11-26"

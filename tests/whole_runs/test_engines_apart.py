@@ -5,7 +5,7 @@ They sample conversations: each engine has the workers of its own environment be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from ray_cluster import TOKEN, two_machines
-from run_folders import checkpoints, files_of, metrics, rollouts
+from run_folders import checkpoints, files_of, metrics, rollouts, tiny
 from run_processes import Nursery, Started, happens, marked
 
 pytestmark = pytest.mark.slow
@@ -24,20 +24,23 @@ CONVERSATIONS = (
     "environment=game", "environment.factory=conversation_tools.Letters", "environment.workers=1",
     "environment.turn_tokens=8",
 )  # fmt: skip
+
+
 ENGINES = ("cluster.engines=2", "scoring.workers=1")
-
-
-def keys(tiny: tuple[str, ...]) -> list[str]:
-    own = [key for key in tiny if not key.startswith("scoring.")]
-    return [*own, "checkpoint.every=1", "checkpoint.keep=9", "generation.transformers.batch_size=4", *CONVERSATIONS]
+RUN = tiny("generation.transformers.batch_size=4", *CONVERSATIONS)
+APART = (
+    *tiny("generation.transformers.batch_size=4", *CONVERSATIONS, *ENGINES),
+    "checkpoint.every=1",
+    "checkpoint.keep=9",
+    "hydra.run.dir=run",
+)
 
 
 @pytest.fixture(scope="module")
-def by_one_process(rough: Nursery, tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("one process")
-    rough.run("train", *keys(tiny), "scoring.workers=0", "hydra.run.dir=run", cwd=folder, ends=0)
-    assert any(line["turns/mean"] > 1 for line in metrics(folder / "run")), "some conversations have two turns"
-    return folder / "run"
+def by_one_process(undisturbed_of: Callable[..., Path]) -> Path:
+    folder = undisturbed_of(*RUN)
+    assert any(line["turns/mean"] > 1 for line in metrics(folder)), "some conversations have two turns"
+    return folder
 
 
 def check_same(run: Path, expected: Path) -> None:
@@ -72,10 +75,8 @@ def check_nothing_lives(started: Started) -> None:
     assert happens(lambda: not actors(), within_s=END_S), actors()
 
 
-def test_engines_in_processes_of_their_own_change_no_bit(
-    rough: Nursery, tiny: tuple[str, ...], by_one_process: Path, tmp_path: Path
-) -> None:
-    started = rough.start("train", *keys(tiny), *ENGINES, "hydra.run.dir=run", cwd=tmp_path)
+def test_engines_in_processes_of_their_own_change_no_bit(rough: Nursery, by_one_process: Path, tmp_path: Path) -> None:
+    started = rough.start(*APART, cwd=tmp_path)
     done = started.wait()
     assert done.code == 0, done.err
     check_nothing_lives(started)
@@ -84,11 +85,11 @@ def test_engines_in_processes_of_their_own_change_no_bit(
 
 
 def test_a_run_on_ray_that_is_stopped_goes_on_anywhere_and_leaves_no_process(
-    rough: Nursery, tiny: tuple[str, ...], by_one_process: Path, cluster: Any, other_machine: Path, tmp_path: Path
+    rough: Nursery, by_one_process: Path, cluster: Any, other_machine: Path, tmp_path: Path
 ) -> None:
     stop = {"at": UPDATE, "call": 1, "do": "terminate"}
-    words = ("cluster=ray", f"cluster.address={cluster.address}", *ENGINES, "cluster.scoring=true", "hydra.run.dir=run")
-    started = rough.start("train", *keys(tiny), *words, cwd=tmp_path, variables=TOKEN, events=[stop])
+    words = ("cluster=ray", f"cluster.address={cluster.address}", "cluster.scoring=true")
+    started = rough.start(*APART, *words, cwd=tmp_path, variables=TOKEN, events=[stop])
     done = started.wait()
     assert done.code == 130, done.err
     check_nothing_lives(started)

@@ -6,13 +6,23 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_resumed, check_same, check_so_far, checkpoints, files_of, is_whole, whole_lines
+from run_folders import (
+    SAMPLE,
+    check_resumed,
+    check_same,
+    check_so_far,
+    checkpoints,
+    files_of,
+    is_whole,
+    tiny,
+    whole_lines,
+)
 from run_processes import Ended, Nursery, environment
 
 CAUSES = {
@@ -22,26 +32,13 @@ CAUSES = {
     "EROFS": "the file system can only be read (Read-only file system)",
     "EACCES": "writing is not permitted (Permission denied)",
     "ESTALE": "the file system is gone (Stale file handle)",
+    "EFBIG": "no file may become that large here (File too large)",
 }
+SMALL = ("steps=2", "model.device=cpu", "lora.rank=2", "eval.every=0", "logger=[jsonl]")
 
 
 def fails(name: str, call: int = 1, error: str = "ENOSPC") -> dict[str, Any]:
     return {"half": name, "call": call, "raises": error}
-
-
-# In the order in which a run, going on from its newest checkpoint (every 2 steps), comes to them; with what is named.
-STAGES = [
-    (fails(".status.json.writing"), "status.json"),
-    (fails(".config.yaml.writing", error="EDQUOT"), "config.yaml"),
-    (fails("eval.jsonl", error="EIO"), "eval.jsonl"),
-    (fails("step_000001.jsonl.tmp"), "step_000001.jsonl"),
-    (fails("metrics.jsonl", 2, "EROFS"), "metrics.jsonl"),
-    (fails("adapter_model.safetensors", error="EDQUOT"), "step_000002"),
-    (fails("eval.jsonl", 2, "ESTALE"), "eval.jsonl"),  # after step 2
-    (fails("optimizer.safetensors", 2), "step_000004"),
-    (fails("metrics.jsonl", 2, "EACCES"), "metrics.jsonl"),  # after step 4, the checkpoint of step 2 is there
-    (fails("state.json", 1, "EIO"), "step_000004"),
-]
 
 
 def only_line(done: Ended) -> str:
@@ -67,19 +64,44 @@ def check_failed(done: Ended, folder: Path, named: str, cause: str) -> None:
         assert not folder.exists()
 
 
+# In the order in which a run, going on from its newest checkpoint, comes to them; with what is named.
+CASES: dict[str, tuple[tuple[str, ...], int, list[tuple[dict[str, Any], str]]]] = {
+    "train": (tiny(), 2, [
+        (fails(".status.json.writing"), "status.json"),
+        (fails(".config.yaml.writing", error="EDQUOT"), "config.yaml"),
+        (fails("eval.jsonl", error="EIO"), "eval.jsonl"),
+        (fails("step_000001.jsonl.tmp"), "step_000001.jsonl"),
+        (fails("metrics.jsonl", 2, "EROFS"), "metrics.jsonl"),
+        (fails("adapter_model.safetensors", error="EDQUOT"), "step_000002"),
+        (fails("eval.jsonl", 2, "ESTALE"), "eval.jsonl"),  # after step 2
+        (fails("optimizer.safetensors", 2), "step_000004"),
+        (fails("metrics.jsonl", 2, "EACCES"), "metrics.jsonl"),  # after step 4, the checkpoint of step 2 is there
+        (fails("state.json", 1, "EIO"), "step_000004"),
+        ({"file_size": 100_000, "raises": "EFBIG"}, "step_000004"),
+    ]),
+    "sft": (("sft", "+recipe=sft_arithmetic", *SMALL), 1, [(fails("optimizer.safetensors", 2), "step_000002")]),
+    "rm": (("rm", "+recipe=rm_arithmetic", *SMALL), 1, [(fails("optimizer.safetensors", 2), "step_000002")]),
+    "sample": (SAMPLE, 0, [
+        (fails("samples.jsonl", 2), "samples.jsonl"), (fails(".progress.json.writing"), "progress.json"),
+    ]),
+}  # fmt: skip
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_wherever_the_disk_fails_the_run_says_so_and_goes_on_to_the_same_end(
-    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
+    case: str, rough: Nursery, undisturbed_of: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    begin = ("train", *tiny, "checkpoint.every=2", "hydra.run.dir=run")
-    for event, named in STAGES:
+    run, every, stages = CASES[case]
+    folder, undisturbed = tmp_path / "run", undisturbed_of(*run)
+    for event, named in stages:
+        begin = (*run, *([f"checkpoint.every={every}"] if every else []), "hydra.run.dir=run")
         words = ("resume", "run") if (folder / "config.yaml").exists() else begin
         done = rough.run(*words, cwd=tmp_path, events=[event])
         check_failed(done, folder, named, CAUSES[event["raises"]])
         check_so_far(folder, undisturbed)
-    done = rough.run("resume", "run", cwd=tmp_path, events=[{"file_size": 100_000}])
-    check_failed(done, folder, "step_000004", "no file may become that large here (File too large)")
+    if case == "sample":
+        assert json.loads((folder / "progress.json").read_text())["step"] == 1, "whole steps are kept"
     check_resumed(rough, tmp_path, undisturbed)
 
 
@@ -105,13 +127,12 @@ def small_disk(place: Path, size: str) -> Iterator[bool]:
     ],
 )
 def test_a_small_disk_that_is_enlarged(
-    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path, size: str, larger: str, named: str,
-    stand_in: dict[str, Any],
+    rough: Nursery, undisturbed: Path, tmp_path: Path, size: str, larger: str, named: str, stand_in: dict[str, Any],
 ) -> None:  # fmt: skip
     """A real file system where one can be mounted; the same failure planted where not."""
     place = tmp_path / "disk"
     with small_disk(place, size) as mounted:
-        words = ("train", *tiny, "checkpoint.every=1", "hydra.run.dir=run")
+        words = (*tiny(), "checkpoint.every=1", "hydra.run.dir=run")
         done = rough.run(*words, cwd=place, events=[] if mounted else [stand_in])
         if mounted:
             subprocess.run(["mount", "-o", f"remount,size={larger}", str(place)], check=True)
@@ -124,25 +145,6 @@ def test_a_small_disk_that_is_enlarged(
             (place / "ballast").unlink()
         rough.run("resume", "run", cwd=place, ends=0)
         check_same(place / "run", undisturbed)
-
-
-@pytest.mark.slow
-def test_sampling_keeps_whole_steps_and_goes_on(rough: Nursery, undisturbed: Path, tmp_path: Path) -> None:
-    words = ("sample", "generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
-    words = (*words, "n=2", "num_prompts=6", "prompts_per_step=2", "data.size=16", "data.held_out_size=4")
-    assert rough.run(*words, "hydra.run.dir=whole", cwd=tmp_path).code == 0
-    folder = tmp_path / "run"
-    for event, named in (
-        (fails("samples.jsonl", 2), "samples.jsonl"),
-        (fails(".progress.json.writing"), "progress.json"),
-    ):
-        begun = ("resume", "run") if folder.exists() else (*words, "hydra.run.dir=run")
-        check_failed(rough.run(*begun, cwd=tmp_path, events=[event]), folder, named, CAUSES["ENOSPC"])
-        done = json.loads((folder / "progress.json").read_text())
-        assert done["step"] == 1
-    assert rough.run("resume", "run", cwd=tmp_path).code == 0
-    for name in ("samples.jsonl", "progress.json"):
-        assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 # What is typed after `rlft`, which write fails, and what is named.
@@ -176,11 +178,8 @@ def test_other_commands_say_it_too_and_leave_nothing(rough: Nursery, undisturbed
 
 
 @pytest.mark.slow
-def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(
-    rough: Nursery, tiny: tuple[str, ...], tmp_path: Path
-) -> None:
-    shorter = [word for word in tiny if not word.startswith(("steps=", "eval."))]
-    words = ("train", "-m", *shorter, "steps=1", "eval.every=0", "seed=1,2", "hydra.sweep.dir=swept")
+def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(rough: Nursery, tmp_path: Path) -> None:
+    words = (*tiny("steps=1", "eval.every=0"), "-m", "seed=1,2", "hydra.sweep.dir=swept")
     done = rough.run(*words, cwd=tmp_path, events=[fails("metrics.jsonl")])
     assert done.code == 1
     assert f"job 0 failed: {CAUSES['ENOSPC']}: swept/0 needs " in done.err
@@ -190,19 +189,6 @@ def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(
     assert (done.code, "swept needs " in done.err) == (1, True), done.err
     assert (tmp_path / "swept" / "sweep.csv").read_bytes() == table
     assert len(whole_lines(tmp_path / "swept" / "0" / "metrics.jsonl")) == 1, "what failed first has gone on"
-
-
-@pytest.mark.slow
-def test_supervised_runs_say_it_too(rough: Nursery, tmp_path: Path) -> None:
-    small = ("steps=2", "model.device=cpu", "lora.rank=2", "eval.every=0", "logger=[jsonl]", "checkpoint.every=1")
-    for command in ("sft", "rm"):
-        words = (command, f"+recipe={command}_arithmetic", *small)
-        assert rough.run(*words, f"hydra.run.dir={command}_whole", cwd=tmp_path).code == 0
-        done = rough.run(*words, f"hydra.run.dir={command}", cwd=tmp_path, events=[fails("optimizer.safetensors", 2)])
-        check_failed(done, tmp_path / command, "step_000002", CAUSES["ENOSPC"])
-        assert rough.run("resume", command, cwd=tmp_path).code == 0
-        first, second = (checkpoints(tmp_path / name)[-1] for name in (command, f"{command}_whole"))
-        assert files_of(first) == files_of(second)
 
 
 @pytest.mark.parametrize("words", ["recipes", "--version"])  # more than is written at once, and less

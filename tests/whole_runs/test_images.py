@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import vision_folders
-from run_folders import check_resumed, check_same, killed_at_each, learned
-from run_processes import Nursery
+from run_folders import IMAGES, check_same, learned
 from slow_cases import slow
 
 from rlft import cli
@@ -17,13 +16,7 @@ from rlft.commands.watch.report_completions import HELD_OUT, TRAINED, data_url
 from rlft.data.shapes import drawing
 from rlft.runs.lines import rollout_file
 
-WORDS = (
-    "train", "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "group_size=4",
-    "eval.every=2", "eval.num_prompts=4", "eval.num_samples=2", "model.device=cpu", "scoring.workers=0",
-    "logger=[jsonl]", "checkpoint.every=1", "checkpoint.keep=99", "minibatches=2",
-)  # fmt: skip
-
-
+WORDS = (*IMAGES, "checkpoint.every=1", "checkpoint.keep=99")
 REPETITION = ("reward=repetition", "reward.repetition.unit=tokens", "reward.repetition.ngram=1")
 """A reward that differs among random answers."""
 
@@ -68,21 +61,6 @@ def test_ranks_and_engines_in_other_processes_give_the_same_run(kind: str | None
     apart = ("cluster.ranks=2", "cluster.engines=1", "cluster.shard_base=true")
     assert cli.run([*words, *apart, f"hydra.run.dir={tmp_path / 'apart'}"]) == 0
     check_same(tmp_path / "apart", tmp_path / "alone")
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_it_is_the_same_run(quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
-    words = (*WORDS, "steps=4")
-    quiet.run(*words, "hydra.run.dir=whole", cwd=tmp_path, ends=0)
-    kills = [
-        ("rlft.model.images:ImageEncoder._encode", 3, "after"),  # while the first images are read
-        ("rlft.trainer.optimizer:Optimizer.update", 3, "after"),  # in step 2
-        ("rlft.model.images:ImageEncoder.rows_of", 2, "before"),  # resumed, which reads the images again
-        ("rlft.runs.checkpoint:save", 1, "before"),
-    ]
-    events = [{"at": place, "call": call, "when": when, "do": "kill"} for place, call, when in kills]
-    killed_at_each(rough, tmp_path, words, events, tmp_path / "whole")
-    check_resumed(rough, tmp_path, tmp_path / "whole")
 
 
 def test_its_report_shows_the_images_of_what_was_trained_on_and_held_out(run: Path) -> None:

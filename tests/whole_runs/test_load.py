@@ -157,15 +157,8 @@ def test_many_completions_are_scored_without_a_copy_of_them(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_part_of_the_load_test_prints_what_is_allowed_and_whether_it_holds(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPTS / "load_test.py"),
-        "large-data",
-        "--gigabytes",
-        "0.01",
-        "--out",
-        str(tmp_path),
-    ]
+    words = ("large-data", "--gigabytes", "0.01", "--out", str(tmp_path))
+    command = [sys.executable, str(SCRIPTS / "load_test.py"), *words]
     done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     # Lines of 1 kB, written a thousand at a time: 10,000 are 10 MB.

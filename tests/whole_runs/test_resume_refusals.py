@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, checkpoints, files_of, metrics
+from run_folders import check_same, checkpoints, files_of, metrics, tiny
 from run_processes import Ended, Nursery
 
 from rlft.runs import run_folder
@@ -33,11 +33,9 @@ def refused(done: Ended, start: str, *parts: str) -> None:
         assert part in done.err
 
 
-def test_a_folder_that_holds_a_run_is_not_trained_in_again(
-    rough: Nursery, tiny: tuple[str, ...], stopped: Path
-) -> None:
+def test_a_folder_that_holds_a_run_is_not_trained_in_again(rough: Nursery, stopped: Path) -> None:
     before = files_of(stopped)
-    done = rough.run("train", *tiny, f"hydra.run.dir={stopped}", cwd=stopped.parent)
+    done = rough.run(*tiny(), f"hydra.run.dir={stopped}", cwd=stopped.parent)
     refused(done, "hydra.run.dir: there is a run in that folder", f"continue it with `rlft resume {stopped.name}`")
     assert files_of(stopped) == before
 
@@ -49,12 +47,6 @@ def test_a_finished_run_is_not_resumed_and_is_told_how_to_train_on(
     before = files_of(tmp_path / "run")
     refused(rough.run("resume", "run", cwd=tmp_path), "resume: the run is finished", "rlft resume run steps=10")
     assert files_of(tmp_path / "run") == before
-
-
-def test_a_folder_without_a_run_is_not_resumed(rough: Nursery, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    refused(rough.run("resume", "empty", cwd=tmp_path), "resume: there is no run in that folder")
-    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_every_changed_key_is_named_with_both_values(rough: Nursery, stopped: Path) -> None:
@@ -122,7 +114,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 @pytest.fixture
-def local_data(tiny: tuple[str, ...], tmp_path: Path) -> list[str]:
+def local_data(tmp_path: Path) -> list[str]:
     """Keys of a run on files in `tmp_path`: train.jsonl, held_out.jsonl and texts.jsonl."""
     for split, numbers in (("train", range(10, 22)), ("held_out", range(30, 34))):
         lines = [{"prompt": f"What is {n} + 7?", "answer": str(n + 7)} for n in numbers]
@@ -131,7 +123,7 @@ def local_data(tiny: tuple[str, ...], tmp_path: Path) -> list[str]:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
     mine = ["data=jsonl", f"data.path={tmp_path}/train.jsonl", f"data.held_out_path={tmp_path}/held_out.jsonl"]
     text = [f"pretrain.path={tmp_path}/texts.jsonl", "pretrain.sequences_per_update=2", "pretrain.held_out=2"]
-    return [key for key in tiny if not key.startswith(("data.", "steps="))] + [*mine, *text, "steps=3"]
+    return [key for key in tiny("steps=3") if not key.startswith("data.")] + [*mine, *text]
 
 
 def test_changed_data_texts_and_base_are_refused_and_put_back_they_are_taken(
@@ -140,7 +132,7 @@ def test_changed_data_texts_and_base_are_refused_and_put_back_they_are_taken(
     shutil.copytree(tiny_path, tmp_path / "base")
     keys = [*local_data, f"model.path={tmp_path}/base", "checkpoint.every=1"]
     kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}
-    assert rough.run("train", *keys, "hydra.run.dir=run", cwd=tmp_path, events=[kill]).code == -9
+    assert rough.run(*keys, "hydra.run.dir=run", cwd=tmp_path, events=[kill]).code == -9
     before = files_of(tmp_path / "run")
     for name, old, new, key, noun in (
         ("train.jsonl", "What is 12 + 7?", "What is 12 + 8?", "data.path", "training data"),
@@ -213,26 +205,20 @@ def test_a_run_that_is_going_on_is_not_resumed_beside_itself(
 
 
 @pytest.mark.slow
-def test_a_finished_run_trained_on_is_the_longer_run(
-    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
-) -> None:
-    keys = [key for key in tiny if not key.startswith("steps=")]
+def test_a_finished_run_trained_on_is_the_longer_run(rough: Nursery, undisturbed: Path, tmp_path: Path) -> None:
     # Evaluated and saved at 4 in both: the last step of a run is, whatever the dates.
-    shorter = [*keys, "steps=4", "checkpoint.every=2", "hydra.run.dir=run"]
-    assert rough.run("train", *shorter, cwd=tmp_path).code == 0
+    rough.run(*tiny("steps=4"), "checkpoint.every=2", "hydra.run.dir=run", cwd=tmp_path, ends=0)
     rough.run("resume", "run", "steps=5", "scoring.workers=1", cwd=tmp_path, ends=0)
     check_same(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
-def test_a_changed_adapter_folder_is_refused(
-    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_changed_adapter_folder_is_refused(rough: Nursery, undisturbed: Path, tmp_path: Path) -> None:
     checkpoint = checkpoints(undisturbed)[0]
     shutil.copytree(checkpoint / "policy", tmp_path / "sft")
     kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}
-    keys = (*tiny, "snapshot.reference=sft", "algorithm.kl_coef=0.01", "checkpoint.every=1", "hydra.run.dir=run")
-    assert rough.run("train", *keys, cwd=tmp_path, events=[kill]).code == -9
+    keys = tiny("snapshot.reference=sft", "algorithm.kl_coef=0.01", "checkpoint.every=1", "hydra.run.dir=run")
+    assert rough.run(*keys, cwd=tmp_path, events=[kill]).code == -9
     weights = tmp_path / "sft" / "adapter_model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes((checkpoints(undisturbed)[-1] / "policy" / "adapter_model.safetensors").read_bytes())

@@ -13,9 +13,6 @@ from run_folders import files_of
 from run_processes import Nursery, environment, happens, marked
 from slow_cases import slow
 
-SAMPLE = ("sample", "generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
-SAMPLED = (*SAMPLE, "n=2", "num_prompts=6", "prompts_per_step=2", "data.size=16", "data.held_out_size=4")
-
 # What is typed after `rlft`, where the signal comes, which one, and what the line says.
 CASES = [
     ("eval run=run scoring.workers=1", "rlft.loop.parts:load_for_training", "interrupt", "nothing was written"),
@@ -51,22 +48,6 @@ def test_a_command_that_trains_nothing_ends_with_130_a_line_and_nothing_half_wri
         assert files_of(tmp_path / "run") == before, words
         left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("process_")]
         assert left == ["run"], (words, at)
-
-
-@pytest.mark.slow
-def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp_path: Path) -> None:
-    assert rough.run(*SAMPLED, "hydra.run.dir=whole", cwd=tmp_path).code == 0
-    event = {"at": "rlft.commands.sample:sample", "call": 2, "do": "interrupt"}
-    done = rough.run(*SAMPLED, "hydra.run.dir=cut", cwd=tmp_path, events=[event])
-    whole = (tmp_path / "whole" / "samples.jsonl").read_bytes()
-    kept = (tmp_path / "cut" / "samples.jsonl").read_bytes()
-    assert (done.code, whole.startswith(kept), len(kept) > 0) == (130, True, True)
-    [said] = done.err.splitlines()
-    number = kept.count(b'"prompt_id"')
-    assert said.startswith(f"interrupted after step 1: {number} of 4 completions are kept in cut/")
-    assert said.endswith("; resume with: rlft resume cut")
-    assert rough.run("resume", "cut", cwd=tmp_path).code == 0
-    assert (tmp_path / "cut" / "samples.jsonl").read_bytes() == whole
 
 
 def ended(code: str, *before: str) -> subprocess.CompletedProcess[str]:

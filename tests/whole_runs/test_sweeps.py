@@ -106,15 +106,3 @@ def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is
 
 def steps_done(sweep: Path) -> list[int]:
     return [len(metrics(job)) for job in sorted(folder for folder in sweep.iterdir() if folder.is_dir())]
-
-
-@pytest.mark.slow
-def test_a_sweep_repeated_with_other_values_in_the_same_folder_is_refused(
-    two_steps: tuple[str, ...], rough: Nursery, tmp_path: Path
-) -> None:
-    kill = {"at": "rlft.loop.session:Session.sample", "call": 1, "do": "kill"}
-    assert rough.run("train", "-m", *two_steps, *SWEEP, cwd=tmp_path, events=[kill]).code == -9
-    others = [word.replace("trainer.lr=0.001,", "trainer.lr=0.002,") for word in SWEEP]
-    done = rough.run("train", "-m", *two_steps, *others, cwd=tmp_path)
-    assert done.code == 2
-    assert done.err.startswith("rlft: resume: the config differs from the run's (trainer.lr: 0.001 -> 0.002) (job 0: ")

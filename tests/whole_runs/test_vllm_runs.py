@@ -8,7 +8,7 @@ from typing import Any
 
 import model_folders
 import pytest
-from run_folders import metrics
+from run_folders import metrics, tiny
 from run_processes import Started, happens, marked, start_fresh
 
 from rlft.generation.adapter_files import PREFIX, memory_folder
@@ -37,13 +37,12 @@ def adapter_folders(pid: int) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def keys(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    changed = ("generation=", "steps=", "eval.", "scoring.")
-    keys = [key for key in tiny if not key.startswith(changed)]
-    keys += ["generation=vllm", "generation.vllm.max_num_seqs=16", "steps=2", "eval.every=0", "scoring.workers=1"]
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     # Of Llama's shape, with a head of its own, which vLLM would wrap; lengths vary where nothing is learned yet.
-    keys += [f"model.path={model_folders.llama(tmp_path_factory.mktemp('model') / 'llama')}"]
-    return [*keys, "reward=length", "reward.length.mode=target", "reward.length.target=12"]
+    model = model_folders.llama(tmp_path_factory.mktemp("model") / "llama")
+    engine = ("generation=vllm", "generation.vllm.max_num_seqs=16", f"model.path={model}")
+    rewards = ("scoring.workers=1", "reward=length", "reward.length.mode=target", "reward.length.target=12")
+    return [*tiny("steps=2", "eval.every=0", *engine, *rewards)[1:]]
 
 
 @pytest.fixture(scope="module")
