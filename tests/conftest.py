@@ -121,15 +121,10 @@ def model_config() -> Callable[..., ModelConfig]:
 
     def build_config(**keys: Any) -> ModelConfig:
         fixed: dict[str, Any] = {
-            "path": "embedded:tiny-arithmetic",
-            "revision": None,
-            "dtype": "float32",
-            "device": "cpu",
-            "attn_implementation": "auto",
-            "gradient_checkpointing": False,
-            "quantization": None,
+            "path": "embedded:tiny-arithmetic", "revision": None, "dtype": "float32", "device": "cpu",
+            "attn_implementation": "auto", "gradient_checkpointing": False, "quantization": None,
             "trust_remote_code": False,
-        }
+        }  # fmt: skip
         return ModelConfig(**fixed | keys)
 
     return build_config

@@ -24,16 +24,10 @@ MODULES = sorted(f.relative_to(PACKAGE).with_suffix("") for f in PACKAGE.rglob("
 # The rooms of rlft/ (a folder, or a module at its root), lowest first. A room imports only from rooms of lower levels
 # and from itself; rooms of one level do not import each other. Every module is in one of them.
 LEVELS = (
-    ("types",),
-    ("batch", "config", "system", "tokens"),
-    ("algorithm", "generation", "model", "reward", "data", "runs"),
-    ("trainer", "environment", "logger"),
-    ("plan",),
-    ("loop",),
-    ("train",),
-    ("commands",),
-    ("cli",),
-)
+    ("types",), ("batch", "config", "system", "tokens"),
+    ("algorithm", "generation", "model", "reward", "data", "runs"), ("trainer", "environment", "logger"), ("plan",),
+    ("loop",), ("train",), ("commands",), ("cli",),
+)  # fmt: skip
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 9, 98
 

@@ -162,17 +162,9 @@ def test_the_table_has_means_spreads_and_sums_over_the_seeds(asked: Asked) -> No
     # 85.33, 73.14, 59.08: mean 72.5, deviation 13.14, half an interval 32.6. Two steps of 2, 3 or 10 s: the median of
     # 4, 6, 20. Two steps of 256 completions. Of 5 and 8 processor seconds the median is 6.5, which rounds to even.
     assert compare.cells("grpo", comparison.runs) == [
-        "`grpo`",
-        "0.420 ± 0.050",
-        "0.940 ± 0.099",
-        "73 ± 33",
-        "0.750 ± 0.000",
-        "0.200 ± 0.248",
-        "512",
-        "6",
-        "6",
+        "`grpo`", "0.420 ± 0.050", "0.940 ± 0.099", "73 ± 33", "0.750 ± 0.000", "0.200 ± 0.248", "512", "6", "6",
         "0.30 GB",
-    ]
+    ]  # fmt: skip
     text = compare.table(compare.make_rows(comparison.runs), comparison)
     assert text.splitlines()[0].count("|") == text.splitlines()[2].count("|") == 11
     assert "2 CPU cores (made up), torch 2.13.0, commit abc123, 2026-01-02." in text

@@ -141,13 +141,8 @@ def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.
         assert hints(capfd.readouterr().err) == [expected]
         assert cli.run(expected) == 0
     sampled = [
-        "sample",
-        f"run={folder}",
-        "n=2",
-        "num_prompts=4",
-        "prompts_per_step=2",
-        "hydra.run.dir='runs/what it says'",
-    ]
+        "sample", f"run={folder}", "n=2", "num_prompts=4", "prompts_per_step=2", "hydra.run.dir='runs/what it says'",
+    ]  # fmt: skip
     assert cli.run(sampled) == 0
     capfd.readouterr()
     assert cli.run(["resume", "runs/what it says", "num_prompts=2"]) == 2

@@ -93,13 +93,8 @@ def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
     with tarfile.open(file) as archive:
         names = {"/".join(name.split("/")[1:]) for name in archive.getnames()}
     assert {
-        "pyproject.toml",
-        "LICENSE",
-        "README.md",
-        "configs/train.yaml",
-        "rlft/cli.py",
-        "tests/test_wheel.py",
-    } <= names
+        "pyproject.toml", "LICENSE", "README.md", "configs/train.yaml", "rlft/cli.py", "tests/test_wheel.py",
+    } <= names  # fmt: skip
     assert {f"configs/recipe/{recipe}.yaml" for recipe in catalog.choices("recipe")} <= names
 
 

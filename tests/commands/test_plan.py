@@ -21,7 +21,6 @@ from rlft import cli
 from rlft.commands import plan
 from rlft.commands.plan import print_trials
 from rlft.commands.plan_command import read_bytes
-from rlft.plan.memory_parts import MARGIN
 from rlft.plan.rewards.brief import RewardTrial
 from rlft.system.terminal import pip_install
 
@@ -194,12 +193,6 @@ def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
     assert f"  token_budget={budget} takes it to " in page
 
 
-def test_checkpointing_is_planned_where_memory_is_short(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000"]
-    assert not planned(capsys, *words)["gradient_checkpointing"]
-    assert planned(capsys, *words, "device_memory=1GiB")["gradient_checkpointing"]
-
-
 @each(
     ("words", "why"),
     [
@@ -279,23 +272,6 @@ def test_a_model_of_the_hub_without_a_network_says_what_to_do(
     assert f", got Qwen/Qwen2.5-0.5B-Instruct; {remedy}" in told
 
 
-def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def budget(found: dict[str, Any]) -> int:
-        return next(int(row["value"].replace(",", "")) for row in found["sizes"] if row["what"] == "token budget")
-
-    large = planned(capsys, *ON_A_GPU, "device_memory=24GiB", "model.gradient_checkpointing=true")
-    trainer = large["peak_without_engine"] - MARGIN * 24 * 2**30
-    short = f"device_memory={int(0.98 * trainer / (1 - 0.45 - MARGIN))}"  # vLLM takes 0.45 of it
-    small = planned(capsys, *ON_A_GPU, short)
-    assert small["fits"]
-    assert 1000 < budget(small) < budget(large) == 32768
-    asked = planned(capsys, *ON_A_GPU, short, "token_budget=16384", "model.gradient_checkpointing=true")
-    assert (budget(asked), asked["fits"]) == (16384, False)
-
-
 def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,24 +306,6 @@ def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(
     [marked] = [line.index("(this run)") for line in lines if "(this run)" in line]
     [titles] = [line for line in lines if "plain" in line and "key" in line]
     assert marked > titles.index("plain") + len("plain"), "under the second one"
-
-
-def test_a_teacher_in_vllm_is_counted_beside_the_policys_engine_and_told_where_its_share_is_too_small(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 24 GiB a hundred-thousandth is 258 kB, less than the teacher's weights; a hundredth is enough."""
-    words = [*ON_A_GPU, "algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm"]
-    words.append("device_memory=24GiB")
-    found = planned(capsys, *words)
-    parts = parts_of(found)
-    assert parts["teacher in vLLM"] == int(0.3 * 24 * 2**30)
-    assert found["fits"]
-    words.append("snapshot.teacher_gpu_memory_utilization=0.00001")
-    assert {"snapshot.teacher_gpu_memory_utilization": "0.01"} in [
-        way["changes"] for way in planned(capsys, *words)["ways"]
-    ]
-    assert cli.run(["plan", *words]) == 1
-    assert "does not start: the teacher's share of the device is " in capsys.readouterr().out
 
 
 def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(

@@ -122,16 +122,10 @@ def test_a_local_line_without_a_final_answer_is_named(make_data, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("so 9 * 2 = 18\n#### 18", "18"),
-        ("#### -5", "-5"),
-        ("#### 1,234,567", "1234567"),
-        ("#### $20", "20"),
-        ("#### 2.50", "2.50"),
-        ("#### .5", ".5"),
-        ("####7.", "7"),
-        ("#### 1\n#### 2", "2"),
+        ("so 9 * 2 = 18\n#### 18", "18"), ("#### -5", "-5"), ("#### 1,234,567", "1234567"), ("#### $20", "20"),
+        ("#### 2.50", "2.50"), ("#### .5", ".5"), ("####7.", "7"), ("#### 1\n#### 2", "2"),
     ],
-)
+)  # fmt: skip
 def test_gsm8k_answers(make_data, tmp_path: Path, text: str, answer: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": "?", "answer": text}))
     data = make_data("gsm8k", path=str(tmp_path / "a.jsonl"), held_out_fraction=1.0)

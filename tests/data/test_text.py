@@ -7,10 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import rlft
-from rlft.data.arithmetic import question
 from rlft.data.drawn import split_of
 from rlft.data.files import files_at
-from rlft.data.texts import Text, load_texts, scan_texts
+from rlft.data.texts import Text, load_texts
 from rlft.types import Split, UserError
 
 ASSETS = Path(rlft.__file__).parent / "assets"
@@ -152,54 +151,7 @@ def test_the_script_gives_the_text_that_ships(maker, tokenizer, texts) -> None:
     assert file.stat().st_size <= 200_000
 
 
-def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> None:
-    """Given: the question in the chat template with the start of the answer. Learned: the answer and the end token.
-
-    As in `make_batch` of scripts/make_tiny_model.py, whose labels are the answer and the end token.
-    """
-    keys = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
-    for text in texts:
-        # One text of two is held out: a second, which is not of the file, leaves this one somewhere.
-        found = scan_texts([text, Text(context="", text="ab")], tokenizer, **keys)
-        (tokens,) = (t for t in (*found.train_texts, *found.held_out_texts) if len(t.ids) > 2)
-        ids = tokens.ids.tolist()
-        a, operation, b, answer = parts(text)
-        asked = {"role": "user", "content": question(a, operation, b)}
-        prompt = tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=False)
-        assert ids[: tokens.num_given] == prompt
-        learned = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        assert ids[tokens.num_given :] == learned
-        # The template itself only adds the line break between turns.
-        chat = [asked, {"role": "assistant", "content": answer}]
-        assert tokenizer.apply_chat_template(chat, return_dict=False) == ids + tokenizer("\n")["input_ids"]
-    # By hand: 3 tokens are special, then come the bytes in the order of their signs, of which "!" is the first.
-    byte = {sign: 3 + ord(sign) - ord("!") for sign in "Wh?1"}
-    user, *_ = tokenizer("user\n")["input_ids"]
-    first = tokenizer(texts[0].context + texts[0].text, add_special_tokens=False)["input_ids"]
-    assert first[:4] == [1, user, byte["W"], byte["h"]]
-    assert first[-1] == 2
-
-
 def test_it_is_about_problems_of_the_training_split_each_once(texts) -> None:
     problems = [parts(text)[:3] for text in texts]
     assert {split_of(*numbers) for numbers in problems} == {Split.train}
     assert len(set(problems)) == len(texts) == 1350
-
-
-def test_it_mixes_right_answers_near_misses_and_bad_format_as_the_model_was_taught(texts) -> None:
-    right = near = bad = 0
-    for text in texts:
-        a, operation, b, answer = parts(text)
-        result = a + b if operation == "+" else a - b
-        head, found, tail = answer.rpartition("<answer>")
-        if not (head.startswith("<think>") and head.endswith("</think>") and found and tail.endswith("</answer>")):
-            bad += 1
-        elif tail == f"{result}</answer>":
-            right += 1
-        else:
-            near += 1
-    # Shares 0.40, 0.36, 0.24 of 1350: 540, 486, 324, standard deviations sqrt(1350 p (1 - p)) = 18.0, 17.6, 15.7.
-    # A near miss is never right: what it adds is not 0, and digits are only swapped where they differ.
-    assert abs(right - 540) < 5 * 18.0
-    assert abs(near - 486) < 5 * 17.6
-    assert abs(bad - 324) < 5 * 15.7

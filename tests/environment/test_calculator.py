@@ -9,15 +9,10 @@ from rlft.environment.calculator import calculate
 @each(
     ("expression", "value"),
     [
-        ("2+3*4", "14"),
-        ("-(2-5)", "3"),
-        ("7/2", "3.5"),
-        ("8/2", "4"),
-        ("7//2", "3"),
-        ("7%4", "3"),
+        ("2+3*4", "14"), ("-(2-5)", "3"), ("7/2", "3.5"), ("8/2", "4"), ("7//2", "3"), ("7%4", "3"),
         (" 12345*6789 ", "83810205"),
     ],
-)
+)  # fmt: skip
 def test_it_computes(expression: str, value: str) -> None:
     assert calculate(expression) == value
 

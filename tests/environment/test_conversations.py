@@ -26,16 +26,9 @@ from tests.helpers.family_tokenizers import family_tokenizer
 
 Converse = Callable[..., Conversations]
 LIMITS: dict[str, Any] = {
-    "max_turns": 8,
-    "max_tool_calls": None,
-    "turn_tokens": None,
-    "call_timeout": 10.0,
-    "timeout": 60.0,
-    "max_answer": 400,
-    "workers": 1,
-    "syntax": "template",
-    "show_tools": True,
-}
+    "max_turns": 8, "max_tool_calls": None, "turn_tokens": None, "call_timeout": 10.0, "timeout": 60.0,
+    "max_answer": 400, "workers": 1, "syntax": "template", "show_tools": True,
+}  # fmt: skip
 TOOLS = ("conversation_tools.add", "conversation_tools.say", "conversation_tools.misbehave")
 SAMPLING = Sampling(max_tokens=1000, temperature=1.0)
 TOKENIZER = family_tokenizer("qwen2.5")

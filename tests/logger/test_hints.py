@@ -8,17 +8,10 @@ from in_one_test import each
 from rlft.logger.alarms import Hints
 
 HEALTHY = {
-    "reward/mean": 0.5,
-    "loss/total": 0.02,
-    "policy/grad_norm": 0.4,
-    "policy/entropy": 1.0,
-    "length/mean": 40.0,
-    "length/truncated_fraction": 0.05,
-    "tokens/completion": 1000.0,
-    "tokens/trained": 800.0,
-    "waste/zero_advantage_fraction": 0.2,
-    "waste/importance_dropped_fraction": 0.0,
-}
+    "reward/mean": 0.5, "loss/total": 0.02, "policy/grad_norm": 0.4, "policy/entropy": 1.0, "length/mean": 40.0,
+    "length/truncated_fraction": 0.05, "tokens/completion": 1000.0, "tokens/trained": 800.0,
+    "waste/zero_advantage_fraction": 0.2, "waste/importance_dropped_fraction": 0.0,
+}  # fmt: skip
 
 
 def hear(make_step, steps, rewards=(0.0, 1.0), **changes):
@@ -32,10 +25,6 @@ def hear(make_step, steps, rewards=(0.0, 1.0), **changes):
             assert hint.text.startswith(f"step {step}: ")
             heard.append((step, hint.text))
     return heard
-
-
-def test_a_healthy_run_hears_nothing(make_step):
-    assert hear(make_step, 50) == []
 
 
 def test_what_is_always_so_of_a_solved_task_is_told_but_no_alarm(make_step):
@@ -61,12 +50,6 @@ def test_what_is_remembered_survives_a_checkpoint(make_step):
     second.restore(json.loads(json.dumps(first.state())))
     assert before + [second.check(steps(n)) for n in range(10, 60)] == expected
     assert {hint.alarm for hints in expected for hint in hints} >= {"truncated", "entropy"}
-
-
-def test_a_run_that_solves_its_task_slowly_hears_nothing(make_step):
-    # entropy falls to a tenth, one in three completions is still truncated at the start: all ordinary
-    falling = {"policy__entropy": lambda s: 1.0 - 0.9 * s / 50, "length__truncated_fraction": lambda s: 0.33 / s}
-    assert hear(make_step, 50, reward__mean=lambda s: s / 50, **falling) == []
 
 
 EQUAL = {"waste__zero_advantage_fraction": 1.0, "tokens__trained": 0.0}
@@ -99,18 +82,22 @@ def test_an_expected_zero_is_never_told_again(make_step):
     assert len(hear(make_step, 250, loss__total=0.0)) == 1
 
 
-def test_two_unlucky_steps_are_no_trouble(make_step):
-    heard = hear(make_step, 30, length__truncated_fraction=lambda s: 1.0 if s % 3 else 0.0)
-    assert heard == []
+FALLING = {"policy__entropy": lambda s: 1.0 - 0.9 * s / 50, "length__truncated_fraction": lambda s: 0.33 / s}
 
 
-def test_equal_rewards_are_no_trouble_where_advantages_differ(make_step):
-    # a critic learns from equal rewards: the share of zero advantages tells
-    assert hear(make_step, 10, rewards=(1.0, 1.0)) == []
-
-
-def test_groups_of_one_are_never_called_equal(make_step):
-    assert hear(make_step, 10, rewards=(1.0,), waste__zero_advantage_fraction=1.0) == []
+@each(
+    ("changes", "rewards", "why"),
+    [
+        ({}, (0.0, 1.0), "a healthy run"),
+        # Entropy falls to a tenth, one in three completions is still truncated at the start.
+        ({"reward__mean": lambda s: s / 50, **FALLING}, (0.0, 1.0), "it solves its task slowly"),
+        ({"length__truncated_fraction": lambda s: 1.0 if s % 3 else 0.0}, (0.0, 1.0), "two unlucky steps"),
+        ({}, (1.0, 1.0), "a critic learns from equal rewards: the share of zero advantages tells"),
+        ({"waste__zero_advantage_fraction": 1.0}, (1.0,), "groups of one are never equal"),
+    ],
+)
+def test_what_is_no_trouble_is_not_told(changes, rewards, why, make_step):
+    assert hear(make_step, 50, rewards=rewards, **changes) == [], why
 
 
 @each("name", ["loss/total", "loss/kl", "policy/grad_norm"])

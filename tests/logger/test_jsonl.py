@@ -99,12 +99,6 @@ def test_a_repeated_evaluation_takes_the_place_of_the_first(make_run, make_evalu
     assert [line["accuracy"] for line in read_lines(make_run().folder / "eval.jsonl")] == [0.5]
 
 
-def test_an_evaluation_at_the_checkpoint_survives_a_resume(make_run, make_step, make_evaluation):
-    play(make_run(), make_step, make_evaluation, 4).finish("interrupted")
-    Jsonl().start(make_run(step=2))
-    assert [line["step"] for line in read_lines(make_run().folder / "eval.jsonl")] == [0, 2]
-
-
 def test_a_resume_drops_what_lies_beyond_the_checkpoint_before_it_goes_on(make_run, make_step, make_evaluation):
     play(make_run(), make_step, make_evaluation, 5)
     Jsonl().start(make_run(step=3))

@@ -30,20 +30,11 @@ def test_a_rollout_line_holds_everything_about_a_completion(make_run, make_step)
     play(make_run(step=2), make_step, 3)
     lines = read_lines(make_run().folder / "rollouts" / "step_000003.jsonl")
     assert lines[0] == {
-        "step": 3,
-        "prompt_id": "1+2",
-        "index": 0,
-        "prompt": [{"role": "user", "content": "What is 1+2?"}],
-        "answer": "3",
-        "completion": "2",
-        "token_ids": [5, 6],
-        "logprobs": [-0.5, -0.25],
-        "rewards": {"custom": 0.25, "exact_match": 0.0},
-        "reward": 0.0,
-        "advantage": -1.0,
-        "policy_version": 2,
+        "step": 3, "prompt_id": "1+2", "index": 0, "prompt": [{"role": "user", "content": "What is 1+2?"}],
+        "answer": "3", "completion": "2", "token_ids": [5, 6], "logprobs": [-0.5, -0.25],
+        "rewards": {"custom": 0.25, "exact_match": 0.0}, "reward": 0.0, "advantage": -1.0, "policy_version": 2,
         "finish_reason": "stop",
-    }
+    }  # fmt: skip
     assert [(line["index"], line["completion"], line["reward"], line["advantage"]) for line in lines] == [
         (0, "2", 0.0, -1.0),
         (1, "3", 1.0, 1.0),

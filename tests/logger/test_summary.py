@@ -9,7 +9,7 @@ from in_one_test import each
 from rich.console import Console as Terminal
 
 from rlft.logger.jsonl import Jsonl
-from rlft.logger.summary import curve, print_summary, step_ticks, value_range
+from rlft.logger.summary import curve, print_summary
 
 COMMANDS = [("score it", "rlft eval run=runs/x " + "key=value " * 12)]
 
@@ -121,22 +121,3 @@ def test_any_rewards_can_be_drawn(values):
         assert len(drawing.splitlines()) == 14
         assert max(map(len, drawing.splitlines())) <= 60
         assert "\x1b" not in drawing
-
-
-def test_two_drawings_do_not_mix():
-    first = curve([(1, 0.0), (2, 1.0)], [(1, 0.5)], width=60, ascii_only=False)
-    curve([(1, 0.9), (2, 0.2)], [], width=60, ascii_only=False)
-    assert curve([(1, 0.0), (2, 1.0)], [(1, 0.5)], width=60, ascii_only=False) == first
-
-
-def test_steps_are_marked_at_round_numbers():
-    assert step_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
-    assert step_ticks(1, 30) == [10, 20, 30]  # a span of 29 takes marks of 10
-    assert step_ticks(0, 60) == [0, 20, 40, 60]
-    assert step_ticks(3, 4) == [3, 4]
-    assert step_ticks(0, 61) == [0, 20, 40, 61]  # 60 would run into 61
-
-
-def test_a_flat_curve_gets_an_axis_of_a_tenth():
-    assert value_range([0.5, 0.52]) == pytest.approx((0.46, 0.56), abs=1e-12)
-    assert value_range([0.0, 1.0]) == (0.0, 1.0)

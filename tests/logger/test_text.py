@@ -23,20 +23,18 @@ def test_one_line_cuts_the_middle_and_keeps_the_end():
     assert one_line("a \n  b", 12) == "a b"
 
 
-def test_sparkline_goes_from_lowest_to_highest():
-    # 0..3 on the bars 0123: each value is its own bar
-    assert sparkline([0.0, 1.0, 2.0, 3.0], 4, "0123") == "0123"
-
-
-def test_sparkline_averages_neighbours_when_there_is_no_room():
-    # five values in three columns: means of (4), (0, 0), (1, 1): 4, 0, 1
-    assert sparkline([4.0, 0.0, 0.0, 1.0, 1.0], 3, "01234") == "401"
-
-
-def test_sparkline_of_equal_or_missing_values_is_flat_or_empty():
-    assert sparkline([2.0, 2.0], 5, "0123") == "11"
-    assert sparkline([float("nan")], 5) == ""
-    assert sparkline([float("nan"), 1.0, 2.0], 5, "01") == "01"
+@each(
+    ("values", "width", "bars", "drawn"),
+    [
+        ([0.0, 1.0, 2.0, 3.0], 4, "0123", "0123"),
+        ([4.0, 0.0, 0.0, 1.0, 1.0], 3, "01234", "401"),  # means of (4), (0, 0), (1, 1) where there is no room
+        ([2.0, 2.0], 5, "0123", "11"),
+        ([float("nan")], 5, "01", ""),
+        ([float("nan"), 1.0, 2.0], 5, "01", "01"),
+    ],
+)
+def test_a_sparkline_goes_from_lowest_to_highest(values, width, bars, drawn):
+    assert sparkline(values, width, bars) == drawn
 
 
 @each(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (11045, "3:04:05"), (183845, "2d 3:04:05")])

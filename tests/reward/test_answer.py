@@ -138,22 +138,10 @@ def test_a_pattern_without_a_group_is_refused(pattern):
 @each(
     "piece",
     [
-        "<answer>",
-        "</answer>",
-        "<answer></answer>",
-        "<think>",
-        "</think>",
-        "<think></think>",
-        r"\boxed{",
-        r"\boxed  ",
-        "#### ",
-        "####\n",
-        "{",
-        "9",
-        "\n",
-        " ",
+        "<answer>", "</answer>", "<answer></answer>", "<think>", "</think>", "<think></think>", r"\boxed{",
+        r"\boxed  ", "#### ", "####\n", "{", "9", "\n", " ",
     ],
-)
+)  # fmt: skip
 def test_a_million_characters_take_no_time(answer_in, piece):
     # A quadratic search would need about 1e10 steps, minutes; a linear one stays far under a second.
     text = piece * (1_000_000 // len(piece))

@@ -671,22 +671,3 @@ def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
     )
     with pytest.raises(RewardError, match=r"raised SandboxError: a program could not be started .*\(broken\)"):
         Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer=ADD_TESTS)])
-
-
-@pytest.mark.slow
-def test_two_hundred_programs_are_scored_in_a_minute_on_two_cores(group, capsys):
-    right, wrong = "def add(a, b): return a + b", "def add(a, b): return a - b"
-    groups = [group([fence(right), fence(wrong)] * 4, answer=ADD_TESTS, id=f"p{i}") for i in range(13)]
-    groups += [
-        group([fence("print(2 * int(input()))"), "none"] * 4, answer=DOUBLE_TESTS, id=f"q{i}") for i in range(12)
-    ]
-    score = Scorer(specs({"code": KEYS}), 2, 30.0, "stop")
-    start = time.monotonic()
-    total = score(groups).total
-    seconds = time.monotonic() - start
-    score.close()
-    # 25 groups of 8: 200 completions, of which 13 * 8 + 12 * 4 = 152 hold a program.
-    assert total.tolist() == [[1.0, 0.0] * 4] * 25
-    with capsys.disabled():
-        print(f" [200 completions with programs scored in {seconds:.1f} s] ", end="")
-    assert seconds < 60

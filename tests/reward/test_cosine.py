@@ -4,7 +4,6 @@ import pytest
 from in_one_test import each
 from reward_groups import TAGGED, sized_group
 
-from rlft.reward.answer import AnswerIn
 from rlft.reward.cosine import Cosine
 from rlft.types import FinishReason, UserError
 
@@ -40,8 +39,3 @@ def test_values_with_which_a_wrong_answer_may_earn_as_much_as_a_right_one_are_re
     refused = "wrong_at_max" if key == "right_at_max" else key
     with pytest.raises(UserError, match=f"{refused}: must be less than a right answer earns at least, "):
         cosine(**{key: value})
-
-
-def test_a_pattern_without_a_group_is_refused():
-    with pytest.raises(UserError, match="pattern: has no group"):
-        cosine(answer_in=AnswerIn.pattern, pattern="[0-9]+")

@@ -55,11 +55,6 @@ def test_a_template_needs_different_tags():
             Format(mode=FormatMode.soft, tags=tags, pattern=None)
 
 
-def test_a_million_tags_take_no_time(group):
-    text = "<think></think><answer>" * 50_000
-    assert Format(mode=FormatMode.soft, tags=TAGS, pattern=None)(group([text])) == [0.0]
-
-
 HASHES = r".+\n#### -?[0-9]+"
 
 

@@ -41,11 +41,6 @@ def config(server):
     return make
 
 
-def test_completions_get_the_servers_scores_in_order(server, config, group):
-    reward = specs(config())["http"].build()
-    assert reward(group(["abc", "", "ab"])) == [3.0, 0.0, 2.0]
-
-
 def test_a_request_says_all_there_is_to_know(server, config, group):
     specs(config())["http"].build()(group(["x", "y"], answer="18", id="gsm8k-17"))
     question = [{"role": "user", "content": "What is 8 + 10?"}]
@@ -157,29 +152,15 @@ def failure(keys, num_requests=1):
 @pytest.mark.parametrize(
     "trouble",
     [
-        Reply(status=500, text="out of memory"),
-        BUSY,
-        Reply(status=429),
-        Reply(status=408),
-        Reply(hangs_up=True),
-        scores(1.0, headers={"Content-Length": "90"}, drops=True),
-        Reply(text="<html>"),
-        scores(),
+        Reply(status=500, text="out of memory"), BUSY, Reply(status=429), Reply(status=408), Reply(hangs_up=True),
+        scores(1.0, headers={"Content-Length": "90"}, drops=True), Reply(text="<html>"), scores(),
     ],
     ids=["500", "503", "429", "408", "hangs up", "cut short", "no JSON", "wrong number"],
-)
+)  # fmt: skip
 def test_a_passing_trouble_is_gone_at_the_next_attempt(server, make, trouble):
     server.script = [trouble]
     assert ask(make()) == [1.0]
     assert len(server.bodies) == 2
-
-
-def test_attempts_are_bounded_and_the_failure_names_address_and_answer(server, make):
-    server.answer = lambda body: BUSY
-    told = str(failure(make(retries=2)))
-    problem = "it answered 503 Service Unavailable 'busy' (attempt 3 of 3),"
-    assert told == f"got no scores from {server.address}/score: {problem}"
-    assert len(server.bodies) == 3
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 307])
@@ -247,12 +228,6 @@ def test_one_failing_request_leaves_the_scores_of_the_others(server, make):
     assert failure(make(), num_requests=3).scores == (0.5, None, 0.5)
     server.answer = lambda body: Reply(status=400)
     assert failure(make(), num_requests=3).scores is None
-
-
-def test_scores_go_back_to_the_completions_that_were_asked_about(server, make):
-    server.answer = lambda body: scores(*body["want"])
-    requests = [Request(body={"want": [2, 0]}, completions=[2, 0]), Request(body={"want": [1]}, completions=[1])]
-    assert make().ask(requests, scores_in) == [0.0, 1.0, 2.0]
 
 
 def test_connections_are_kept_from_group_to_group(server, make):

@@ -33,33 +33,15 @@ VERDICTS = [
     *(
         (form, "18", True, "a font, a size or a colour")
         for form in (
-            r"\texttt{18}",
-            r"\mathsf{18}",
-            r"\boldsymbol{18}",
-            r"\bm{18}",
-            r"\pmb{18}",
-            r"\mathnormal{18}",
-            r"\textup{18}",
-            r"\large 18",
-            r"{\Large 18}",
-            r"{\small\bf 18}",
-            r"\color{red}18",
-            r"\color{red}{18}",
+            r"\texttt{18}", r"\mathsf{18}", r"\boldsymbol{18}", r"\bm{18}", r"\pmb{18}", r"\mathnormal{18}",
+            r"\textup{18}", r"\large 18", r"{\Large 18}", r"{\small\bf 18}", r"\color{red}18", r"\color{red}{18}",
             r"\textcolor{blue}{18}",
         )
     ),
     *(
         (form, "18", True, "emphasis, space, or what leads to it")
         for form in (
-            "*18*",
-            "__18__",
-            "`18`",
-            "**`18`**",
-            "18\\ ",
-            "= 18",
-            r"\therefore 18",
-            "≈18",
-            r"\approx 18",
+            "*18*", "__18__", "`18`", "**`18`**", "18\\ ", "= 18", r"\therefore 18", "≈18", r"\approx 18",
         )
     ),
     ("1e-05", "0.00001", True, "scientific notation"),
@@ -107,7 +89,7 @@ VERDICTS = [
     ("", "18", False, "nothing"),
     ("$", "18", False, "nothing"),
     (r"\frac{1}{", "18", False, "broken LaTeX"),
-]
+]  # fmt: skip
 
 
 @each(("answer", "reference", "right", "why"), VERDICTS)
@@ -119,21 +101,11 @@ def test_verdicts(group, answer, reference, right, why):
 @each(
     "answer",
     [
-        "9^{9^{9^{9}}}",
-        "((9^9)^{9999})^{9999}",
-        "(10^9)!",
-        "9!!!!!",
-        r"\binom{1000000000}{500000000}",
-        r"\sum_{i=1}^{1000000000} \sin(i)",
-        r"\prod_{i=1}^{1000000000} i",
-        r"\sin(9^{9^{9}})",
-        "1e999999999",
-        "(" * 99 + "1" + ")" * 99,
-        "x^" * 99 + "2",
-        "9" * 5000,
-        r"\frac{" * 30 + "1" + "}{2}" * 30,
+        "9^{9^{9^{9}}}", "((9^9)^{9999})^{9999}", "(10^9)!", "9!!!!!", r"\binom{1000000000}{500000000}",
+        r"\sum_{i=1}^{1000000000} \sin(i)", r"\prod_{i=1}^{1000000000} i", r"\sin(9^{9^{9}})", "1e999999999",
+        "(" * 99 + "1" + ")" * 99, "x^" * 99 + "2", "9" * 5000, r"\frac{" * 30 + "1" + "}{2}" * 30,
     ],
-)
+)  # fmt: skip
 def test_answers_that_would_take_for_ever_are_wrong_at_once(group, answer):
     reward = math_reward()
     reward.start()
@@ -354,14 +326,9 @@ def test_wrong_answers_that_the_library_does_not_see_are_wrong():
 
 def test_words_are_compared_as_text_however_they_are_set():
     forms = [
-        "Monday",
-        r"\text{Monday}",
-        r"\textbf{monday}",
-        r"\mathrm{Monday}",
-        "**Monday**",
-        r"\(\text{ Monday }\)",
+        "Monday", r"\text{Monday}", r"\textbf{monday}", r"\mathrm{Monday}", "**Monday**", r"\(\text{ Monday }\)",
         "Monday.",
-    ]
+    ]  # fmt: skip
     assert [(a, b) for a in forms for b in forms if not right(a, b)] == []
     assert right("Bob, Alice", r"\text{Alice and Bob}")
     assert not right("Monday or Tuesday", "Monday")

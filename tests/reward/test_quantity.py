@@ -45,15 +45,9 @@ def scientific(digits: str) -> list[str]:
 
 def around(text: str) -> list[str]:
     return [
-        text,
-        f"${text}$",
-        rf"\({text}\)",
-        f"**{text}**",
-        rf"\boxed{{{text}}}",
-        f"{text}.",
-        f" {text} ",
+        text, f"${text}$", rf"\({text}\)", f"**{text}**", rf"\boxed{{{text}}}", f"{text}.", f" {text} ",
         f"x = {text}",
-    ]
+    ]  # fmt: skip
 
 
 # -- units -------------------------------------------------------------------------------------------------------------
@@ -84,46 +78,20 @@ SPELLED = {
     "degree": "° degree degrees ^\\circ ^{\\circ}",
 }
 NOUNS = (
-    "marble",
-    "book",
-    "apple",
-    "student",
-    "box",
-    "bus",
-    "berry",
-    "cookie",
-    "glass",
-    "horse",
-    "person",
-    "knife",
+    "marble", "book", "apple", "student", "box", "bus", "berry", "cookie", "glass", "horse", "person", "knife",
     "house",
-)
+)  # fmt: skip
 PLURALS = {
-    "box": "boxes",
-    "bus": "buses",
-    "berry": "berries",
-    "glass": "glasses",
-    "person": "people",
-    "knife": "knives",
-}
+    "box": "boxes", "bus": "buses", "berry": "berries", "glass": "glasses", "person": "people", "knife": "knives",
+}  # fmt: skip
 SQUARED = ("{}^2", "{}²", "square {}", "sq {}", "{}^{{2}}", "{} squared", "sq. {}", "{}2")
 CUBED = ("{}^3", "{}³", "cubic {}", "{}^{{3}}", "{} cubed", "cu. {}")
 PER = ("{}/{}", "{} per {}", "{} / {}", "{} {}^-1", "{}·{}⁻¹")
 RATES = [("kilometer", "hour"), ("meter", "second"), ("mile", "hour"), ("dollar", "hour"), ("gram", "liter"),
          ("book", "student"), ("mile", "day"), ("hour", "day"), ("hour", "kilometer")]  # fmt: skip
 MULTIPLIERS = (
-    "thousand",
-    "million",
-    "billion",
-    "dozen",
-    "hundred",
-    "half",
-    "squared",
-    "or 19",
-    "and a half",
-    "million",
-    "k",
-)
+    "thousand", "million", "billion", "dozen", "hundred", "half", "squared", "or 19", "and a half", "million", "k",
+)  # fmt: skip
 # Words that make another number of a value, or leave it open which one it is.
 CHANGES = (
     *(f"{stem}{end}" for stem in ("hundred", "million", "billion", "trillion", "seven", "eigh", "seventeen", "twentie")
@@ -248,17 +216,9 @@ def money() -> Iterator[tuple[str, str, bool]]:
 
 def percentages() -> Iterator[tuple[str, str, bool]]:
     forms = [
-        "{}%",
-        r"{}\%",
-        "{} %",
-        "{} percent",
-        "{} per cent",
-        "{} pct",
-        r"{}\text{{ percent}}",
-        "{}％",
-        "{}٪",
+        "{}%", r"{}\%", "{} %", "{} percent", "{} per cent", "{} pct", r"{}\text{{ percent}}", "{}％", "{}٪",
         r"\SI{{{}}}{{\percent}}",
-    ]
+    ]  # fmt: skip
     for a, b in itertools.product(forms, forms):
         yield a.format("18"), b.format("18"), True
         yield a.format("18"), b.format("18.0"), True

@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 import pytest
@@ -41,9 +40,3 @@ def test_the_answer_repeated_fifty_times_costs_nearly_everything(group):
     # 50 words, 48 triples, all the same: 1 - 1/48.
     scores = Repetition(unit=Unit.words, ngram=3, max_penalty=1.0)(group(["<answer>18</answer> " * 50]))
     assert scores == [pytest.approx(-47 / 48, abs=1e-12)]
-
-
-def test_a_million_words_take_no_time(group):
-    start = time.monotonic()
-    Repetition(unit=Unit.words, ngram=3, max_penalty=1.0)(group(["so it is " * 333_333]))
-    assert time.monotonic() - start < 60

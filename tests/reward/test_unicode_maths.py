@@ -11,16 +11,9 @@ from rlft.reward.notation import plain
 from rlft.reward.unicode_maths import as_latex
 
 FRACTIONS = {
-    "½": (1, 2),
-    "⅓": (1, 3),
-    "⅔": (2, 3),
-    "¼": (1, 4),
-    "¾": (3, 4),
-    "⅕": (1, 5),
-    "⅚": (5, 6),
-    "⅞": (7, 8),
+    "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅚": (5, 6), "⅞": (7, 8),
     "⅑": (1, 9),
-}
+}  # fmt: skip
 SIGNS = {" × ": r" \times ", "·": r" \cdot ", " ÷ ": r" \div ", " + ": " + ", " − ": " - "}
 RELATIONS = {"≤": r"\leq", "≥": r"\geq", "<": "<", ">": ">"}
 BOLD = {ord("x"): "𝑥", ord("y"): "𝐲", ord("z"): "𝗓"}

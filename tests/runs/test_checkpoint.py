@@ -129,19 +129,11 @@ def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
     modes = {f.stat().st_mode & 0o777 for f in folder.rglob("*") if f.is_file()}
     assert modes == {folder.stat().st_mode & 0o666}, "whoever may read the folder may read all of it"
     assert sorted(files) == [
-        "MANIFEST",
-        "critic/head.safetensors",
-        "critic/rlft.json",
-        "optimizer.safetensors",
-        "policy/adapter_config.json",
-        "policy/adapter_model.safetensors",
-        "policy/rlft.json",
-        "reward/adapter_config.json",
-        "reward/adapter_model.safetensors",
-        "reward/head.safetensors",
-        "reward/rlft.json",
-        "state.json",
-    ]
+        "MANIFEST", "critic/head.safetensors", "critic/rlft.json", "optimizer.safetensors",
+        "policy/adapter_config.json", "policy/adapter_model.safetensors", "policy/rlft.json",
+        "reward/adapter_config.json", "reward/adapter_model.safetensors", "reward/head.safetensors",
+        "reward/rlft.json", "state.json",
+    ]  # fmt: skip
     for name, raw in files.items():
         if name.endswith(".safetensors"):
             json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])

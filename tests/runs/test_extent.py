@@ -74,11 +74,6 @@ def test_a_pipeline_that_asks_for_fewer_steps_than_there_are_is_refused(
     assert contents(runs / "sft") == before
 
 
-def test_a_run_with_all_its_steps_says_so(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["resume", str(runs / "train"), "steps=3"]) == 2
-    assert "the run is finished: it has all its 3 steps" in capsys.readouterr().err
-
-
 def test_fewer_prompts_than_are_sampled_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(runs / "sample")
     assert cli.run(["resume", str(runs / "sample"), "num_prompts=2"]) == 2

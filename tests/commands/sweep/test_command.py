@@ -97,16 +97,6 @@ def test_seeds_metric_and_direction_are_those_of_the_words(begin: Begin) -> None
     assert [row["trial"] for row in table()] == sorted(values, key=lambda trial: sum(values[trial]))
 
 
-@pytest.mark.slow
-def test_the_sweeps_seed_decides_which_values_are_drawn(begin: Begin) -> None:
-    rates = []
-    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        begin(*RATES, f"sweep.seed={seed}", f"hydra.sweep.dir={folder}")
-        rates.append({row["trainer.lr"] for row in table(folder)})
-    assert rates[0] == rates[1]
-    assert not rates[0] & rates[2]
-
-
 class Killed(BaseException):
     """Stands for a kill: nothing in the study handles it."""
 
@@ -146,14 +136,6 @@ def test_a_resume_that_is_refused_changes_nothing(begin: Begin) -> None:
     begin(*RATES, "sweep.trials=3")
     before = Path("sweep", record.RECORD).read_text()
     assert refusal(lambda: begin("sweep.trials=2", again="sweep")).startswith("sweep.trials: the sweep has all its")
-    assert Path("sweep", record.RECORD).read_text() == before
-
-
-def test_a_study_whose_journal_is_damaged_is_refused_and_left_as_it_is(begin: Begin) -> None:
-    begin(*RATES)
-    Path("sweep", "optuna.log").write_text("torn")
-    before = Path("sweep", record.RECORD).read_text()
-    assert refusal(lambda: begin("sweep.trials=5", again="sweep")).startswith("hydra.sweep.dir: optuna.log in that")
     assert Path("sweep", record.RECORD).read_text() == before
 
 

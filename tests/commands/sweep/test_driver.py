@@ -170,45 +170,6 @@ def test_a_refusal_that_every_trial_would_meet_ends_the_study_and_is_no_trials_f
     assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
 
 
-def test_interruptions_and_what_stops_beside_a_failure_are_no_crashes(tmp_path: Path) -> None:
-    for _ in range(4):
-        study = make_study(tmp_path, keys(trials=4), RATE)
-        driver, place, interrupt = side_by_side(study, 2)
-        wait = place.wait
-
-        def signalled(wait: Any = wait, place: FakePlace = place, interrupt: FakeInterrupt = interrupt) -> None:
-            wait()
-            interrupt.requested = True
-            place.stopped += [0, 1]
-
-        place.wait = signalled
-        with pytest.raises(KeyboardInterrupt):
-            driver.run()
-    study = make_study(tmp_path, keys(trials=4), RATE)
-    driver, _, _ = side_by_side(study)
-    driver.run()
-    assert set(states(study)) == {"complete"}
-
-
-def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=10, pruner="median", startup=2), RATE)
-    driver, place, _ = side_by_side(study)
-    end = place.end
-
-    def interrupted(number: int, ending: Ending) -> None:
-        if ending.how is How.interrupted:  # the process has saved and says that it was interrupted
-            run_status.write(tmp_path / str(number) / "seed_0", STEPS, run_status.Status.interrupted)
-        end(number, ending)
-
-    place.end = interrupted
-    driver.run()
-    assert place.stopped
-    for number in place.stopped:
-        status, reason = run_status.read(tmp_path / str(number) / "seed_0")
-        assert status is run_status.Status.stopped
-        assert reason.startswith("pruned by its sweep after step ")
-
-
 def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=6, seeds=2), RATE, RANK)
     driver, place, interrupt = side_by_side(study)

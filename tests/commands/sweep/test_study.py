@@ -139,14 +139,6 @@ def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(
     assert f"trial {pruned[0].number} is pruned by median at step" in capsys.readouterr().err
 
 
-def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
-    study = make_and_do(tmp_path, keys(trials=20, pruner="hyperband"))
-    pruned = [row for row in study.trials.rows() if row.state == "pruned"]
-    assert len(pruned) >= 5
-    # rungs at 1 and 3 steps; one at 9 is the end
-    assert {max(study.trials.reported(row.number)) for row in pruned} <= {1, 3}
-
-
 def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path: Path) -> None:
     def cut(run: TrialRun, is_pruned: Callable[[], bool]) -> None:
         runs(run, is_pruned)
@@ -229,19 +221,6 @@ def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None
     assert len(told) == 2 * (6 - repeated) + repeated
     assert by_number(study)[1].why == "the loss is not finite"
     assert {row.state for row in by_number(study) if 1 not in (row.number, row.same_as)} == {"complete"}
-
-
-def test_a_full_disk_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
-    def before(run: TrialRun, step: int) -> None:
-        if (run.trial.number, step) == (1, 5):
-            raise OSError(errno.ENOSPC, "the disk is full")
-
-    with pytest.raises(DiskError, match="the disk is full"):
-        do_all(make_study(tmp_path, keys(trials=3)), FakeRuns(before=before))
-    again = make_study(tmp_path, keys(trials=3))
-    assert [trial.number for trial in again.trials.unfinished()] == [1]
-    do_all(again, FakeRuns())
-    assert states(again) == ["complete"] * 3
 
 
 def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fake_studies import ALGORITHM, RANK, RATE, STEPS, accuracy, keys, make_trials
 
 from rlft.commands.sweep.space import Interval, Space
-from rlft.commands.sweep.trials import JOURNAL, Journal, Trials, pruner
+from rlft.commands.sweep.trials import JOURNAL, Journal, Trials
 from rlft.types import UserError
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
@@ -94,12 +94,6 @@ def test_median_prunes_a_trial_that_is_worse_than_half_of_the_others_there(tmp_p
     assert (row.state, row.value, row.why) == ("pruned", 0.39, "median at step 3")
 
 
-def test_hyperband_counts_the_steps_of_all_runs_from_the_first_evaluation_on() -> None:
-    made = pruner(keys(pruner="hyperband", seeds=3), 2, STEPS)
-    assert isinstance(made, optuna.pruners.HyperbandPruner)
-    assert (made._min_resource, made._max_resource) == (2, 3 * STEPS)
-
-
 def test_where_lower_is_better_the_larger_value_is_pruned_and_the_least_comes_first(tmp_path: Path) -> None:
     trials = make_trials(tmp_path, keys(pruner="median", startup=1, sampler="random"), SPACE, lower=True)
     for value in (2.0, 1.0):
@@ -155,23 +149,6 @@ def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytes
         signal.signal(signal.SIGINT, previous)
     [kept] = make_trials(tmp_path, keys(), SPACE).unfinished()
     assert {*kept.params} == {"trainer.lr", "lora.rank", "algorithm"}, "the whole trial, and not a part of it"
-
-
-def test_half_of_a_change_is_never_written(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / JOURNAL)
-    with journal.transaction():
-        journal.append_logs([{"op_code": 0}])
-
-    def fail() -> None:
-        with journal.transaction():
-            journal.append_logs([{"op_code": 1}])
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        fail()
-    with journal.transaction():
-        journal.append_logs([{"op_code": 2}])
-    assert (tmp_path / JOURNAL).read_text().splitlines() == ['{"op_code":0}']
 
 
 def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tmp_path: Path) -> None:

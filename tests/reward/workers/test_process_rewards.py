@@ -58,12 +58,6 @@ def test_rewards_of_whole_completions_are_the_outcome(scorer, group):
     assert {t.dtype for t in (scores.total, scores.outcome, *scores.by_reward.values())} == {torch.float64}
 
 
-def test_without_a_process_reward_there_is_neither_outcome_nor_steps(scorer, group):
-    scores = scorer(length={})([group(["ab"])])
-    assert scores.outcome is None
-    assert scores.steps is None
-
-
 def test_steps_of_several_rewards_are_merged_in_the_order_of_their_ends(scorer, group):
     score = scorer(stepwise={"weight": 1.0}, SameSteps={"weight": 10.0, "values": [1, 2, 3], "ends": [1, 2, 3]})
     scores = score([group(["ab c", "xyz"])])
@@ -152,13 +146,6 @@ def test_a_number_of_steps_that_does_not_fit_the_group_is_refused():
 def test_steps_from_a_reward_that_does_not_say_so_are_refused(scorer, group):
     with pytest.raises(RewardError, match=r"reward.unsaid: returned StepScores\(.*, not a finite number, .* 1 of 1"):
         scorer(unsaid={})([group(["ab"])])
-
-
-def test_several_wrong_completions_are_each_given_the_fixed_score(scorer, group):
-    score = scorer(on_error=0, stepwise={})
-    scores = score([group(["number", "ab", "back"])])
-    assert scores.steps == [[NONE, StepScores(values=(2.0,), ends=(2,)), NONE]]
-    assert score.num_failures == 2
 
 
 def test_no_steps_at_all_are_no_fault_not_even_of_an_empty_text():
