@@ -55,27 +55,25 @@ def many_rows():
 
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
-def test_groups_that_fit_together_stay_together(two_groups):
-    assert lists(micro_batches(two_groups, torch.arange(5), 20)) == [[0, 1, 2, 3, 4]]
 
 
-def test_a_group_that_does_not_fit_beside_the_last_begins_a_micro_batch(two_groups):
-    assert lists(micro_batches(two_groups, torch.arange(5), 19)) == [[0, 1, 2], [3, 4]]
-    assert lists(micro_batches(two_groups, torch.arange(5), 10)) == [[0, 1, 2], [3, 4]]
-
-
-def test_a_group_over_the_budget_is_split_and_pays_for_its_prompt_again(two_groups):
-    # Budget 9: 4 + 2 + 3 = 9 fits, the third row starts again with 4 + 1 = 5. Group 1 does not fit beside it (10), and
-    # alone: 3 + 5 = 8, the second with 2 more would be 10.
-    assert lists(micro_batches(two_groups, torch.arange(5), 9)) == [[0, 1], [2], [3], [4]]
-
-
-def test_a_row_over_the_budget_stands_by_itself(two_groups):
-    assert lists(micro_batches(two_groups, torch.arange(5), 1)) == [[0], [1], [2], [3], [4]]
-
-
-def test_siblings_that_stand_apart_are_brought_together(two_groups):
-    assert lists(micro_batches(two_groups, torch.tensor([3, 0, 4, 1]), 14)) == [[3, 4], [0, 1]]
+@each(
+    ("rows", "budget", "expected"),
+    [
+        ([0, 1, 2, 3, 4], 20, [[0, 1, 2, 3, 4]]),  # groups that fit together
+        ([0, 1, 2, 3, 4], 19, [[0, 1, 2], [3, 4]]),
+        ([0, 1, 2, 3, 4], 10, [[0, 1, 2], [3, 4]]),
+        # 4 + 2 + 3 = 9 fits, the third row starts again with 4 + 1 = 5. Group 1 does not fit beside it (10), and alone:
+        # 3 + 5 = 8, the second with 2 more would be 10.
+        ([0, 1, 2, 3, 4], 9, [[0, 1], [2], [3], [4]]),
+        ([0, 1, 2, 3, 4], 1, [[0], [1], [2], [3], [4]]),  # a row over the budget stands by itself
+        ([3, 0, 4, 1], 14, [[3, 4], [0, 1]]),  # siblings that stand apart
+    ],
+)
+def test_groups_stay_together_where_they_fit_and_pay_for_their_prompt_again_where_not(
+    rows, budget, expected, two_groups
+):
+    assert lists(micro_batches(two_groups, torch.tensor(rows), budget)) == expected
 
 
 def test_no_rows_make_no_micro_batches(two_groups):

@@ -325,29 +325,25 @@ def test_a_folder_of_a_classifier_is_opened_as_one_and_adds_no_role(make_roles, 
     torch.testing.assert_close(flat(reward(groups)), logits(folder, conversations(groups)), rtol=1e-5, atol=1e-5)
 
 
-def test_a_classifier_of_several_labels_is_refused(save_classifier):
-    with pytest.raises(UserError, match=r"^reward\.taste\.path: .* num_labels, got 3; .*num_labels 1"):
-        load_classifier(save_classifier("Qwen2", num_labels=3), KEY, CPU, torch.float32)
+@each(
+    ("kind", "head", "keys", "problem"),
+    [
+        ("Qwen2", "ForSequenceClassification", {"num_labels": 3}, r".* num_labels, got 3; .*num_labels 1"),
+        ("Qwen2", "ForCausalLM", {}, r"it holds a causal language model \(Qwen2ForCausalLM\), .*rlft rm"),
+        ("GPT2", "LMHeadModel", {}, r"it holds a causal language model \(GPT2LMHeadModel\), .*rlft rm"),
+    ],
+)
+def test_what_is_no_classifier_with_one_score_is_refused(kind, head, keys, problem, save_classifier):
+    with pytest.raises(UserError, match=rf"^reward\.taste\.path: {problem}"):
+        load_classifier(save_classifier(kind, head, **keys), KEY, CPU, torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "head"), [("Qwen2", "ForCausalLM"), ("GPT2", "LMHeadModel")])
-def test_a_causal_language_model_is_refused_and_told_how_a_reward_model_is_made(kind, head, save_classifier):
-    name = f"{kind}{head}"
-    with pytest.raises(
-        UserError, match=rf"^reward\.taste\.path: it holds a causal language model \({name}\), .*rlft rm"
-    ):
-        load_classifier(save_classifier(kind, head), KEY, CPU, torch.float32)
-
-
-def test_a_model_without_a_trained_score_is_refused(save_classifier):
-    folder = save_classifier("Qwen2", "ForCausalLM")
-    file = Path(folder) / "config.json"
+def test_a_model_without_a_trained_score_and_what_is_no_model_are_refused(save_classifier, tmp_path):
+    file = Path(save_classifier("Qwen2", "ForCausalLM")) / "config.json"
     file.write_text(file.read_text().replace("ForCausalLM", "ForSequenceClassification"))
     with pytest.raises(UserError, match=r"^reward\.taste\.path: its files lack score\.weight, which would be random"):
-        load_classifier(folder, KEY, CPU, torch.float32)
-
-
-def test_what_is_no_model_is_refused(tmp_path):
+        load_classifier(str(tmp_path), KEY, CPU, torch.float32)
+    file.unlink()
     with pytest.raises(UserError, match=r"^reward\.taste\.path: the reward model cannot be read"):
         load_classifier(str(tmp_path), KEY, CPU, torch.float32)
 

@@ -42,19 +42,6 @@ def tensors_of(packed: PackedRows, key_heads: int, dtype: torch.dtype) -> list[t
     return [torch.randn(s, generator=dice, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_outputs_and_gradients_are_those_of_the_mask(key_heads, packed, stand_in):
-    tensors = tensors_of(packed, key_heads, torch.float64)
-    weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = RowAttention.apply(*tensors, None, packed.lengths(), Scoring(0.3))
-    theirs = masked(*tensors, packed, 0.3)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    mine = torch.autograd.grad((ours * weight).sum(), tensors)
-    its = torch.autograd.grad((theirs * weight).sum(), tensors)
-    torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
-    assert flash_stand_in.CALLS == ["forward"] * 2 + ["backward"] * 2
-
-
 def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
     # A result is rounded once by each of two calls and once merged, each by at most half of 2^-7 (bfloat16 keeps 8
     # bits); the gradient of a prompt's key is rounded by two calls and once added up. Of numbers up to `largest`.
@@ -65,15 +52,6 @@ def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
     its = torch.autograd.grad(theirs.sum(), exact)
     for one, other in zip((ours, *mine), (theirs, *its), strict=True):
         assert (one.double() - other).abs().max() <= 3 * 2**-8 * max(1, other.abs().max())
-
-
-def test_a_row_of_prompts_alone_is_one_call(make_batch, stand_in):
-    packed = pack(make_batch([(0, [5, 6, 7], []), (1, [8], [])]), prompts_first=True)
-    tensors = tensors_of(packed, 2, torch.float64)
-    ours = RowAttention.apply(*tensors, None, packed.lengths(), Scoring())
-    torch.testing.assert_close(ours, masked(*tensors, packed, 8**-0.5), rtol=1e-12, atol=1e-12)
-    ours.sum().backward()
-    assert flash_stand_in.CALLS == ["forward", "backward"]
 
 
 def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_keys(make_batch, stand_in):
@@ -124,16 +102,6 @@ def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
     assert pack(make_batch(ROWS)).lengths() is None, "completions stand between the prompts"
     assert row_lengths([(0, 2), (2, 0)], [(2, 3), (5, 1)], [0, 1], CPU) is None, "a prompt is empty"
     assert row_lengths([(0, 2), (2, 1)], [(3, 3), (6, 1)], [1, 0], CPU) is None, "completions in another order"
-
-
-def test_both_layouts_predict_the_same_tokens_from_the_same_ones(make_batch, packed):
-    usual = pack(make_batch(ROWS), prompts_first=False)
-    assert usual.prompts != packed.prompts
-    for name in ("target", "rows", "columns"):
-        torch.testing.assert_close(getattr(packed, name), getattr(usual, name))
-    for name in ("token_ids", "position_ids"):
-        mine, its = (getattr(rows, name)[0][rows.predictor] for rows in (packed, usual))
-        torch.testing.assert_close(mine, its)
 
 
 def test_a_models_log_probs_and_gradients_are_those_of_its_other_attention(
