@@ -134,14 +134,6 @@ def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
     }
 
 
-def test_the_entropy_estimate_is_over_tokens_not_rows(step):
-    batch = batch_of(step)
-    batch = replace(batch, sampled_logprobs=batch.sampled_logprobs * torch.tensor([4.0, 1.0, 1.0, 1.0])[:, None])
-    # One token at -1 and seven at -1/4: (1 + 7/4) / 8.
-    found = rollout_metrics(step, batch, torch.zeros(4, dtype=torch.bool))
-    assert found["policy/entropy"] == pytest.approx(2.75 / 8)
-
-
 # -- the critic --------------------------------------------------------------------------------------------------------
 def test_the_explained_variance_is_the_number_one_gets_by_hand():
     # Returns 1, 2, 6: mean 3, squared deviations 4 + 1 + 9 = 14. Errors 1, 0, 2: mean 1, deviations 0 + 1 + 1 = 2.

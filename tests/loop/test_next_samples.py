@@ -250,13 +250,6 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_groups_sampled_ahead(straight:
     check_same(tmp_path / "run", straight)
 
 
-def test_a_run_that_is_made_longer_equals_one_that_was_long_from_the_start(straight: Path, tmp_path: Path) -> None:
-    run(tmp_path / "run", "steps=3")
-    assert cli.run(["resume", str(tmp_path / "run"), "steps=5"]) == 0
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000003")
-    check_same(tmp_path / "run", straight)
-
-
 @pytest.mark.slow
 def test_a_fork_goes_on_with_the_groups_unless_it_samples_others(straight: Path, tmp_path: Path) -> None:
     checkpoint = str(straight / "checkpoints" / "step_000002")

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlft.batch import collate
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.loop.metrics import Clock, rollout_metrics
+from rlft.loop.metrics import Clock
 from rlft.loop.sampling import StepSampler, replace_uninformative_groups, replaced
 from rlft.types import (
     Group,
@@ -122,15 +121,6 @@ def test_scores_go_with_their_groups(bench):
             assert torch.equal(rollouts.scores.outcome, expected.outcome)
 
 
-def test_a_replaced_group_is_collated_with_its_own_rewards(bench, backbone):
-    (a, _, _), _ = first_prompts(bench)
-    rollouts, _ = bench({a: RIGHT}).run()
-    batch = collate(rollouts.groups, rollouts.scores, backbone.decode)
-    # 1 + 5 characters where it is right, 0 + 5 where it is wrong.
-    assert batch.rewards.tolist() == [6.0 if t == "right" else 5.0 for g in rollouts.groups for t in texts(g)]
-    assert sorted(batch.rewards.tolist()) == [5.0] * 6 + [6.0] * 6
-
-
 def test_nothing_is_sampled_again_when_every_group_informs_or_it_is_switched_off(bench):
     (a, b, c), _ = first_prompts(bench)
     for subject in (bench({}, rounds=5), bench({a: RIGHT, b: WRONG}, rounds=0)):
@@ -222,17 +212,6 @@ def test_right_and_wrong_are_by_the_first_reward_and_its_threshold(bench):
     subject = bench({}, rounds=1, correct_at=0.0)
     subject.run()
     assert list(map(len, subject.sampled)) == [3, 3]
-
-
-def test_what_was_thrown_away_is_told(bench, backbone):
-    (a, _, c), _ = first_prompts(bench)
-    rollouts, _ = bench({a: RIGHT, c: WRONG}).run()
-    batch = collate(rollouts.groups, rollouts.scores, backbone.decode)
-    metrics = rollout_metrics(rollouts, batch, torch.zeros(12, dtype=torch.bool))
-    # 12 + 8 were sampled and 12 are trained on: 8 of 20 are waste. Rewards are those of the groups that stayed.
-    assert metrics["sampled/completions"] == 20
-    assert metrics["waste/resampled_fraction"] == pytest.approx(8 / 20, abs=1e-12)
-    assert metrics["reward/math"] == 0.5
 
 
 @pytest.mark.parametrize("rewarded", ["old", "new", "both"])

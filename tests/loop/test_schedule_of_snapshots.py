@@ -10,8 +10,6 @@ open the next one, for a run that goes on from there.
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from slow_cases import slow
@@ -27,24 +25,11 @@ from rlft.trainer.optimizer import Optimizer
 
 SAMPLE, UPDATE = f"{SAMPLER} <- {POLICY}", f"update {POLICY}"
 SETTINGS = [
-    "+recipe=iterative_grpo_arithmetic",
-    "logger=[]",
-    "eval.every=0",
-    "scoring.workers=0",
-    "prompts_per_step=2",
-    "group_size=4",
-    "generation=transformers",
-    "generation.max_tokens=16",
-    "model.device=cpu",
-    "model.dtype=float32",
-    "lora.rank=2",
-    "trainer.lr=0.01",
-    "algorithm.entropy_coef=0.1",  # so that every update moves the policy, whatever the rewards are
-    "snapshot.reference=copy",
-    "snapshot.refresh_every=3",
-    "snapshot.old=copy",
-    "steps=6",
-]
+    "+recipe=iterative_grpo_arithmetic", "logger=[]", "eval.every=0", "scoring.workers=0", "prompts_per_step=2",
+    "group_size=4", "generation=transformers", "generation.max_tokens=16", "model.device=cpu", "model.dtype=float32",
+    "lora.rank=2", "trainer.lr=0.01", "snapshot.reference=copy", "snapshot.refresh_every=3", "snapshot.old=copy",
+    "steps=6", "algorithm.entropy_coef=0.1",  # so that every update moves the policy, whatever the rewards are
+]  # fmt: skip
 
 # Two outer iterations of three steps with two updates each, as the algorithm is printed.
 MATHS_8 = """
@@ -151,31 +136,6 @@ def test_a_run_copies_samples_and_updates_in_the_order_of_the_algorithm(updates,
     assert recorder.held == expected
     # Each update made another policy, so that these numbers mean something.
     assert len(recorder.versions) == 1 + 2 * 6
-
-
-@pytest.mark.slow
-def test_the_copies_after_the_last_step_are_those_that_a_longer_run_goes_on_from(run, recorder):
-    run("epochs=2", "steps=7")
-    whole = [event for event in recorder.events if event != SAMPLE]
-    seventh = schedule("sample, score, credit, update policy, update policy, old <- policy")
-    assert whole == schedule(MATHS_8) + NEXT_ITERATION + seventh
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [2, 3])
-def test_a_resumed_run_goes_on_from_the_snapshots_that_were_saved(stop, run, recorder, tmp_path):
-    # A stop in the middle of an outer iteration and one at its end, whose copies are already in the checkpoint.
-    whole = run("epochs=2", "steps=5", f"checkpoint.every={stop}", "checkpoint.keep=9")
-    for folder in (tmp_path / "checkpoints").iterdir():
-        if folder.name != f"step_{stop:06d}":
-            shutil.rmtree(folder)
-    expected, recorder.held = recorder.held[stop:], []
-    resumed = run("epochs=2", "steps=5", f"resume={tmp_path}")
-    assert recorder.held == expected
-    assert resumed.keys() == whole.keys() == {POLICY, REFERENCE, OLD}
-    for role, weights in whole.items():
-        assert all(torch.equal(resumed[role][name], weight) for name, weight in weights.items())
-    assert len(recorder.versions) == 1 + 2 * 5  # and its policy was never another one
 
 
 @pytest.mark.parametrize(

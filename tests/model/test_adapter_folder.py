@@ -66,17 +66,6 @@ def test_shapes_are_those_of_the_tensors(folder: Path) -> None:
     assert head_shapes(folder, "critic.init") == {"weight": (1, 3), "bias": (1,)}
 
 
-def test_the_config_and_the_record_are_read(folder: Path) -> None:
-    assert check_adapter_folder(folder, "lora.path") == FIELDS
-    assert read_record(folder, "lora.path") == {"role": "critic", "base_fingerprint": "ab"}
-    check_head(folder, "critic.init")
-
-
-def test_a_folder_of_another_program_has_no_record(folder: Path) -> None:
-    (folder / "rlft.json").unlink()
-    assert read_record(folder, "lora.path") == {}
-
-
 def test_a_config_that_names_no_kind_is_a_loras(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 2}')
     assert check_adapter_folder(folder, "lora.path") == {"r": 2}
@@ -92,61 +81,45 @@ def test_a_folder_may_stand_in_the_users_home(folder: Path, monkeypatch: pytest.
     check_head(path, "critic.init")
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_without_one_of_pefts_files_is_refused(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(UserError, match=rf"^lora\.path: there is no {name} in that folder, got {folder}; "):
-        check_adapter_folder(folder, "lora.path")
+def lost(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
 
 
-def test_a_folder_without_a_head_is_refused_where_one_is_needed(folder: Path) -> None:
-    (folder / "head.safetensors").unlink()
-    with pytest.raises(
-        UserError, match=rf"^critic\.init: there is no head\.safetensors in that folder, got {folder}; "
-    ):
-        check_head(folder, "critic.init")
+def cut_short(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-1])
 
 
-def test_another_kind_of_adapter_is_refused(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text('{"peft_type": "IA3"}')
-    with pytest.raises(UserError, match=r"^lora\.path: holds an adapter of the kind IA3, got .*; point it at a LoRA"):
-        check_adapter_folder(folder, "lora.path")
+def written(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(text.encode("latin-1"))
 
 
-@pytest.mark.parametrize("text", ['{"r": 2', "[1, 2]", "\xff"])
-def test_json_that_is_none_or_holds_no_fields_is_refused(folder: Path, text: str) -> None:
-    for name in ("adapter_config.json", "rlft.json"):
-        (folder / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=r"^lora\.path: adapter_config\.json cannot be read \(.+\), got "):
-        check_adapter_folder(folder, "lora.path")
-    with pytest.raises(UserError, match=r"^lora\.path: rlft\.json cannot be read \(.+\), got "):
-        read_record(folder, "lora.path")
+def pickled(folder: Path) -> None:
+    (folder / ADAPTER).rename(folder / "adapter_model.bin")
 
 
-@pytest.mark.parametrize("read", [load_adapter, adapter_shapes])
-def test_an_adapter_cut_short_is_refused(folder: Path, read: Callable[[Path, str], object]) -> None:
-    cut_short(folder / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"^lora\.path: the adapter cannot be read \(.+\), got "):
-        read(folder, "lora.path")
+CONFIG, ADAPTER, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
+NO_JSON = ('{"r": 2', "[1, 2]", "\xff")
+SPOILED: list[tuple[Callable[[Path], object], Callable[..., object], str]] = [
+    *((lost(name), check_adapter_folder, f"there is no {name} in that folder, got") for name in (CONFIG, ADAPTER)),
+    (lost(HEAD), check_head, f"there is no {HEAD} in that folder, got"),
+    (written(CONFIG, '{"peft_type": "IA3"}'), check_adapter_folder,
+     "holds an adapter of the kind IA3, got .*; point it at a LoRA"),
+    *((written(CONFIG, text), check_adapter_folder, rf"{CONFIG} cannot be read \(.+\), got ") for text in NO_JSON),
+    *((written(RECORD, text), read_record, rf"{RECORD} cannot be read \(.+\), got ") for text in NO_JSON),
+    *((cut_short(ADAPTER), read, r"the adapter cannot be read \(.+\)") for read in (load_adapter, adapter_shapes)),
+    *((cut_short(HEAD), read, r"the scalar head cannot be read \(.+\)") for read in (load_head, head_shapes)),
+    (pickled, check_adapter_folder, r".*its weights are pickled, in adapter_model\.bin"),
+    (pickled, load_adapter, "the adapter cannot be read"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("read", [load_head, head_shapes])
-def test_a_head_cut_short_is_refused(folder: Path, read: Callable[[Path, str], object]) -> None:
-    cut_short(folder / "head.safetensors")
-    with pytest.raises(UserError, match=r"^critic\.init: the scalar head cannot be read \(.+\), got "):
-        read(folder, "critic.init")
-
-
-def test_a_pickled_adapter_is_never_looked_at(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(UserError, match=r"its weights are pickled, in adapter_model\.bin"):
-        check_adapter_folder(folder, "lora.path")
-    with pytest.raises(UserError, match=r"the adapter cannot be read"):
-        load_adapter(folder, "lora.path")
-
-
-def cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
+@pytest.mark.parametrize(("spoil", "read", "said"), SPOILED)
+def test_a_folder_that_is_not_whole_is_refused_by_key_and_by_what_it_lacks(
+    spoil: Callable[[Path], object], read: Callable[..., object], said: str, folder: Path
+) -> None:
+    spoil(folder)
+    with pytest.raises(UserError, match=rf"^some\.key: ({said})"):
+        read(folder, "some.key")
 
 
 IDS = [3, 17, 5, 99, 42, 8, 61, 2]

@@ -244,16 +244,6 @@ def test_a_state_is_a_copy_that_later_updates_do_not_touch():
         optimizer.restore(state)
 
 
-def test_the_state_of_a_fresh_optimizer_is_empty_and_restoring_it_changes_nothing():
-    named = parameters(1.0)
-    optimizer = Optimizer(named, config())
-    assert optimizer.state() == {}
-    optimizer.restore({})
-    set_gradients(named, 1.0)
-    optimizer.update(0.1)
-    assert optimizer.state()["step/p0"].item() == 1
-
-
 def test_after_a_reset_an_update_is_that_of_a_fresh_optimizer():
     """Adam's moments of 3, then of -0.5 without them: the first step is lr * sign(g), in any direction before."""
     named, fresh = parameters(1.0), parameters(0.9)
@@ -291,57 +281,27 @@ def test_a_critics_broken_gradient_is_told_by_its_name_and_its_rate():
         optimizer.update(0.1)
 
 
-def test_the_states_of_two_optimizers_share_one_file_and_come_back_apart():
-    policy, critic = parameters(1.0), [("critic.p0", Parameter(torch.ones(1, dtype=torch.float64)))]
-    optimizers = [Optimizer(policy, config()), Optimizer(critic, config(), "critic")]
-    for optimizer, named, gradient in zip(optimizers, (policy, critic), (1.0, -2.0), strict=True):
-        set_gradients(named, gradient)
-        optimizer.update(0.1)
-    together = {name: tensor for optimizer in optimizers for name, tensor in optimizer.state().items()}
-    again = [Optimizer(policy, config()), Optimizer(critic, config(), "critic")]
-    for optimizer in again:
-        optimizer.restore(together)
-    # First moments (1 - 0.9) g.
-    assert [again[0].state()["exp_avg/p0"].item(), again[1].state()["exp_avg/critic.p0"].item()] == pytest.approx(
-        [0.1, -0.2], rel=1e-15
-    )
-    assert "exp_avg/critic.p0" not in again[0].state()
-
-
 # -- the rate of each update -------------------------------------------------------------------------------------------
-def rates(kind: Schedule, warmup: int, num_updates: int) -> list[float]:
+
+
+@each(
+    ("kind", "warmup", "num_updates", "expected"),
+    [
+        (Schedule.constant, 0, 3, [2.0] * 3),
+        (Schedule.constant, 2, 9, [1.0] + [2.0] * 8),
+        (Schedule.linear, 0, 4, [2.0, 1.5, 1.0, 0.5]),  # update u of 4 has done u/4 of the way: 2 * (1 - u/4)
+        # 2 * (1 + cos(pi u/4)) / 2 for u = 0..3
+        (Schedule.cosine, 0, 4, [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)]),
+        # Four steps up, then the schedule from the whole rate on; a warm-up longer than the run only rises.
+        (Schedule.linear, 4, 8, [0.5, 1.0, 1.5, 2.0, 2.0, 1.5, 1.0, 0.5]),
+        (Schedule.cosine, 4, 6, [0.5, 1.0, 1.5, 2.0, 2.0, 1.0]),
+        *((kind, 8, 4, [0.25, 0.5, 0.75, 1.0]) for kind in Schedule),
+    ],
+)
+def test_rates_of_a_run_by_hand(kind, warmup, num_updates, expected):
     scheduled = config(lr=2.0, schedule=kind, warmup=warmup)
-    return [learning_rate(scheduled, update, num_updates) for update in range(num_updates)]
-
-
-def test_the_constant_rate_does_not_depend_on_the_number_of_updates():
-    assert rates(Schedule.constant, 0, 3) == [2.0, 2.0, 2.0]
-    assert rates(Schedule.constant, 2, 9)[:3] == rates(Schedule.constant, 2, 3) == [1.0, 2.0, 2.0]
-
-
-def test_the_linear_rate_falls_from_the_whole_rate_to_one_update_before_zero():
-    # Update u of 4 has done u/4 of the way: 2 * (1 - u/4).
-    assert rates(Schedule.linear, 0, 4) == [2.0, 1.5, 1.0, 0.5]
-
-
-def test_the_cosine_rate_is_half_way_down_in_the_middle():
-    # 2 * (1 + cos(pi u/4)) / 2 for u = 0..3: 2, 1 + sqrt(1/2), 1, 1 - sqrt(1/2).
-    assert rates(Schedule.cosine, 0, 4) == pytest.approx([2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)], rel=1e-15)
-
-
-@pytest.mark.parametrize("kind", list(Schedule))
-def test_warm_up_rises_in_equal_steps_and_the_schedule_begins_at_the_whole_rate(kind):
-    assert rates(kind, 4, 12)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("kind", list(Schedule))
-def test_a_warm_up_longer_than_the_run_only_rises(kind):
-    assert rates(kind, 8, 4) == [0.25, 0.5, 0.75, 1.0]
-
-
-@pytest.mark.parametrize("kind", list(Schedule))
-def test_no_rate_is_negative(kind):
-    assert min(rates(kind, 3, 50)) > 0
+    found = [learning_rate(scheduled, update, num_updates) for update in range(num_updates)]
+    assert found == pytest.approx(expected, rel=1e-15)
 
 
 # -- the metrics of a step ---------------------------------------------------------------------------------------------

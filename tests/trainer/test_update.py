@@ -202,17 +202,6 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
     assert metrics["loss/total"] == pytest.approx(all_metrics["loss/total"], rel=1e-6)
 
 
-def test_what_metrics_say_of_tokens_is_of_the_forwarded_tokens(session, make_roles, batch):
-    # The sampled log-probs are -1, old those of the policy: the mean gap over groups 0 and 2 is what must come out.
-    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    zero_rows = algorithm.zero_gradient_rows(batch)
-    gap = (batch.old_logprobs + 1).abs()[~zero_rows][batch.loss_mask[~zero_rows]]
-    metrics = session(roles, algorithm).learn(batch, zero_rows, 0)
-    assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-5)
-    assert metrics["sampler/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-5)
-
-
 def test_a_step_that_teaches_nothing_still_counts_as_its_updates(session, make_roles, batch):
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
     batch = algorithm.credit(batch)
@@ -638,26 +627,6 @@ def test_values_are_normalised_by_the_steps_returns_before_its_first_update_and_
     assert roles.critic.statistics.num_steps == 2
 
 
-def test_without_normalisation_errors_of_values_are_in_units_of_reward(session, make_roles, batch):
-    algorithm = rlft.load_algorithm("ppo")
-    for roles in (make_roles(), make_roles(kind=CriticKind.adapter), make_roles(kind=CriticKind.shared)):
-        assert loss_scale(batch, 9, roles).value_scale == 1.0
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    session(roles, algorithm).learn(batch, NOBODY, 0)
-    assert (roles.critic.statistics.num_steps, roles.critic.value_scale) == (0, 1.0)
-
-
-def test_each_role_has_its_own_rate_on_one_schedule(session, make_roles, batch, config):
-    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    trainer = replace(config.trainer, schedule=type(config.trainer.schedule)("linear"))
-    run = session(roles, algorithm, trainer=trainer, critic=replace(config.critic, lr=0.5), steps=10, epochs=2)
-    run.learn(batch, NOBODY, 4)
-    # Updates 8 and 9 of 20: 1 - 8/20 and 1 - 9/20 of 0.01 and of 0.5.
-    assert run.optimizers[POLICY].rates == pytest.approx([0.006, 0.0055])
-    assert run.optimizers[CRITIC].rates == pytest.approx([0.3, 0.275])
-
-
 def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, batch, monkeypatch):
     algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
@@ -670,17 +639,6 @@ def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, 
     monkeypatch.setattr(roles, "values", by_the_policy)
     with pytest.raises(AssertionError, match="no gradient reached 28 parameters of critic"):
         session(roles, algorithm).learn(batch, NOBODY, 0)
-
-
-def test_a_critics_gradient_that_is_not_a_number_stops_before_it_reaches_its_weights(session, make_roles, batch):
-    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    poisoned = batch.returns.clone()
-    poisoned[0, 4] = math.nan
-    run, before = session(roles, algorithm, Optimizer), weights_of(roles)[CRITIC]
-    with pytest.raises(NonFiniteGradientError, match="critic/grad_norm is nan"):
-        run.learn(replace(batch, returns=poisoned), NOBODY, 0)
-    assert equal(before, weights_of(roles)[CRITIC])
 
 
 # -- lanes -------------------------------------------------------------------------------------------------------------
@@ -735,21 +693,6 @@ def test_nothing_is_left_of_an_update_that_is_broken_off(session, make_roles, ba
         run.learn(batch, NOBODY, 0)
     assert all(p.grad is None for _, p in roles.named_parameters())
     assert not roles.model.training
-
-
-def test_gradients_of_lanes_are_added_and_a_lane_without_one_adds_nothing(make_roles):
-    roles = make_roles(kind=CriticKind.shared)
-    parameters = [p for role in (POLICY, CRITIC) for _, p in roles.named_parameters(role)]
-    gradients = LaneGradients(parameters, LaneShare(lanes=3))
-    for lane, value in ((0, 2.0), (2, 4.0)):
-        parameters[3].grad = torch.full_like(parameters[3], value)
-        gradients.set_aside(lane)
-        assert all(p.grad is None for p in parameters)
-    gradients.add_up([0, 1, 2])
-    assert torch.equal(parameters[3].grad, torch.full_like(parameters[3], 6.0))
-    assert not any(p.grad.any() for i, p in enumerate(parameters) if i != 3)
-    gradients.clear()
-    assert all(p.grad is None for p in parameters)
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------
