@@ -564,8 +564,7 @@ class Evaluation:
         step: the number of steps done before it.
         accuracy: the headline number in [0, 1] (mean@k of the primary reward); None if only a loss is measured.
         accuracy_se: its standard error over prompts; None without an accuracy.
-        metrics: `eval/<primary reward>` and `_se` as above; `eval/pass@<k>` and `eval/pass@<k>_se`;
-            `eval/reward/<name>`; `eval/length/mean` and `/truncated_fraction`; `eval/loss`.
+        metrics: by the names that rlft.loop.evaluations has, and with `_se` their standard errors.
         examples: completions of the same prompts every time.
         example_scores: the primary reward of each example, in the same order.
         alarms: {name: text}.

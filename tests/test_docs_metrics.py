@@ -10,6 +10,7 @@ import pytest
 
 import rlft
 from rlft import cli
+from rlft.loop.evaluations import METRICS, metric_of
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "metrics.md"
@@ -60,6 +61,22 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     for file in [*folder.rglob("metrics.jsonl"), *folder.rglob("eval.jsonl")]:
         found |= {name for line in file.read_text().splitlines() for name in json.loads(line)}
     return found - {"step", "examples"}
+
+
+def test_the_metrics_of_evaluations_on_the_page_are_those_of_the_table() -> None:
+    page = {name for name in named() if name.startswith("eval/")}
+    assert {name for name in page if not name.endswith("_se")} == {metric.name for metric in METRICS[1:]}
+    with_error = {metric.name for metric in METRICS[1:] if metric.has_error}
+    assert {name.removesuffix("_se") for name in page if name.endswith("_se")} == with_error
+
+
+@pytest.mark.slow
+def test_every_metric_of_an_evaluation_is_in_the_table_and_has_an_error_if_it_says_so(written: set[str]) -> None:
+    names = {name for name in written if name.startswith("eval/") and not name.endswith("_se")}
+    found = {name: metric_of(name) for name in names}
+    assert len(found) > 15
+    assert [name for name, metric in found.items() if metric is None] == []
+    assert {n for n, metric in found.items() if metric.has_error} == {n for n in names if f"{n}_se" in written}
 
 
 @pytest.mark.slow

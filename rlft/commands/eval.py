@@ -16,6 +16,7 @@ from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
+from rlft.loop.evaluations import label_of
 from rlft.plan.rules import check_train
 from rlft.runs.find import NamedRun, check_own_model, find_checkpoint, with_named_runs
 from rlft.system.terminal import say, show
@@ -137,8 +138,5 @@ def print_table(what: str, evaluation: Evaluation, num_prompts: int, num_samples
     for name, value in metrics.items():
         if not name.endswith("_se"):
             error = metrics.get(f"{name}_se")
-            label = name.removeprefix("eval/")
-            if f"{name}_se" in metrics and not label.startswith("pass@"):
-                label = f"mean@{num_samples} ({label})"
-            table.add_row(label, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+            table.add_row(label_of(name, num_samples), f"{value:.4f}", "" if error is None else f"{error:.4f}")
     open_terminal().print(table)

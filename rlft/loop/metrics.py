@@ -1,6 +1,6 @@
 """The metrics of a step (rewards, lengths, waste, memory, seconds), and of an evaluation on held-out prompts or texts.
 
-An evaluation samples and scores, and computes mean@k and pass@k with standard errors.
+An evaluation samples, scores, and computes what `loop/evaluations.py` has a row of.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.algorithm.ops.aggregate import pass_at, pass_sizes, row_sum
+from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.ops.kl import k3
 from rlft.batch import select
 from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator
+from rlft.loop.evaluations import METRICS, filled
 from rlft.model.adapter_folder import POLICY
 from rlft.model.networks import Networks
 from rlft.system.device import peak_memory_bytes
@@ -153,12 +154,12 @@ def summarise(
     """The metrics of scored groups; errors are standard errors over prompts."""
     primary = next(iter(scores.by_reward))
     right = (scores.by_reward[primary] >= correct_at).tolist()
-    counts, k = [sum(row) for row in right], len(right[0])
-    accuracy, error = mean_and_error([count / k for count in counts])
-    metrics = {f"eval/{primary}": accuracy, f"eval/{primary}_se": error}
-    for size in pass_sizes(k):
-        mean, se = mean_and_error([pass_at(size, k, count) for count in counts])
-        metrics |= {f"eval/pass@{size}": mean, f"eval/pass@{size}_se": se}
+    metrics: dict[str, float] = {}
+    for metric in METRICS:
+        if metric.of_prompt is not None:
+            for k in metric.sizes(len(right[0])):
+                name = filled(metric.name, k, primary)
+                metrics[name], metrics[f"{name}_se"] = mean_and_error([metric.of_prompt(k, row) for row in right])
     for name, values in scores.by_reward.items():
         metrics[f"eval/reward/{name}"] = values.float().mean().item()
     completions = [r.completion for g in groups for r in g.rollouts]
@@ -168,8 +169,8 @@ def summarise(
     shown = groups[:num_examples]
     return Evaluation(
         step=step,
-        accuracy=accuracy,
-        accuracy_se=error,
+        accuracy=metrics[f"eval/{primary}"],
+        accuracy_se=metrics[f"eval/{primary}_se"],
         metrics=metrics,
         examples=tuple(g.rollouts[0] for g in shown),
         example_scores=tuple(scores.by_reward[primary][: len(shown), 0].tolist()),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rlft.algorithm.ops.aggregate import pass_sizes
 from rlft.commands.launch import import_libraries, settled
 from rlft.commands.sweep import record
 from rlft.commands.sweep.space import (
@@ -38,6 +37,7 @@ from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import NEVER, ClusterConfig
 from rlft.logger.loggers import is_declared
+from rlft.loop.evaluations import compared
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import EVALUATIONS, read_lines, silent
@@ -346,14 +346,6 @@ def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any], met
         raise UserError(key, problem, got=f"{before.get(key)} and {after.get(key)}", remedy=remedy)
 
 
-WITHOUT_SAMPLES = {
-    "sft": ("eval/loss",),
-    "rm": ("accuracy", "eval/loss"),
-    "dpo": ("accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"),
-}
-"""What evaluations of these commands have, whatever is sampled besides."""
-
-
 def check_evaluates(command: str) -> None:
     """Refuses a command whose runs have no evaluations."""
     evaluates = "eval" in {field.name for field in fields(commands.named(command).root)}
@@ -371,7 +363,7 @@ def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     require(every, "eval.every", f"{problem}, and there is none", got=got, remedy="set it to a number of steps")
     when, problem = (plain.get("stop") or {}).get("when", NEVER), "ends runs, and trials are compared at the same steps"
     require(when == NEVER, "stop.when", problem, got=when, remedy="leave it out: sweep.pruner ends what is no use")
-    known = metrics_of(plain) if plain["command"] in commands.OWN else [metric]
+    known = compared(plain) if plain["command"] in commands.OWN else [metric]
     remedy = choice_remedy(metric, known)
     require(metric in known, "sweep.metric", "no evaluation has it", got=metric, remedy=remedy)
 
@@ -382,19 +374,6 @@ def check_loggers(plain: Mapping[str, Any]) -> None:
     writes, got = is_declared(loggers, "writes_metrics"), ", ".join(loggers) or "null"
     problem = "trials are compared by eval.jsonl, which none of these writes"
     require(writes, "logger", problem, got=got, remedy="add jsonl")
-
-
-def metrics_of(plain: Mapping[str, Any]) -> list[str]:
-    """The names of numbers in eval.jsonl that a study can compare runs of this config by."""
-    command, settings, rewards = plain["command"], plain["eval"], plain.get("reward") or {}
-    known = list(WITHOUT_SAMPLES.get(command, ()))
-    if command == "train" or (command == "sft" and plain.get("data")):
-        known = ["accuracy", *(f"eval/pass@{size}" for size in pass_sizes(settings["num_samples"])), *known]
-        known += [f"{REWARDS}{name}" for name in rewards]
-        known += ["eval/kl_base"] if settings.get("kl_base") else []
-    if (plain.get("pretrain") or {}).get("path"):
-        known.append("eval/pretrain_loss")
-    return known
 
 
 def lower_is_better(metric: str, direction: str = "auto") -> bool:

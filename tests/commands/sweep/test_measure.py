@@ -17,26 +17,26 @@ from rlft.commands.sweep.checks import (
     check_same_questions,
     curve,
     lower_is_better,
-    metrics_of,
 )
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
+from rlft.loop.evaluations import compared
 from rlft.types import UserError
 
 
 def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
-    assert metrics_of(compose(["eval.num_samples=4", "eval.kl_base=true"])) == [
+    assert compared(compose(["eval.num_samples=4", "eval.kl_base=true"])) == [
         "accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4",
         "eval/reward/exact_match", "eval/reward/format", "eval/kl_base",
     ]  # fmt: skip
     sft = ["demonstrations=jsonl", "demonstrations.path=x.jsonl"]
-    assert metrics_of(compose(sft, command="sft")) == ["eval/loss"]
-    assert metrics_of(compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="rm")) == [
+    assert compared(compose(sft, command="sft")) == ["eval/loss"]
+    assert compared(compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="rm")) == [
         "accuracy",
         "eval/loss",
     ]
     dpo = compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="dpo")
-    assert metrics_of(dpo) == ["accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"]
+    assert compared(dpo) == ["accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"]
 
 
 def test_a_metric_that_there_will_not_be_is_refused() -> None:

@@ -1,0 +1,121 @@
+"""The metrics of evaluations: one table for what computes, prints, compares and explains them.
+
+A row with `of_prompt` is computed from the samples of each prompt; it is their mean over prompts. What counts all
+completions, texts or rankings at once is computed where they are (`loop/metrics.py`, the tasks). Metrics of turns have
+the names that they have in training, after `eval/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlft.algorithm.ops.aggregate import pass_at, pass_sizes
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A metric of evaluations.
+
+    Attributes:
+        name: its name in eval.jsonl; <k> stands for a number of samples, <name> for a reward.
+        when: whether evaluations of a run with this plain config have it.
+        has_error: whether `<its name>_se` is its standard error, over prompts or rankings.
+        label: how `rlft eval` calls it; "": by its name without eval/.
+        is_compared: whether a study can compare trials by it.
+        of_prompt: its value for a prompt at this k, by which of the prompt's samples are right.
+        sizes: the values of <k>, by the number of samples of a prompt.
+    """
+
+    name: str
+    when: Callable[[Config], Any]
+    has_error: bool = False
+    label: str = ""
+    is_compared: bool = True
+    of_prompt: Callable[[int, Sequence[bool]], float] | None = None
+    sizes: Callable[[int], Sequence[int]] = lambda num_samples: [num_samples]
+
+
+def _samples(config: Config) -> bool:
+    return config["command"] == "train" or (config["command"] == "sft" and bool(config.get("data")))
+
+
+def _ranks(config: Config) -> bool:
+    return config["command"] in ("rm", "dpo")
+
+
+def _is_rm(config: Config) -> bool:
+    return config["command"] == "rm"
+
+
+def _is_dpo(config: Config) -> bool:
+    return config["command"] == "dpo"
+
+
+METRICS = (
+    Metric(name="accuracy", when=lambda config: _samples(config) or _ranks(config), has_error=True),
+    Metric(
+        name="eval/<name>",
+        when=_samples,
+        has_error=True,
+        label="mean@<k> (<name>)",
+        is_compared=False,  # it is the accuracy
+        of_prompt=lambda k, right: sum(right) / k,
+    ),
+    Metric(
+        name="eval/pass@<k>",
+        when=_samples,
+        has_error=True,
+        of_prompt=lambda k, right: pass_at(k, len(right), sum(right)),
+        sizes=pass_sizes,
+    ),
+    Metric(name="eval/loss", when=lambda config: config["command"] == "sft" or _ranks(config)),
+    Metric(name="eval/pairs", when=_ranks, has_error=True, is_compared=False),  # it is the accuracy
+    Metric(name="eval/margin", when=_is_dpo),
+    Metric(name="eval/chosen_logprob", when=_is_dpo),
+    Metric(name="eval/rejected_logprob", when=_is_dpo, is_compared=False),
+    Metric(name="eval/chosen_reward", when=_is_dpo, is_compared=False),
+    Metric(name="eval/rejected_reward", when=_is_dpo, is_compared=False),
+    Metric(name="eval/loss/preference", when=_is_dpo, is_compared=False),
+    Metric(name="eval/loss/sft", when=_is_dpo, is_compared=False),
+    Metric(name="eval/score_best", when=_is_rm, is_compared=False),
+    Metric(name="eval/score_worst", when=_is_rm, is_compared=False),
+    Metric(name="eval/reward/<name>", when=_samples),
+    Metric(name="eval/length/mean", when=_samples, is_compared=False),
+    Metric(name="eval/length/truncated_fraction", when=_samples, is_compared=False),
+    Metric(name="eval/kl_base", when=lambda config: _samples(config) and config["eval"].get("kl_base")),
+    Metric(name="eval/pretrain_loss", when=lambda config: (config.get("pretrain") or {}).get("path")),
+)
+
+
+def filled(text: str, k: object, name: str) -> str:
+    return text.replace("<k>", str(k)).replace("<name>", name)
+
+
+def compared(config: Config) -> list[str]:
+    """The names of the metrics by which a study can compare runs with this plain config."""
+    num_samples, rewards = config["eval"].get("num_samples", 1), config.get("reward") or ("",)
+    found = [
+        filled(metric.name, k, reward)
+        for metric in METRICS
+        if metric.is_compared and metric.when(config)
+        for k in metric.sizes(num_samples)
+        for reward in rewards
+    ]
+    return list(dict.fromkeys(found))
+
+
+def metric_of(name: str) -> Metric | None:
+    """The row of this name in eval.jsonl, the most specific one; None if there is none."""
+    rows = [m for m in METRICS if re.fullmatch(filled(re.escape(m.name), r"\d+", "[^/]+"), name)]
+    return max(rows, key=lambda metric: len(filled(metric.name, "", "")), default=None)
+
+
+def label_of(name: str, num_samples: int) -> str:
+    """How `rlft eval` calls the metric of this name in eval.jsonl."""
+    metric, short = metric_of(name), name.removeprefix("eval/")
+    return filled(metric.label, num_samples, short) if metric is not None and metric.label else short
