@@ -23,9 +23,10 @@ from rlft.logger.text import one_line, visible
 from rlft.loop.parts import needs_checkpointing
 from rlft.plan.advice import Advice, advice_for
 from rlft.plan.conversation import EnvironmentTrial, try_environment
+from rlft.plan.demand import Demand
 from rlft.plan.duration import Duration, duration_of, time_rows
 from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
-from rlft.plan.memory_parts import Demand, engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
+from rlft.plan.memory_parts import engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_on, has_bitsandbytes
 from rlft.plan.rewards.brief import SHOWN_CHARACTERS, Brief, RewardTrial, brief_of, doubts
 from rlft.plan.rewards.writer import Writer
@@ -152,12 +153,12 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
         memory = total_bytes(device) if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
         plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
-    if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):
-        plan = plan.sampled_by(demand.section, model.itemsize)
+    if demand.engine is not None and plan.engine is not None and demand.work.section != section_of(plan.engine):
+        plan = plan.sampled_by(demand.work.section, model.itemsize)
     if demand.engine is not None:
         quantized = settings.quantization is not None
         generation, itemsize = plan.config.generation, model.itemsize
-        check_engine_on(generation, demand.section, demand.load.device, itemsize=itemsize, quantized=quantized)
+        check_engine_on(generation, demand.work.section, demand.load.device, itemsize=itemsize, quantized=quantized)
     recompute = plan.config.model.gradient_checkpointing
     if recompute == AUTO:  # on a CPU
         room = free if limit is None else max(0, limit - process - model.base_bytes)
@@ -187,7 +188,7 @@ def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> P
 
 def _notes_of_demand(plan: Plan, demand: Demand, on_gpus: bool) -> Iterator[str]:
     """Notes about another engine than on this machine, and about other ranks on this CPU, which no part includes."""
-    if plan.engine is not None and demand.engine is not None and demand.section != section_of(plan.engine):
+    if plan.engine is not None and demand.engine is not None and demand.work.section != section_of(plan.engine):
         yield f"the engine is planned as {demand.engine.title}, which generation=auto is on a GPU where it is installed"
     ranks = 0 if on_gpus else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
     if ranks > 0:
@@ -208,7 +209,7 @@ def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
     settings = plan.config.model
     return Facts(
         base=model.parameters,
-        trainable=demand.trainable,
+        trainable=demand.networks.trainable,
         dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
         device=demand.device,
         forward="packed" if model.packed else "padded",
@@ -222,8 +223,8 @@ def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
 def planned_copies(model: ModelSizes, demand: Demand) -> tuple[int, str] | None:
     if demand.engine is None:
         return None
-    if demand.engines_apart:
-        return (1 + demand.engines_apart, "an engine in a process of its own has one of its own")
+    if demand.work.apart:
+        return (1 + demand.work.apart, "an engine in a process of its own has one of its own")
     device = demand.load.device
     why = demand.engine.base_sharing_obstacle(device=device, itemsize=model.itemsize, quantized=model.quantized)
     if why is None:

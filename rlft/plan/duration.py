@@ -14,7 +14,8 @@ from rlft.generation.memory import ModelSizes
 from rlft.logger.forecast import FIRST, Forecast, Price
 from rlft.logger.text import duration
 from rlft.model.activations import layer_sizes
-from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
+from rlft.plan.demand import Demand
+from rlft.plan.memory_parts import FLOAT32, averages_bytes
 from rlft.plan.roofline import (
     CARDS,
     NAMES,
@@ -100,7 +101,7 @@ def duration_of(
     if card is not None and demand.device == "cpu":
         remedy = "add model.device=cuda, and device_memory=<its memory> where there is none"
         raise UserError("card", "the run is planned for a CPU", got=card, remedy=remedy)
-    work, network = plan.step_work(), network_of(model, whole=demand.whole_model)
+    work, network = plan.step_work(), network_of(model, whole=demand.networks.whole_model)
     if work is None:
         return "the command does not say what its steps compute"
     if why := why_unknown(plan, model, demand, work):
@@ -219,7 +220,7 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
     of_a_step = {name: value for name, value in stages.items() if value}
     if not work.epochs:
         return of_a_step
-    saved = (FLOAT32 * demand.trainable + averages_bytes(demand)) / DISK + FILES_S
+    saved = (FLOAT32 * demand.networks.trainable + averages_bytes(demand)) / DISK + FILES_S
     return {**of_a_step, EVALUATE: evaluation, CHECKPOINT: saved}
 
 

@@ -17,15 +17,8 @@ from rlft.config.resolved import with_number
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes, peak
-from rlft.plan.memory_parts import (
-    TEACHER_SHARE,
-    Demand,
-    TeacherDemand,
-    engine_memory,
-    memory_shortfall,
-    parts,
-    teacher_memory,
-)
+from rlft.plan.demand import TEACHER_SHARE, Demand, TeacherDemand
+from rlft.plan.memory_parts import engine_memory, memory_shortfall, parts, teacher_memory
 from rlft.plan.rules import why_whole
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
@@ -77,7 +70,7 @@ def _less_memory(demand: Demand) -> Sequence[Recompute]:
 
 def _several(model: ModelSizes, demand: Demand, process: int, limit: int, how: Recompute) -> Remedy | None:
     """All keys at once, with this gradient checkpointing; None if the run does not fit even so."""
-    longest = demand.prompt_tokens + demand.completion_tokens
+    longest = demand.rows.tokens
     changes = {"token_budget": str(longest), CHECKPOINTING: _as_typed(how)} if demand.trains else {}
     smallest = replace(demand, token_budget=longest, recompute=how)
     if demand.engine is not None:
@@ -112,9 +105,9 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
         yield remedy(key, value, smaller)
     for teacher in _other_teachers(model, demand, process, limit):
         yield remedy(TEACHER_SHARE, f"{teacher.share:g}", replace(demand, teacher=teacher))
-    if demand.sharded is False and demand.device != "cpu":
-        yield remedy("cluster.shard_base", "true", replace(demand, sharded=True))
-    if model.itemsize == 4 and not demand.whole_model:
+    if demand.ranks.sharded is False and demand.device != "cpu":
+        yield remedy("cluster.shard_base", "true", replace(demand, ranks=replace(demand.ranks, sharded=True)))
+    if model.itemsize == 4 and not demand.networks.whole_model:
         half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
         yield remedy("model.dtype", "bfloat16", demand, half)
 
@@ -122,17 +115,18 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
 def _fewer_groups(demand: Demand, remedy: Callable[..., Remedy | None]) -> Iterator[Remedy | None]:
     """A half, a quarter .. of a step's groups, as long as each optimizer batch has whole ones; not where there are
     several lanes, which share them."""
-    groups, update_groups = demand.rows // demand.group, demand.update_rows // demand.group
-    while demand.ranks == demand.gradients == 1 and groups % 2 == update_groups % 2 == 0:
+    rows, ranks = demand.rows, demand.ranks
+    groups, update_groups = rows.number // rows.group, rows.in_update // rows.group
+    while ranks.number == ranks.gradients == 1 and groups % 2 == update_groups % 2 == 0:
         groups, update_groups = groups // 2, update_groups // 2
-        yield remedy(demand.per_step, str(groups), demand.with_groups(groups))
+        yield remedy(rows.key, str(groups), demand.with_groups(groups))
 
 
 def _smaller_engines(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Engine]:
     """The engine with one key made smaller at a time."""
     if demand.engine is not None:
         rest = peak(parts(model, replace(demand, engine=None), process))
-        room = max(0, limit - rest) // max(1, demand.engines_apart)
+        room = max(0, limit - rest) // max(1, demand.work.apart)
         yield from demand.engine.smaller(model, demand.load, room)
 
 
@@ -154,7 +148,7 @@ def _as_keys(before: Demand, after: Demand) -> dict[str, str]:
     if before.engine is None or after.engine is None:
         return {}
     changed = _changed_fields(before.engine, after.engine)
-    return {f"generation.{before.section}.{name}": _as_typed(changed[name]) for name in sorted(changed)}
+    return {f"generation.{before.work.section}.{name}": _as_typed(changed[name]) for name in sorted(changed)}
 
 
 def _as_typed(value: object) -> str:
@@ -163,7 +157,7 @@ def _as_typed(value: object) -> str:
 
 def largest_budget(model: ModelSizes, demand: Demand, process: int, limit: int) -> int | None:
     """The largest token budget with which the run fits, a multiple of 64 or the longest row; None if none fits."""
-    longest = demand.prompt_tokens + demand.completion_tokens
+    longest = demand.rows.tokens
 
     def fits(budget: int) -> bool:
         return peak(parts(model, replace(demand, token_budget=budget), process)) <= limit
@@ -249,7 +243,7 @@ def gpu_memory(plan: TrainPlan, model: ModelSizes, gpu: int, *, absent: bool) ->
     recompute = True if config.model.gradient_checkpointing == AUTO else config.model.gradient_checkpointing
     demand = on_a_gpu(replace(plan, placement=None).demand(model, recompute), plan, gpu, absent=absent)
     if plan.plain.get("token_budget") == AUTO:
-        demand = replace(demand, token_budget=demand.prompt_tokens + demand.completion_tokens)
+        demand = replace(demand, token_budget=demand.rows.tokens)
     of_both = peak(parts(model, demand, 2 * CUDA_CONTEXT))
     of_one, each = _of_an_engine(plan, model, demand), " each" * (config.cluster.gpus_per_engine > 1)
     return (
@@ -299,7 +293,7 @@ def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, 
     config, process = plan.config, context_bytes(plan)
     budget, recompute = config.token_budget, config.model.gradient_checkpointing
     if recompute == AUTO:  # it makes a step a third longer, and smaller products do not, down to LOWERED_TOKENS
-        longest = demand.prompt_tokens + demand.completion_tokens
+        longest = demand.rows.tokens
 
         def fits(how: Recompute, at_least: int) -> bool:
             lowest = min(budget, max(at_least, longest)) if may_lower else budget

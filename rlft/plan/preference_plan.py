@@ -17,7 +17,7 @@ from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.plan.identity import fingerprints
-from rlft.plan.memory_parts import Demand
+from rlft.plan.demand import Demand, Loss, Networks, Rows
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets, notes_of_tiles
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork, Work
@@ -128,19 +128,23 @@ class PreferencePlan(Plan):
         run = self.config
         group = max(len(ranking.scores) for ranking in self.train.rankings)
         return Demand(
-            adapters=2 if self.trains_reward else 1,
-            trainable=model.lora + (model.hidden if self.trains_reward else 0),
-            matrices=model.matrices,
+            networks=Networks(
+                adapters=2 if self.trains_reward else 1,
+                trainable=model.lora + (model.hidden if self.trains_reward else 0),
+                matrices=model.matrices,
+                frozen=self._reference_parameters,
+            ),
+            rows=Rows(
+                prompt_tokens=run.prompts.max_tokens,
+                completion_tokens=run.max_completion_tokens,
+                group=group,
+                number=run.rankings_per_step * group,
+                in_update=run.rankings_per_step * group,
+                key="rankings_per_step",
+            ),
             optimizer=run.trainer.optimizer,
-            frozen=self._reference_parameters,
-            prompt_tokens=run.prompts.max_tokens,
-            completion_tokens=run.max_completion_tokens,
-            group=group,
-            rows=run.rankings_per_step * group,
-            per_step="rankings_per_step",
-            update_rows=run.rankings_per_step * group,
+            loss=Loss(through_head=not self.trains_reward),
             token_budget=run.token_budget,
-            through_head=not self.trains_reward,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
         )

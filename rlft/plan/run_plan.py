@@ -16,7 +16,7 @@ from rlft.plan.advice import advice_for
 if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in the module that `rlft --help` imports
     from rlft.data.prompts import PromptSet
     from rlft.generation.memory import ModelSizes
-    from rlft.plan.memory_parts import Demand
+    from rlft.plan.demand import Demand
     from rlft.plan.roofline import StepWork
     from rlft.plan.startup_table import Facts, TableRow
     from rlft.tokens.ends import TurnEnds

@@ -9,14 +9,13 @@ from rlft.config.instantiate import instantiate
 from rlft.config.model import HEAD, LoraSettings, Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
-from rlft.config.trainer import OptimizerKind
 from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.plan.identity import fingerprints
-from rlft.plan.memory_parts import Demand
+from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine, unserved
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
@@ -77,16 +76,14 @@ class SamplePlan(Plan):
         if run.environment:
             decodings.append(of_a_later_round(decodings[0], run.generation.max_tokens))
         return Demand(
-            adapters=1 + on_the_base,
-            trainable=0,
-            matrices=0,
-            optimizer=OptimizerKind.adamw,
-            beside=beside,
-            prompt_tokens=len(longest),
-            completion_tokens=run.generation.max_tokens,
-            group=run.n,
-            rows=run.n * per_step,
-            update_rows=run.n * per_step,
+            networks=Networks(adapters=1 + on_the_base, trainable=0, matrices=0, rewards=beside),
+            rows=Rows(
+                prompt_tokens=len(longest),
+                completion_tokens=run.generation.max_tokens,
+                group=run.n,
+                number=run.n * per_step,
+                in_update=run.n * per_step,
+            ),
             token_budget=run.token_budget,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),

@@ -16,7 +16,7 @@ from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.plan.identity import fingerprints
-from rlft.plan.memory_parts import Demand, of_all_weights
+from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import (
@@ -85,18 +85,24 @@ class SftPlan(Plan):
         run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))
         on_the_base, beside = (0, 0) if self.held_out is None else learned_rewards(run)
-        adapters = {"adapters": 1 + on_the_base, "trainable": model.lora}
+        whole = run.lora is None
         return Demand(
-            **(of_all_weights(model) if run.lora is None else adapters),
-            beside=beside,
-            matrices=model.matrices,
+            networks=Networks(
+                adapters=0 if whole else 1 + on_the_base,
+                trainable=model.parameters if whole else model.lora,
+                matrices=model.matrices,
+                whole_model=whole,
+                rewards=beside,
+            ),
+            rows=Rows(
+                prompt_tokens=longest.num_given,
+                completion_tokens=len(longest.ids) - longest.num_given,
+                group=1,
+                number=run.examples_per_step,
+                in_update=run.examples_per_step,
+                key="examples_per_step",
+            ),
             optimizer=run.trainer.optimizer,
-            prompt_tokens=longest.num_given,
-            completion_tokens=len(longest.ids) - longest.num_given,
-            group=1,
-            rows=run.examples_per_step,
-            per_step="examples_per_step",
-            update_rows=run.examples_per_step,
             token_budget=run.token_budget,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),

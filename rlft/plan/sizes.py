@@ -22,7 +22,8 @@ from rlft.model.backbone import decoder_layers, layer_weights, read_config
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.model.lora_config import adapted_words
-from rlft.plan.memory_parts import FLOAT32, Demand, averages_bytes
+from rlft.plan.demand import Demand, EngineWork
+from rlft.plan.memory_parts import FLOAT32, averages_bytes
 from rlft.plan.model_rules import empty_model, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.roofline import Work
 from rlft.plan.run_plan import LINE, Plan
@@ -99,20 +100,23 @@ def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) ->
     if why_not_on_a_gpu(generation, lora, whole=lora is None, quantized=quantized, is_absent=True) is not None:
         return demand
     engine = generation.named(ON_A_GPU)
-    return replace(demand, engine=engine.standalone() if demand.engines_apart else engine, section=ON_A_GPU)
+    work = replace(demand.work, section=ON_A_GPU)
+    return replace(demand, engine=engine.standalone() if work.apart else engine, work=work)
 
 
-def sampling_of(run: SamplingRoot, engine: str | None, decodings: Sequence[Decoding]) -> dict[str, Any]:
-    """The fields of a Demand that describe the engine's work; empty if nothing is sampled."""
-    if engine is None:
+def sampling_of(run: SamplingRoot, name: str | None, decodings: Sequence[Decoding], apart: int = 0) -> dict[str, Any]:
+    """The fields of a Demand about the engine of this name, or so many in other processes; empty if nothing samples."""
+    if name is None:
         return {}
-    return {
-        "engine": run.generation.named(engine),
-        "section": section_of(engine),
-        "decodings": tuple(decodings),
-        "max_tokens": run.generation.max_tokens,
-        "max_sequence_tokens": run.prompts.max_tokens + run.generation.max_tokens,
-    }
+    engine = run.generation.named(name)
+    work = EngineWork(
+        section=section_of(name),
+        decodings=tuple(decodings),
+        max_tokens=run.generation.max_tokens,
+        max_sequence_tokens=run.prompts.max_tokens + run.generation.max_tokens,
+        apart=apart,
+    )
+    return {"engine": engine.standalone() if apart else engine, "work": work}
 
 
 def learned_rewards(run: SamplingRoot) -> tuple[int, int]:
@@ -190,7 +194,7 @@ def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, demand: Demand,
         demand: the run's, whose trained parameters are saved with their averages.
         beside: number of parameters of adapters that change without being trained, such as a moving reference.
     """
-    bytes_of_one = FLOAT32 * (demand.trainable + beside) + averages_bytes(demand) + CHECKPOINT
+    bytes_of_one = FLOAT32 * (demand.networks.trainable + beside) + averages_bytes(demand) + CHECKPOINT
     number = 1 + (num_steps - 1) // settings.every if settings.every else 1
     return bytes_of_one * min(settings.keep + 1, number)  # the next one is complete before the oldest is deleted
 

@@ -28,7 +28,7 @@ from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
 from rlft.plan.identity import fingerprints
-from rlft.plan.memory_parts import Demand, TeacherDemand, of_all_weights
+from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand
 from rlft.plan.model_rules import (
     check_apart,
     check_context,
@@ -241,64 +241,73 @@ class TrainPlan(Plan):
         return [("publish", size_text(size), words)]
 
     def _sampling_demand(self) -> dict[str, Any]:
-        """The demand of engines on the trainer's device; empty where they have GPUs of their own."""
-        run, engines = self.config, self.config.cluster.engines
-        if engines and self.placement is not None and self.placement.kind == "divided":
+        """The fields of a Demand about engines on the trainer's device; none where they have GPUs of their own."""
+        run, placement, apart = self.config, self.placement, self.config.cluster.engines
+        if apart and placement is not None and placement.kind == "divided":
             return {}
-        fields = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
-        if engines and "engine" in fields:
-            on_gpus = self.placement is None or self.placement.kind == "pairs"
-            fields["engine"], fields["engines_apart"] = fields["engine"].standalone(), 1 if on_gpus else engines
-        return fields
+        if placement is None or placement.kind == "pairs":
+            apart = min(apart, 1)
+        return sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run), apart)
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of the policy, and of old, reference, teacher, critic and rewards beside it."""
-        run, critic = self.config, self.config.critic.kind
+        run, cluster = self.config, self.config.cluster
         return Demand(
-            **self._networks(model),
+            networks=self._networks(model),
+            rows=Rows(
+                prompt_tokens=max(self.train_prompts.num_tokens),
+                completion_tokens=run.generation.max_tokens,
+                group=run.group_size,
+                number=run.completions_per_step,
+                in_update=run.completions_per_step // run.minibatches,
+            ),
             optimizer=run.trainer.optimizer,
-            prompt_tokens=max(self.train_prompts.num_tokens),
-            completion_tokens=run.generation.max_tokens,
-            group=run.group_size,
-            rows=run.completions_per_step,
-            update_rows=run.completions_per_step // run.minibatches,
+            loss=Loss(
+                entropy=self.algorithm.needs_entropy,
+                top_k=self.algorithm.teacher_top_k,
+                expert_bytes=self._expert_bytes(),
+            ),
             token_budget=run.token_budget,
-            entropy=self.algorithm.needs_entropy,
-            top_k=self.algorithm.teacher_top_k,
-            choice=self._choice_bytes(),
             recompute=recompute,
-            own_critic=critic is CriticKind.adapter,
             teacher=self._teacher_demand(),
             device=kind_name(resolve_device(run.model.device)),
-            ranks=run.cluster.ranks,
-            gradients=most_gradients(run.cluster.num_parts, run.cluster.ranks),
-            sharing=run.cluster.sequence_ranks,
-            sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
+            ranks=Ranks(
+                number=cluster.ranks,
+                gradients=most_gradients(cluster.num_parts, cluster.ranks),
+                held=largest_share(model.trained, cluster.ranks) if run.lora is None else 1.0,
+                sharing=cluster.sequence_ranks,
+                sharded=cluster.shard_base if model.layers and why_whole(run) is None else None,
+            ),
             tower=self.tower,
             **self._sampling_demand(),
         )
 
-    def _networks(self, model: ModelSizes) -> dict[str, Any]:
-        """The fields of a Demand about the networks of the roles."""
+    def _networks(self, model: ModelSizes) -> Networks:
         run, snapshot, critic = self.config, self.config.snapshot, self.config.critic.kind
-        heads = (critic is not CriticKind.none) * model.hidden
-        on_the_base, beside = learned_rewards(run)
+        heads, own_critic = (critic is not CriticKind.none) * model.hidden, critic is CriticKind.adapter
+        on_the_base, rewards = learned_rewards(run)
         if run.lora is None:
-            fields = of_all_weights(model, heads=heads, copies=len(copied_roles(snapshot)))
-            held = largest_share(model.trained, run.cluster.ranks)
-            return fields | {"matrices": model.matrices, "held": held, "beside": beside}
-        learning = 1 + (critic is CriticKind.adapter)
-        adapters = learning + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
-        learning += run.reward_model.refresh_every > 0
-        return {
-            "adapters": adapters + on_the_base,
-            "frozen": sum(frozen_parameters(snapshot).values()),
-            "trainable": learning * model.lora + heads,
-            "matrices": learning * model.matrices,
-            "beside": beside,
-        }
+            return Networks(
+                adapters=0,
+                trainable=model.parameters + heads,
+                matrices=model.matrices,
+                whole_model=True,
+                copies=len(copied_roles(snapshot)),
+                own_critic=own_critic,
+                rewards=rewards,
+            )
+        moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        learning = 1 + own_critic + (run.reward_model.refresh_every > 0)
+        return Networks(
+            adapters=1 + own_critic + moving + on_the_base,
+            trainable=learning * model.lora + heads,
+            matrices=learning * model.matrices,
+            frozen=sum(frozen_parameters(snapshot).values()),
+            own_critic=own_critic,
+            rewards=rewards,
+        )
 
-    def _choice_bytes(self) -> int:
+    def _expert_bytes(self) -> int:
         """Bytes of a token's experts that a step holds: of batches, and of completions where the engine notes them."""
         source = self.config.snapshot.routing
         if source is RoutingSource.free:

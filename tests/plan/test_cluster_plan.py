@@ -165,12 +165,13 @@ def test_each_rank_holds_its_layers_and_two_buffers() -> None:
     plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.shard_base=true")
     assert row(plan, "ranks")[1].endswith("; each holds a part of the base's layers")
 
-    def base(**changes: Any) -> int:
-        return bytes_of(replace(plan, demand=replace(plan.demand, **changes)))["base"]
+    def base(device: str = plan.demand.device, **changes: Any) -> int:
+        ranks = replace(plan.demand.ranks, **changes)
+        return bytes_of(replace(plan, demand=replace(plan.demand, ranks=ranks, device=device)))["base"]
 
     whole = base(sharded=False)
-    assert [base(ranks=ranks) for ranks in (1, 2, 4)] == [whole - fewer * layer for fewer in (2, 0, 1)]
-    assert base(device="cpu") == whole + 2 * layer, "in main memory rank 0 has all layers, and the buffers"
+    assert [base(number=ranks) for ranks in (1, 2, 4)] == [whole - fewer * layer for fewer in (2, 0, 1)]
+    assert base("cpu") == whole + 2 * layer, "in main memory rank 0 has all layers, and the buffers"
 
 
 def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
@@ -179,7 +180,7 @@ def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
     told = {str(remedy) for remedy in replace(plan, limit=limit).remedies()}
     assert "cluster.shard_base=true" in told
     with_dora = planned("model.device=cuda", "generation=transformers", "cluster.engines=1", "lora.use_dora=true")
-    assert with_dora.demand.sharded is None
+    assert with_dora.demand.ranks.sharded is None
 
 
 @pytest.mark.parametrize(

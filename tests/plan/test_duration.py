@@ -18,9 +18,10 @@ from slow_cases import slow
 from rlft.commands.doctor.work import SIZES, Size
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
-from rlft.config.trainer import OptimizerKind
+from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes
 from rlft.logger.forecast import Forecast, Price
+from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.duration import (
     FACTOR,
     SHORT,
@@ -35,7 +36,6 @@ from rlft.plan.duration import (
     seconds_by_stage,
     time_rows,
 )
-from rlft.plan.memory_parts import Demand
 from rlft.plan.roofline import CARDS, NAMES, Machine, Network, Work, seconds_of, update
 from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import sizes_of
@@ -54,11 +54,13 @@ EMBEDDED = Size(hidden=128, layers=4, heads=4, key_heads=2, intermediate=384, vo
 SIZED = {"17m": SIZES["17m"], "SmolLM2": SMOLLM2, "embedded": EMBEDDED}
 
 
-def demand_of(at_once: int = 256, **keys: Any) -> Demand:
+def demand_of(at_once: int = 256) -> Demand:
     """What a plan says beside its work, of a run whose engine is the transformers engine."""
     engine = SimpleNamespace(at_once=at_once, in_graphs=False, title="it")
-    fields = {"trainable": 0, "matrices": 0, "optimizer": OptimizerKind.adamw, "recompute": False, "device": "cpu"}
-    return cast(Demand, SimpleNamespace(**fields, engine=engine, teacher=None, **keys))
+    networks = Networks(adapters=1, trainable=0, matrices=0)
+    rows = Rows(prompt_tokens=1, completion_tokens=1, group=1, number=1, in_update=1)
+    demand = Demand(networks=networks, rows=rows, token_budget=1, recompute=False, device="cpu")
+    return replace(demand, engine=cast(Engine, engine))
 
 
 @dataclass(frozen=True)
@@ -306,9 +308,8 @@ def test_more_rows_than_the_engine_takes_are_sampled_one_part_after_the_other() 
 
 def test_checkpointed_gradients_take_half_a_pass_more() -> None:
     stages = [
-        seconds_by_stage(StepWork(trained=ROWS), NETWORK, XEON, cast(Demand, SimpleNamespace(**vars(demand) | more)))
-        for demand in [demand_of()]
-        for more in ({}, {"recompute": True})
+        seconds_by_stage(StepWork(trained=ROWS), NETWORK, XEON, replace(demand_of(), recompute=recompute))
+        for recompute in (False, True)
     ]
     assert stages[1]["update"] == pytest.approx(1.5 * stages[0]["update"])
 
@@ -443,10 +444,9 @@ def test_what_is_not_known_is_said(changes: dict[str, Any], why: str, monkeypatc
         model = SimpleNamespace(
             config=config_of_model, hidden=128, vocabulary=272, itemsize=4, linear=NETWORK.linear, lora=100, **sizes
         )
-        demand = demand_of()
         engine = SimpleNamespace(at_once=256, in_graphs=values["in_graphs"], title="vLLM")
-        fields = vars(demand) | {"engine": engine, "teacher": values["teacher"], "device": values["device"]}
-        demand = SimpleNamespace(**fields, whole_model=False)
+        fields = {"engine": engine, "teacher": values["teacher"], "device": values["device"]}
+        demand = replace(demand_of(), **fields)
         schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
         return duration_of(*cast(Any, (plan, model, demand, schedule)), absent=values["absent"])
 

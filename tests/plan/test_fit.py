@@ -20,6 +20,7 @@ from rlft.config.model import LESS_MEMORY
 from rlft.config.resolved import GPU_TOKENS, resolve
 from rlft.generation.memory import peak
 from rlft.plan import fit, sizes
+from rlft.plan.demand import Ranks
 from rlft.plan.fit import LOWERED_TOKENS, fit_to_device, largest_budget, remedies
 from rlft.plan.memory_parts import MARGIN, longest_rows, parts
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
@@ -56,7 +57,7 @@ def test_the_largest_budget_fits_and_a_larger_one_does_not(wide):
     found = largest_budget(model, demand, 0, limit)
     assert found is not None
     assert peak(parts(model, replace(demand, token_budget=found), 0)) <= limit
-    group = demand.prompt_tokens + demand.group * demand.completion_tokens
+    group = demand.rows.prompt_tokens + demand.rows.group * demand.rows.completion_tokens
     assert peak(parts(model, replace(demand, token_budget=found + 64 + group), 0)) > limit
 
 
@@ -78,8 +79,8 @@ def test_every_way_that_is_told_fits(wide):
 
 def test_where_no_single_key_suffices_the_least_is_told_if_it_does(wide):
     model, demand = wide
-    longest = demand.prompt_tokens + demand.completion_tokens
-    bare = replace(demand, token_budget=longest, recompute=True, engine=None, adapters=demand.adapters + 1)
+    longest, networks = demand.rows.tokens, replace(demand.networks, adapters=demand.networks.adapters + 1)
+    bare = replace(demand, token_budget=longest, recompute=True, engine=None, networks=networks)
     limit = peak(parts(model, bare, 0)) + 4 * MIB  # the completions of one group, but no sums
     [least] = remedies(model, demand, 0, limit)
     assert str(least) == (
@@ -161,9 +162,10 @@ def test_a_step_of_fewer_prompts_is_offered_where_its_batch_is_too_large(on_gpu)
         {"prompts_per_step": "64"}, peak(parts(model, demand.with_groups(64), CUDA_CONTEXT)),
     )  # fmt: skip
     assert way.peak <= limit < peak(parts(model, demand.with_groups(128), CUDA_CONTEXT))
-    evaluated = replace(demand, decodings=(demand.decodings[0], replace(demand.decodings[1], num_prompts=256)))
-    assert [each.num_prompts for each in evaluated.with_groups(64).decodings] == [64, 256]
-    of_lanes = remedies(model, replace(demand, gradients=2), CUDA_CONTEXT, limit)
+    first, second = demand.work.decodings
+    work = replace(demand.work, decodings=(first, replace(second, num_prompts=256)))
+    assert [each.num_prompts for each in replace(demand, work=work).with_groups(64).work.decodings] == [64, 256]
+    of_lanes = remedies(model, replace(demand, ranks=Ranks(gradients=2)), CUDA_CONTEXT, limit)
     assert not [way for way in of_lanes if "prompts_per_step" in way.changes]
 
 
@@ -196,7 +198,7 @@ def test_a_row_of_32k_tokens_of_a_1_5b_model_fits_into_24_gb(of_1_5b, on_gpu):
     demand = replace(on_a_gpu(plan.demand(model, False), plan, 24 * 10**9, absent=False), engine=None)
     peaks = {how: peak(parts(model, replace(demand, recompute=how), CUDA_CONTEXT)) for how in (False, *LESS_MEMORY)}
     assert peaks[False] > 24 * 10**9 > peaks[True] > peaks["tiles"] > peaks["offload"]
-    tokens = demand.prompt_tokens + demand.completion_tokens
+    tokens = demand.rows.tokens
     assert peaks["tiles"] - peaks["offload"] == (28 - 2) * tokens * 1536 * 2, "two layers' inputs stay"
 
 
@@ -205,10 +207,10 @@ def test_ranks_that_share_a_row_have_a_part_of_its_activations_each(of_1_5b, on_
     plan = on_gpu(0, *LONG_ROW, f"model.path={of_1_5b}", "cluster.ranks=4", "cluster.sequence_ranks=4")
     model = sizes_of(plan.config.model, plan.config.lora)
     demand = replace(on_a_gpu(plan.demand(model, True), plan, 24 * 10**9, absent=False), engine=None)
-    assert demand.sharing == 4
+    assert demand.ranks.sharing == 4
     of_one, of_four = (
-        {part.name: part.bytes for part in parts(model, replace(demand, sharing=sharing), CUDA_CONTEXT)}
-        for sharing in (1, 4)
+        {part.name: part.bytes for part in parts(model, replace(demand, ranks=ranks), CUDA_CONTEXT)}
+        for ranks in (replace(demand.ranks, sharing=1), demand.ranks)
     )
     halved = {name for name, size in of_one.items() if of_four[name] != size}
     assert halved == {"activations", "gradients of activations"}

@@ -15,24 +15,23 @@ from rlft.algorithm.ops.kl import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve
-from rlft.config.trainer import OptimizerKind
 from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
+from rlft.plan.demand import TEACHER_SHARE, Demand, Networks, Rows, TeacherDemand
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
-    TEACHER_SHARE,
+    OF_AN_UPDATE,
     TOP_K_FIELDS,
     TOP_K_LOGITS,
-    Demand,
-    TeacherDemand,
+    Run,
     largest_micro_batch,
     memory_shortfall,
     parts,
     teacher_memory,
-    teachers_pass,
+    teacher_pass_bytes,
 )
 from rlft.plan.roles import check_teacher_engine, missing_engine
 from rlft.plan.sizes import sizes_of
@@ -41,9 +40,9 @@ from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 DEMAND = Demand(
-    adapters=2, trainable=1000, matrices=1000, optimizer=OptimizerKind.adamw, whole_model=False, prompt_tokens=10,
-    completion_tokens=20, group=3, rows=12, update_rows=12, token_budget=100, through_head=True, entropy=False,
-    recompute=False, own_critic=False, beside=0, device="cpu",
+    networks=Networks(adapters=2, trainable=1000, matrices=1000),
+    rows=Rows(prompt_tokens=10, completion_tokens=20, group=3, number=12, in_update=12),
+    token_budget=100, recompute=False, device="cpu",
 )  # fmt: skip
 
 
@@ -72,12 +71,15 @@ def test_parameters_are_those_that_roles_have(targets, make_roles, model_config)
         ({"token_budget": 69}, (50, 40)),  # two of the three rows, then 30 for the third alone
         ({"token_budget": 30}, (30, 20)),
         ({"token_budget": 10**6}, (280, 240)),  # all four groups, and no more
-        ({"token_budget": 10**6, "update_rows": 6}, (140, 120)),
+        ({"token_budget": 10**6, "in_update": 6}, (140, 120)),
         ({"group": 1, "token_budget": 100}, (90, 60)),
     ],
 )
 def test_the_largest_micro_batch_is_of_the_longest_rows(changes, expected):
-    assert largest_micro_batch(replace(DEMAND, **changes), packed=True) == expected
+    of_rows = {name: value for name, value in changes.items() if name != "token_budget"}
+    budget = changes.get("token_budget", DEMAND.token_budget)
+    demand = replace(DEMAND, token_budget=budget, rows=replace(DEMAND.rows, **of_rows))
+    assert largest_micro_batch(demand, packed=True) == expected
 
 
 def test_padded_rows_cost_their_prompts_each_time():
@@ -154,7 +156,7 @@ def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_
     model = sizes_of(plan.config.model, plan.config.lora)
     weights = sizes_of(model_config(path="embedded:tiny-student"), None).parameters
     demand = plan.demand(model, recompute=False)
-    assert demand.adapters == adapters
+    assert demand.networks.adapters == adapters
     counted = by_name(parts(model, demand, 0))
     assert counted.get("teacher", 0) == (4 * weights if own else 0)
     assert ("teacher's pass" in counted) == own
@@ -168,12 +170,12 @@ def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_
     demands = [plan.demand(sizes, False) for plan in plans]
     more, less = (by_name(parts(sizes, demand, 0)) for demand in demands)
     demand = demands[0]
-    shape = demand.rows, demand.prompt_tokens + demand.completion_tokens, 16
+    shape = demand.rows.number, demand.rows.tokens, 16
     ids, logprobs = torch.zeros(shape, dtype=torch.int64, device="meta"), torch.zeros(shape, device="meta")
     assert more["batch"] - less["batch"] == ids.nbytes + logprobs.nbytes
     _, predicted = largest_micro_batch(demand, packed=True)
     logits = logit_rows(sizes.vocabulary, "cpu", predicted) * sizes.vocabulary * 4
-    view = predicted // demand.completion_tokens * shape[1] * 16 * 4
+    view = predicted // demand.rows.completion_tokens * shape[1] * 16 * 4
     assert more["LM head"] - less["LM head"] == 3 * logits + TOP_K_FIELDS * view
     assert {name for name in more if more[name] != less[name]} == {"batch", "LM head"}
 
@@ -218,16 +220,18 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     2 + 2 x 4 bytes each.
     """
     demand = Demand(
-        adapters=1, trainable=0, matrices=0, optimizer=OptimizerKind.adamw, prompt_tokens=100, completion_tokens=200,
-        group=4, rows=16, update_rows=16,
+        networks=Networks(adapters=1, trainable=0, matrices=0),
+        rows=Rows(prompt_tokens=100, completion_tokens=200, group=4, number=16, in_update=16),
         token_budget=1100, recompute=False, device="cuda", teacher=replace(IN_VLLM, share=None),
     )  # fmt: skip
-    [part] = teachers_pass(demand)
+    [row] = [row for row in OF_AN_UPDATE if row.name == "teacher's pass"]
+    part = row.part(Run(MODEL, demand))
+    assert part is not None
     assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 384 * 152_064 * 8, When.annotating)
     padded = replace(IN_VLLM, share=None, model=replace(MODEL, padded="why"))
-    [part] = teachers_pass(replace(demand, token_budget=2000, teacher=padded))
-    assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
-    assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []
+    of_rows = teacher_pass_bytes(Run(MODEL, replace(demand, token_budget=2000, teacher=padded)))
+    assert of_rows == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
+    assert teacher_pass_bytes(Run(MODEL, replace(demand, teacher=IN_VLLM))) is None
     beside = [
         MemoryPart(name=when, bytes=size, when=when)
         for when, size in zip(When, (1, 9, 20, 400, 300, 200, 100), strict=True)

@@ -72,8 +72,8 @@ def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: 
     sizes = sizes_of(plan.config.model, plan.config.lora)
     demand = plan.demand(sizes, False)
     frozen = 2 if command == "train" else 1
-    assert demand.frozen == frozen * 2 * sizes.lora
-    assert demand.adapters == 1
+    assert demand.networks.frozen == frozen * 2 * sizes.lora
+    assert demand.networks.adapters == 1
     [part] = [part for part in parts(sizes, demand, 0) if part.name == "adapters"]
     copies = 1 if command == "train" else 0  # the sampler's
     assert part.bytes == 4 * sizes.lora * (1 + copies + 2 * frozen)

@@ -1,0 +1,167 @@
+"""What a planned run of any command asks of the trainer's device, by what asks for it; its bytes are `memory_parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from rlft.config.model import Recompute
+from rlft.config.trainer import OptimizerKind
+from rlft.generation.engine import Engine
+from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.vllm import memory as vllm_memory
+from rlft.plan.tower import TowerDemand
+from rlft.system.device import MULTIPROCESSORS, type_of
+
+TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Networks:
+    """The networks of the roles."""
+
+    adapters: int  # number of adapters of the run's rank on the base, without the engine's own copy
+    trainable: int  # number of trained parameters
+    matrices: int  # how many of them are in matrices, which Muon moves
+    frozen: int = 0  # number of parameters of adapters that keep the rank of their folder
+    whole_model: bool = False  # whether the model's own weights are trained
+    copies: int = 0  # number of frozen copies of these weights, in other roles
+    own_critic: bool = False  # whether the critic has an adapter, and so a forward and backward of its own
+    rewards: int = 0  # bytes of learned rewards that have networks of their own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a step, each as long as the longest."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    group: int  # number of rows per prompt
+    number: int  # of rows in a step
+    in_update: int  # number of rows in an optimizer batch
+    key: str = "prompts_per_step"  # the key that says how many groups a step has
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of each."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What a loss computes of each predicted token."""
+
+    through_head: bool = True  # whether the LM head computes log-probs; values alone need none
+    entropy: bool = False  # whether it needs the entropy
+    top_k: int = 0  # of how many of a teacher's most likely tokens it compares the distributions
+    expert_bytes: int = 0  # bytes of the numbers of a token's experts that a step keeps for a replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWork:
+    """What the engine samples."""
+
+    section: str = ""  # the engine's section in `generation`
+    decodings: tuple[Decoding, ...] = ()  # those that happen one after the other, the first of them a step's
+    max_tokens: int = 0  # the most tokens in a completion
+    max_sequence_tokens: int = 0  # the most tokens in a prompt with its completion
+    apart: int = 0  # number of engines in other processes on this device, each with a base of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks that share the forward and backward passes."""
+
+    number: int = 1
+    gradients: int = 1  # the most gradients that a rank holds at a time, those of its lanes
+    held: float = 1.0  # the largest share of the optimizer's averages that a rank holds
+    sharing: int = 1  # how many ranks share the tokens of each pass
+    sharded: bool | None = None  # whether they divide the base's layers among them; None where they cannot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherDemand:
+    """A teacher that is a separate model.
+
+    Attributes:
+        model: the sizes of its model.
+        row_tokens: number of tokens of the longest row that it may read.
+        prompt_tokens: number of prompt tokens, the hint included, of the longest row that it reads.
+        share: the share of a GPU's memory that vLLM gets for it; None where transformers computes it.
+    """
+
+    model: ModelSizes
+    row_tokens: int
+    prompt_tokens: int
+    share: float | None
+
+    def memory(self, device: str, device_memory: int, *, beside_vllm: bool) -> EngineMemory:
+        """The parts of its memory, with their full keys; `beside_vllm`, where vLLM's libraries are counted, samples.
+
+        device_memory: bytes of a GPU's memory; 0 if unknown.
+        """
+        if self.share is None:
+            weights = MemoryPart(name="teacher", bytes=self.model.base_bytes, when=When.always, key="snapshot.teacher")
+            return EngineMemory(parts=(weights,))
+        if device == "cpu":
+            return vllm_memory.teacher_on_a_cpu(self.model, self.row_tokens, libraries=not beside_vllm)
+        return vllm_memory.teacher_on_a_gpu(self.model, self.row_tokens, device_memory, self.share)
+
+    def other_shares(self, device_memory: int, room: int) -> Iterator[TeacherDemand]:
+        """The same teacher with a share in which vLLM starts, or with a smaller one that leaves room for the rest.
+
+        room: bytes of the device's memory that the rest of the run leaves free.
+        """
+        if self.share is None or not device_memory:
+            return
+        least_bytes = vllm_memory.teacher_least_bytes(self.model, self.row_tokens, device_memory)
+        least = vllm_memory.share_of(least_bytes, device_memory)
+        fitting = int(100 * room / device_memory) / 100
+        if self.share < least:
+            yield replace(self, share=least)
+        elif least <= fitting < self.share:
+            yield replace(self, share=fitting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a run asks of the trainer's device."""
+
+    networks: Networks
+    rows: Rows
+    optimizer: OptimizerKind = OptimizerKind.adamw
+    loss: Loss = field(default_factory=Loss)
+    token_budget: int  # the most tokens in a micro-batch
+    recompute: Recompute  # what gradient checkpointing computes again
+    device: str  # the kind of the trainer's device, one of `rlft.system.device.KINDS`
+    device_memory: int = 0  # bytes of a GPU's memory; 0 if unknown
+    multiprocessors: int = MULTIPROCESSORS  # their number on a GPU
+    engine: Engine | None = None  # what samples completions; None if nothing does
+    work: EngineWork = field(default_factory=EngineWork)
+    ranks: Ranks = field(default_factory=Ranks)
+    teacher: TeacherDemand | None = None  # a teacher that is a separate model; None if there is none
+    tower: TowerDemand | None = None  # a vision tower; None if prompts have no images
+
+    @property
+    def trains(self) -> bool:
+        return self.networks.trainable > 0
+
+    def with_groups(self, number: int) -> Demand:
+        """The same with so many groups of rows in a step."""
+        rows, work, decodings = number * self.rows.group, self.work, self.work.decodings
+        if decodings and self.rows.key == "prompts_per_step":  # the first one is a step's, and the others stay
+            work = replace(work, decodings=(replace(decodings[0], num_prompts=number), *decodings[1:]))
+        in_update = self.rows.in_update * rows // self.rows.number
+        return replace(self, rows=replace(self.rows, number=rows, in_update=in_update), work=work)
+
+    @property
+    def load(self) -> Load:
+        """The engine's work on this device."""
+        return Load(
+            decodings=self.work.decodings,
+            max_tokens=self.work.max_tokens,
+            max_sequence_tokens=self.work.max_sequence_tokens,
+            device=type_of(self.device),
+            device_memory=self.device_memory,
+            tower=0 if self.tower is None else self.tower.weights,
+        )
