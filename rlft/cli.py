@@ -83,7 +83,7 @@ TOOLS = {
         "is it what it says? chain, files, rewards and random steps",
     ),
     "plan": Tool(
-        "rlft.commands.plan_command",
+        "rlft.commands.plan",
         "+recipe=<name> [...]",
         "what a run needs, and whether it fits, before any weight is loaded",
         interrupted="nothing was begun",

@@ -55,7 +55,7 @@ LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logg
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
     "algorithms", "arguments", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "launch",
-    "models", "next_steps", "plan_command", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
+    "models", "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
     "sweep/command", "tables", "train",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""

@@ -1,362 +1,159 @@
-"""`rlft plan`: the sizes, memory, data and rewards of a run before any weight is loaded, as JSON or as a page."""
+"""`rlft plan`: what is predicted of a run, as a page or as JSON.
+
+A config that is wrong by itself is refused before torch is imported, which `rlft.plan.prediction` needs.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import median_low
-from typing import Any
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from rlft.config.model import Recompute
-from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_token_budget
-from rlft.config.schema import section_of
-from rlft.generation.memory import MemoryPart, ModelSizes, busiest, peak
+from rlft.commands.arguments import only_overrides
+from rlft.commands.launch import import_libraries, settled
+from rlft.config import catalog
+from rlft.config import command as commands
+from rlft.config.compose import compose_run
+from rlft.config.resolved import resolve
+from rlft.generation.memory import MemoryPart, busiest, in_words, peak
 from rlft.logger.console import grid, open_terminal
-from rlft.logger.forecast import Price
-from rlft.logger.text import one_line, visible
-from rlft.loop.parts import needs_checkpointing
-from rlft.plan.advice import Advice, advice_for
-from rlft.plan.conversation import EnvironmentTrial, try_environment
-from rlft.plan.demand import Demand
-from rlft.plan.duration import Duration, duration_of, time_rows
-from rlft.plan.fit import Remedy, context_bytes, in_words, remedies, resolve_auto, with_placement
-from rlft.plan.memory_parts import engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
-from rlft.plan.model_rules import check_engine_on, check_quantized_on, has_bitsandbytes
-from rlft.plan.rewards.brief import SHOWN_CHARACTERS, Brief, RewardTrial, brief_of, doubts
-from rlft.plan.rewards.writer import Writer
-from rlft.plan.run_plan import Plan, Schedule
-from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
-from rlft.plan.startup_table import Facts, TableRow
-from rlft.system.device import free_bytes, has_own_memory, resolve_device, resolve_dtype, total_bytes
+from rlft.logger.forecast import FIRST, Forecast, Price, read_price
+from rlft.logger.text import duration, one_line, visible
 from rlft.system.disk import size_text
-from rlft.system.memory import resident_bytes
-from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
-MAX_BINS = 32
-MAX_CHARACTERS = 400
-"""The most characters of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB."""
+if TYPE_CHECKING:
+    from rlft.plan.conversation import EnvironmentTrial
+    from rlft.plan.duration import Duration
+    from rlft.plan.prediction import Prediction
+    from rlft.plan.rewards.brief import RewardTrial
+    from rlft.plan.run_plan import Schedule
 
-BINS = 8
-BAR_WIDTH = 40
-MAX_TURN_CHARACTERS = 200
+BINS, BAR_WIDTH = 8, 40
+MAX_TURN_CHARACTERS, SHOWN_CHARACTERS = 200, 32
 MAX_SCORE_CHARACTERS = 6
 """Of a score such as -0.125 or `failed`, so that a narrow terminal folds texts and cuts no number."""
 
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What `rlft plan` prints.
+USAGE = """\
+usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [card=H100] [price=2.5/h]
+                 [--json]
 
-    Attributes:
-        parameters: {role: number of parameters}.
-        process: bytes that the process takes besides models and batches.
-        named_limit: whether device_memory= named that limit.
-        disk: {part of the run's folder: the most bytes that it may take}.
-        duration: an estimate, or why there is none.
-        price: of an hour of the machine, where it was given.
-    """
+Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
+which key to change where it does not, how long it may take, how long the data are, what every reward says of right and
+wrong answers, and in two lines what rlft reward try finds where all rewards are rules of rlft's own.
+Whatever the run itself would refuse is refused here.
 
-    sizes: Sequence[TableRow]
-    parameters: Mapping[str, int]
-    model: ModelSizes
-    demand: Demand
-    process: int
-    device: str
-    limit: int
-    named_limit: bool
-    lengths: Mapping[str, Sequence[int]]
-    rewards: Brief
-    conversation: EnvironmentTrial | None
-    notes: Sequence[str]
-    disk: Mapping[str, int]
-    schedule: Schedule
-    duration: Duration | str
-    advice: Sequence[Advice]
-    price: Price | None = None
+  <command>       of the run: by default the recipe's, else train
+  device_memory   of the device that the run is planned for; by default that of this machine
+  card            the GPU that it would run on, to say how long it may take: H200, H100, A100, 4090 or L4
+  price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run may cost
+  --json          the same as one JSON object of at most 64 KiB, for scripts
 
-    def memory(self, *, recompute: Recompute) -> list[MemoryPart]:
-        return parts(self.model, replace(self.demand, recompute=recompute), self.process)
+An environment is tried with a policy that calls its first tool once. The exit code is 0 where it fits, its rewards can
+be computed and its environment begins, and 1 otherwise.
 
-    @property
-    def peak(self) -> int:
-        return peak(self.memory(recompute=self.demand.recompute))
-
-    @property
-    def has_engine_apart(self) -> bool:
-        """Whether the engine takes memory of its own, which could be on another device."""
-        engine = self.demand.engine
-        if engine is None or engine.on_trainers_base:
-            return False
-        return any(part.bytes for part in engine.memory(self.model, self.demand.load).parts)
-
-    @property
-    def peak_without_engine(self) -> int:
-        """The peak with the engine on a device of its own, if it can have one."""
-        alone = replace(self.demand, engine=None) if self.has_engine_apart else self.demand
-        return peak(parts(self.model, alone, self.process))
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.limit and not memory_shortfall(self.model, self.demand)
-
-    def remedies(self) -> list[Remedy]:
-        return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
+  rlft plan +recipe=grpo_arithmetic
+  rlft plan sft demonstrations.path=mine.jsonl model.path=<folder>
+  rlft plan +recipe=grpo_gsm8k model.path=<folder> device_memory=24GiB"""
 
 
-def notes_of(plan: Plan) -> list[str]:
-    """The notes with which a run of this plan begins, planned for this machine."""
-    model = sizes_of(plan.config.model, plan.lora_settings)
-    demand = plan.demand(model, False)
-    return list(plan.notes) if demand is None else plan.notes_with(planned_facts(plan, model, demand))
+def command(arguments: list[str]) -> int:
+    """Prints what is predicted of this config's run; returns 0 if it fits and what it tries does not fail, else 1."""
+    words = [word for word in arguments if word != "--json"]
+    if words and words[0].isidentifier() and words[0] not in commands.names():
+        remedy = f"name one of {', '.join(commands.names())}, or none for rlft train"
+        raise UserError("plan", "there is no plan of this command", got=words[0], remedy=remedy)
+    command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
+    parsed = only_overrides(words, command, ("device_memory", "card", "price"))
+    overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "card=", "price="))]
+    price, card = read_price(parsed.value("price")), parsed.value("card")
+    if card is not None:
+        from rlft.plan.roofline import read_card  # it imports torch
+
+        card = read_card(card)
+    with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
+        run = compose_run(overrides, parsed.config_dir, command)
+        plain, device_memory = settled(run.plain), parsed.value("device_memory")
+        memory = None if device_memory is None else read_bytes(device_memory)
+        resolved = resolve(plain, command)
+        import_libraries()
+        from rlft.plan.prediction import predict
+        from rlft.plan.sizes import note_of_disk
+
+        predicted = predict(resolved, memory, card)
+    if disk_note := note_of_disk(predicted.disk, run.folder):
+        predicted = replace(predicted, notes=[*predicted.notes, disk_note])
+    if "--json" in arguments:
+        print(json.dumps(predicted.as_dict() | {"price": price and asdict(price)}, indent=1))
+    else:
+        print_page(predicted, price)
+    return int(predicted.fails)
 
 
-def plan_of(resolved: Resolved, limit: int | None, card: str | None = None) -> Planned:
-    """Plans the run of this config, which may run on another machine.
+def command_of(words: Sequence[str]) -> str:
+    """The command of the named recipe, or `train`."""
+    recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
+    return catalog.command_of(recipe) if recipe in catalog.choices("recipe") else "train"
 
-    Args:
-        resolved: the config.
-        limit: bytes of the device's memory; None for the free memory of this machine's device.
-        card: the GPU that it is to run on, a name in `rlft.plan.roofline.CARDS`; None: the one that is here.
+
+def read_bytes(text: str) -> int:
+    """The number of bytes in `24GiB`, `512 MB` or a bare number of bytes.
+
+    >>> read_bytes("24GiB"), read_bytes("0.5 GB"), read_bytes("8000000000")
+    (25769803776, 500000000, 8000000000)
 
     Raises:
-        UserError: the run would be refused, or a card is named for a run on a CPU.
+        UserError: the text is not a size, or is one below 1 MiB.
     """
-    settings = resolved.config.model
-    on_another = settings.device.startswith("cuda") and not torch.cuda.is_available()
-    if on_another and limit is None:
-        problem = "this machine has no such GPU, so its memory cannot be read"
-        raise UserError("model.device", problem, got=settings.device, remedy="name its memory: device_memory=24GiB")
-    plan: Plan = (without_gpu(resolved) if on_another else resolved).plan(runs_here=False)
-    settings = plan.config.model
-    if not on_another:
-        check_quantized_on(settings.quantization, resolve_device(settings.device).type)
-    model, device = sizes_of(settings, plan.lora_settings), resolve_device(settings.device)
-    # This process has imported all libraries that the run needs, and has scanned its data.
-    process, free = resident_bytes(), free_bytes(device)
-    on_gpus, on_cuda = on_another or has_own_memory(device), on_another or device.type == "cuda"
-    device_limit = free + (CUDA_CONTEXT if on_gpus else process) if limit is None else limit
-    plan = with_placement(plan, model, device_limit if on_cuda else None, absent=on_another)
-    if on_gpus:
-        process = context_bytes(plan)
-    demand = plan.demand(model, False)
-    if demand is None:
-        problem = "cannot be planned: it does not say how much memory its runs take"
-        raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a command that does")
-    if on_gpus:
-        memory = total_bytes(device) if limit is None else limit
-        demand = on_a_gpu(demand, plan, memory, absent=on_another)
-        plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
-    if demand.engine is not None and plan.engine is not None and demand.work.section != section_of(plan.engine):
-        plan = plan.sampled_by(demand.work.section, model.itemsize)
-    if demand.engine is not None:
-        quantized = settings.quantization is not None
-        generation, itemsize = plan.config.generation, model.itemsize
-        check_engine_on(generation, demand.work.section, demand.load.device, itemsize=itemsize, quantized=quantized)
-    recompute = plan.config.model.gradient_checkpointing
-    if recompute == AUTO:  # on a CPU
-        room = free if limit is None else max(0, limit - process - model.base_bytes)
-        kept = layers_kept(model, demand)
-        recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room, **kept)
-    demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
-    facts = planned_facts(plan, model, demand)
-    return Planned(
-        sizes=plan.startup_rows(facts),
-        parameters=plan.parameters(model),
-        model=model,
-        demand=demand,
-        process=process,
-        device="a GPU that is not here" if on_another else str(device),
-        limit=device_limit,
-        named_limit=limit is not None,
-        lengths=plan.lengths(),
-        rewards=brief_on(plan),
-        conversation=conversation_of(plan),
-        notes=[*plan.notes_with(facts), *_missing_here(plan), *_notes_of_demand(plan, demand, on_gpus)],
-        disk=plan.disk_bytes(model),
-        schedule=(schedule := plan.schedule),
-        duration=duration_of(plan, model, demand, schedule, absent=on_another, card=card),
-        advice=list(advice_for(plan.config, model.parameters)),
-    )
-
-
-def _notes_of_demand(plan: Plan, demand: Demand, on_gpus: bool) -> Iterator[str]:
-    """Notes about another engine than on this machine, and about other ranks on this CPU, which no part includes."""
-    if plan.engine is not None and demand.engine is not None and demand.work.section != section_of(plan.engine):
-        yield f"the engine is planned as {demand.engine.title}, which generation=auto is on a GPU where it is installed"
-    ranks = 0 if on_gpus else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
-    if ranks > 0:
-        others = "the other rank takes" if ranks == 1 else f"each of the {ranks} other ranks takes"
-        yield f"memory is that of the run's own process and its engines; {others} as much again as this process"
-
-
-def without_gpu(resolved: Resolved) -> Resolved:
-    """The run as a machine without a GPU can check it, with the values that `auto` has on a GPU."""
-    config = with_budget_of_device(resolved.config, resolved.plain)
-    dtype = "bfloat16" if config.model.dtype == AUTO else config.model.dtype  # float16 before Ampere: of the same size
-    config = replace(config, model=replace(config.model, device="cpu", dtype=dtype))
-    return replace(resolved, plain=with_token_budget(resolved.plain, gpu=True), config=config)
-
-
-def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
-    """The facts about the model for the start-up table, before it is loaded."""
-    settings = plan.config.model
-    return Facts(
-        base=model.parameters,
-        trainable=demand.networks.trainable,
-        dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
-        device=demand.device,
-        forward="packed" if model.packed else "padded",
-        reason="each prompt once for its group, no padding" if model.packed else f"padded rows: {model.padded}",
-        kernels=model.kernels,
-        base_copies=planned_copies(model, demand),
-        layer_kinds=model.layer_kinds,
-    )
-
-
-def planned_copies(model: ModelSizes, demand: Demand) -> tuple[int, str] | None:
-    if demand.engine is None:
-        return None
-    if demand.work.apart:
-        return (1 + demand.work.apart, "an engine in a process of its own has one of its own")
-    device = demand.load.device
-    why = demand.engine.base_sharing_obstacle(device=device, itemsize=model.itemsize, quantized=model.quantized)
-    if why is None:
-        return (1, f"shared with {demand.engine.title}, tensor by tensor where both hold the same")
-    return (2, why) if why else None
-
-
-def brief_on(plan: Plan) -> Brief:
-    """What the rewards give a few completions, and pay for; nothing if nothing is scored."""
-    prompts = plan.scored_prompts
-    return Brief() if prompts is None else brief_of(plan.config, prompts.prompts, Writer.of(plan.config))
-
-
-def conversation_of(plan: Plan) -> EnvironmentTrial | None:
-    """One conversation with the run's environment; None without one."""
-    environment, prompts = getattr(plan, "environment", None), plan.scored_prompts or getattr(plan, "prompts", None)
-    if environment is None or prompts is None:
-        return None
-    return try_environment(environment, Writer.of(plan.config).tokenizer, prompts.prompts[0])
-
-
-def _missing_here(plan: Plan) -> Iterator[str]:
-    """Notes about libraries that this machine lacks, without which no run starts here."""
-    missing_engine = None if plan.engine is None else plan.config.generation.named(plan.engine).missing()
-    if missing_engine is not None:
-        yield f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}"
-    if plan.config.model.quantization is not None and not has_bitsandbytes():
-        where = "is not installed here, and the run needs it where it runs"
-        yield f"bitsandbytes {where}: {pip_install('rlft[quantization]')}"
-
-
-# -- as JSON -----------------------------------------------------------------------------------------------------------
-def summary(tokens: Sequence[int]) -> dict[str, Any]:
-    """Summarises the lengths of some data's items (in tokens); {"items": 0} if there are none."""
-    if not tokens:
-        return {"items": 0}
-    ordered = sorted(tokens)
-    return {
-        "items": len(ordered),
-        "total": sum(ordered),
-        "shortest": ordered[0],
-        "median": median_low(ordered),
-        "longest": ordered[-1],
-        **{f"p{percent}": ordered[(len(ordered) - 1) * percent // 100] for percent in (90, 99)},
-        "histogram": [list(row) for row in histogram(tokens, MAX_BINS) if row[2]],
-    }
-
-
-def histogram(tokens: Sequence[int], bins: int) -> list[tuple[int, int, int]]:
-    """(first length, last length, number of items) of at most `bins` ranges of equal width, empty ones included."""
-    low, high = min(tokens), max(tokens)
-    width = -(-(high - low + 1) // bins)
-    counts = Counter((length - low) // width for length in tokens)
-    starts = enumerate(range(low, high + 1, width))
-    return [(start, min(high, start + width - 1), counts[number]) for number, start in starts]
-
-
-def cut(text: str) -> str:
-    """The text, or its first MAX_CHARACTERS characters and the number of all of them."""
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
-
-
-def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: cut(value) for name, value in values.items() if isinstance(value, str)}
-    said = {name: [[cut(text) for text in pair] for pair in value] for name, value in values.items() if name == "said"}
-    return {**values, **texts, **said}
-
-
-def as_dict(planned: Planned) -> dict[str, Any]:
-    """The plan as values for JSON, with sizes in bytes; it stays small, as lengths are summarised and texts are cut."""
-
-    def listed(how: Recompute) -> list[dict[str, Any]]:
-        of_each = planned.memory(recompute=how)
-        return [{"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in of_each]
-
-    recompute, duration = planned.demand.recompute, planned.duration
-    return {
-        "sizes": [{"what": what, "value": value, "explanation": text} for what, value, text in planned.sizes],
-        "parameters": dict(planned.parameters),
-        "device": planned.device,
-        "device_memory": planned.limit,
-        "peak": planned.peak,
-        "peak_without_engine": planned.peak_without_engine,
-        "fits": planned.fits,
-        "gradient_checkpointing": recompute,
-        "memory": {"as_planned": listed(recompute), "with_gradient_checkpointing": listed(recompute or True)},
-        "ways": [{"changes": dict(remedy.changes), "peak": remedy.peak} for remedy in planned.remedies()],
-        "lengths": [{"data": name, "tokens": summary(tokens)} for name, tokens in planned.lengths.items()],
-        "rewards": [_cut_texts(asdict(trial)) for trial in planned.rewards.trials],
-        "reward_try": [cut(line) for line in planned.rewards.lines],
-        "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
-        "disk": [
-            {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
-        ],
-        "schedule": asdict(planned.schedule),
-        "duration": {"no_estimate": duration} if isinstance(duration, str) else asdict(duration),
-        "advice": [{**asdict(one), "warning": one.warning} for one in planned.advice],
-        "price": planned.price and asdict(planned.price),
-        "doubts": [cut(doubt) for doubt in doubts(planned.rewards.trials)],
-        "notes": [cut(note) for note in planned.notes],
-    }
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    unit = UNITS.get((match[2] or "B").upper()) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise UserError("device_memory", "must be a size", got=text, remedy="write it as 24GiB")
+    if float(match[1]) * unit < UNITS["MIB"]:
+        problem = "no device has so little memory" if match[2] else "has no unit, and no device has so few bytes"
+        raise UserError("device_memory", problem, got=text, remedy=f"write {match[1]}GiB")
+    return int(float(match[1]) * unit)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
-def print_plan(planned: Planned) -> None:
+def print_page(predicted: Prediction, price: Price | None) -> None:
     terminal = open_terminal()
-    terminal.print(grid(planned.sizes))
+    terminal.print(grid(predicted.sizes))
     heading(terminal, "Parameters")
-    terminal.print(grid([(role, f"{number:,}", "") for role, number in planned.parameters.items()]))
-    print_memory(terminal, planned)
-    if any(planned.disk.values()):
+    terminal.print(grid([(role, f"{number:,}", "") for role, number in predicted.parameters.items()]))
+    print_memory(terminal, predicted)
+    if any(predicted.disk.values()):
         heading(terminal, "Disk, at most")
-        rows = [(name, size_text(size), LOWERED_BY.get(name, "")) for name, size in planned.disk.items()]
-        terminal.print(grid([*rows, ("together", size_text(sum(planned.disk.values())), "")]))
+        rows = [(name, size_text(size), remedy or "") for name, size, remedy in predicted.disk_rows]
+        terminal.print(grid([*rows, ("together", size_text(sum(predicted.disk.values())), "")]))
     heading(terminal, "Time")
-    terminal.print(grid(time_rows(planned.schedule, planned.duration, planned.price)))
-    if planned.advice:
+    terminal.print(grid(time_rows(predicted.schedule, predicted.duration, price)))
+    if predicted.advice:
         heading(terminal, "Learning rate and rank")
-        terminal.print(grid(one.row for one in planned.advice))
-    for name, tokens in planned.lengths.items():
+        terminal.print(grid(one.row for one in predicted.advice))
+    for name, tokens in predicted.lengths.items():
         print_lengths(terminal, name, tokens)
-    if planned.rewards.trials:
-        print_trials(terminal, planned.rewards.trials)
-    for doubt in doubts(planned.rewards.trials):
+    if predicted.rewards.trials:
+        print_trials(terminal, predicted.rewards.trials)
+    for doubt in predicted.doubts:
         print_line(terminal, visible(doubt), "yellow")
-    for line in planned.rewards.lines:
+    for line in predicted.rewards.lines:
         print_line(terminal, visible(line))
-    if planned.conversation is not None:
-        print_conversation(terminal, planned.conversation)
-    if planned.notes:
+    if predicted.conversation is not None:
+        print_conversation(terminal, predicted.conversation)
+    if predicted.notes:
         terminal.print()
-    for note in planned.notes:
+    for note in predicted.notes:
         print_line(terminal, f"note: {visible(note)}", "yellow")
 
 
@@ -369,20 +166,20 @@ def heading(terminal: Terminal, text: str) -> None:
     print_line(terminal, text, "bold")
 
 
-def print_memory(terminal: Terminal, planned: Planned) -> None:
+def print_memory(terminal: Terminal, predicted: Prediction) -> None:
     """Prints every part, of training with and without gradient checkpointing, the peak, and whether the run fits."""
-    heading(terminal, f"Memory on {planned.device}")
+    heading(terminal, f"Memory on {predicted.device}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("part", no_wrap=True)
     table.add_column("when", style="dim")
-    how = planned.demand.recompute
+    how = predicted.demand.recompute
     columns = {
-        "plain": planned.memory(recompute=False),
-        "gradient checkpointing": planned.memory(recompute=how or True),
+        "plain": predicted.memory(recompute=False),
+        "gradient checkpointing": predicted.memory(recompute=how or True),
     }
     names, of_this_run = list(columns), list(columns.values())[how is not False]
     names[how is not False] += "\n(this run)"
-    if not planned.demand.trains:
+    if not predicted.demand.trains:
         names, columns = ["bytes"], {"bytes": of_this_run}
     for name in names:
         table.add_column(name, justify="right")
@@ -393,27 +190,25 @@ def print_memory(terminal: Terminal, planned: Planned) -> None:
     peaks = (Text(in_words(peak(memory)), style="bold") for memory in columns.values())
     table.add_row(Text("peak", style="bold"), "", *peaks, "")
     terminal.print(table)
-    if planned.has_engine_apart:
-        alone, engine = in_words(planned.peak_without_engine), planned.demand.engine
+    if predicted.has_engine_apart:
+        alone, engine = in_words(predicted.peak_without_engine), predicted.demand.engine
         title = "the engine" if engine is None else engine.title
         print_line(terminal, f"with {title} on a device of its own the trainer would take {alone}")
-    print_verdict(terminal, planned, of_this_run)
+    print_verdict(terminal, predicted, of_this_run)
 
 
-def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[MemoryPart]) -> None:
-    limit_name = "device_memory" if planned.named_limit else "this machine has free"
-    room = f"{in_words(planned.peak)} of {in_words(planned.limit)} ({limit_name})"
-    if planned.fits:
+def print_verdict(terminal: Terminal, predicted: Prediction, memory_parts: Sequence[MemoryPart]) -> None:
+    limit_name = "device_memory" if predicted.named_limit else "this machine has free"
+    room = f"{in_words(predicted.peak)} of {in_words(predicted.limit)} ({limit_name})"
+    if predicted.fits:
         print_line(terminal, f"fits: {room}", "green")
         return
-    shares = {"engine": engine_memory(planned.model, planned.demand), "teacher": teacher_memory(planned.demand)}
-    for who, memory in shares.items():
-        if memory.lacks:
-            share = f"the {who}'s share of the device is {in_words(memory.lacks)} too small for it"
-            print_line(terminal, f"does not start: {share}", "red")
-    if planned.peak > planned.limit:
+    for who, lacking in predicted.shortfalls.items():
+        share = f"the {who}'s share of the device is {in_words(lacking)} too small for it"
+        print_line(terminal, f"does not start: {share}", "red")
+    if predicted.peak > predicted.limit:
         print_line(terminal, f"does not fit: {room}; it is highest while {busiest(memory_parts)}", "red")
-    ways = planned.remedies()
+    ways = predicted.remedies()
     for remedy in ways:
         print_line(terminal, f"  {remedy} takes it to {in_words(remedy.peak)}")
     if not ways:
@@ -423,6 +218,8 @@ def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[M
 
 
 def print_lengths(terminal: Terminal, name: str, tokens: Sequence[int]) -> None:
+    from rlft.plan.prediction import histogram
+
     heading(terminal, f"{name}: {len(tokens):,}, by tokens")
     ranges, rows = histogram(tokens, BINS), []
     of_single_lengths, most = ranges[0][0] == ranges[0][1], max(count for *_, count in ranges)
@@ -465,3 +262,55 @@ def print_trials(terminal: Terminal, trials: Sequence[RewardTrial]) -> None:
         completion_text = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
         table.add_row(Text(visible(prompt)), Text(completion_text), *(scores.get(name, "") for name in names))
     terminal.print(table)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+def time_rows(schedule: Schedule, estimated: Duration | str, price: Price | None) -> list[tuple[str, str, str]]:
+    """The numbers of the schedule, the estimate or why there is none, and the price."""
+    first = schedule.first_evaluation
+    when = "none" if first is None else f"before the first step, after {first} of them, and so on to the last"
+    table = [("steps", f"{schedule.steps:,}", "")]
+    if schedule.checkpoints:
+        table.append(("evaluations", f"{schedule.evaluations:,}", when))
+        table.append(("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"))
+    later = [f"after {FIRST} steps rlft watch says it from what they took"] * bool(
+        schedule.checkpoints
+    )  # of a run that writes metrics
+    if isinstance(estimated, str):
+        table.append(("the run", "no estimate", "; ".join([estimated, *later])))
+        said_later = "with price= rlft watch says what it costs" * bool(later)
+        return table if price is None else [*table, ("price", str(price), said_later)]
+    step, run = estimated.step, estimated.run
+    words = [f"an estimate for {estimated.machine}", *later]
+    if schedule.checkpoints:
+        words.insert(0, stages_text(estimated.between_steps))
+    table += [
+        ("a step", f"{seconds(step.seconds)} ({seconds(step.low)} to {seconds(step.high)})", step_text(estimated)),
+        ("the run", str(run), "; ".join(words)),
+    ]
+    if price is not None:
+        table.append(("price", f"{price.whole(run)} {price.currency}".rstrip(), f"at {price}, without the start"))
+    return table
+
+
+def stages_text(stages: Mapping[str, Forecast]) -> str:
+    return ", ".join(f"{name} {seconds(stage.seconds)}" for name, stage in stages.items())
+
+
+def step_text(estimated: Duration) -> str:
+    """Such as `sample 5.2 s, update 10 s, if all completions have 64 tokens (lower end: 16); without rewards`."""
+    text = stages_text(estimated.of_a_step)
+    if estimated.completion_tokens is None:
+        return text
+    short, longest = estimated.completion_tokens
+    text += f"; if completions have all {longest} tokens (at the lower end {short})"
+    return f"{text}; rewards by programs are not counted"
+
+
+def seconds(number: float) -> str:
+    """Seconds in two digits, or as a clock shows them from a minute on.
+
+    >>> seconds(0.0321), seconds(5.24), seconds(61.2), seconds(3601)
+    ('0.032 s', '5.2 s', '1:01', '1:00:01')
+    """
+    return f"{number:.2g} s" if number < 59.5 else duration(number)

@@ -124,7 +124,7 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.types import Split
 
     import_libraries()
-    from rlft.commands.plan import notes_of
+    from rlft.plan.prediction import notes_of
 
     config: RunConfig = resolved.config
     settings, writer = config.prompts, Writer.of(config)

@@ -58,6 +58,15 @@ def bytes_by_time(parts: Sequence[MemoryPart]) -> dict[When, int]:
     return {when: sum(part.bytes for part in parts if part.when is when) for when in When}
 
 
+def in_words(size: int) -> str:
+    """A size in GiB or MiB, for people.
+
+    >>> in_words(1610612736), in_words(3 * 2**20)
+    ('1.50 GiB', '3 MiB')
+    """
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:,.0f} MiB"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
     """What is known of a base, and of an adapter on it, from its config.json.

@@ -22,13 +22,13 @@ from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.config.trainer import FLAT, CheckpointConfig
 from rlft.generation.engine import Generator
+from rlft.generation.memory import in_words
 from rlft.logger.alarms import Hint
 from rlft.logger.flat import newly_flat, trend_of
 from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
-from rlft.plan.fit import in_words
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts
 from rlft.runs import checkpoint, run_folder

@@ -11,13 +11,14 @@ from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
 from rlft.generation.pool import EnginePool
-from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, layer_modules, set_checkpointing
+from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_modules, set_checkpointing
 from rlft.model.backbone import Adopt, Backbone, decoder_layers, load_backbone, read_backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.lora_config import lora_config
 from rlft.model.networks import Networks
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
+from rlft.plan.fit import needs_checkpointing
 from rlft.plan.model_rules import empty_model, fresh_shapes
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import Pool
@@ -29,8 +30,6 @@ from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
 
 # -- base --------------------------------------------------------------------------------------------------------------
-SHARE = 0.5
-"""Activations may take this share of the memory that is free after loading the weights; else they are recomputed."""
 
 
 def load_for_training(
@@ -77,14 +76,6 @@ def load_for_training(
 def layers_of_rank(cluster: ClusterConfig, rank: int) -> ShardedLayers | None:
     """This rank's share of the base's layers; None where every rank holds all of them."""
     return ShardedLayers(rank, cluster.ranks) if cluster.shard_base else None
-
-
-def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int, **layers: Any) -> bool:
-    """Whether activations would take more than SHARE of the free memory (in bytes) without gradient checkpointing.
-
-    The other arguments are those of `activation_bytes`.
-    """
-    return activation_bytes(config, tokens, itemsize, **layers) > SHARE * free
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""How long a planned run takes, by stage and with an interval, by a model of the machine: nothing was measured yet.
-
-The rows of `rlft plan` say how often what happens, how long it is estimated to take, and what that costs.
-"""
+"""How long a planned run takes, by stage and with an interval, by a model of the machine: nothing was measured yet."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.memory import ModelSizes
-from rlft.logger.forecast import FIRST, Forecast, Price
-from rlft.logger.text import duration
+from rlft.logger.forecast import Forecast
 from rlft.model.activations import layer_sizes
 from rlft.plan.demand import Demand
 from rlft.plan.memory_parts import FLOAT32, averages_bytes
@@ -36,7 +32,6 @@ from rlft.types import UserError
 
 if TYPE_CHECKING:
     from rlft.plan.run_plan import Plan, Schedule
-    from rlft.plan.startup_table import TableRow
 
 FACTOR, UNMEASURED = 2.0, 3.0
 """What was measured lies within FACTOR of the model, or within UNMEASURED where nothing has been compared with it:
@@ -63,8 +58,6 @@ BETWEEN_STEPS = (EVALUATE, CHECKPOINT)
 CHECKED = {2: 512}
 """{bytes of a weight: tokens that a freshness check computes}; others have the 128 of two short sequences."""
 
-MEASURED_LATER = f"after {FIRST} steps rlft watch says it from what they took"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
@@ -83,6 +76,14 @@ class Duration:
     step: Forecast
     run: Forecast
     completion_tokens: tuple[int, int] | None
+
+    @property
+    def of_a_step(self) -> dict[str, Forecast]:
+        return {name: stage for name, stage in self.stages.items() if name not in BETWEEN_STEPS}
+
+    @property
+    def between_steps(self) -> dict[str, Forecast]:
+        return {name: self.stages[name] for name in BETWEEN_STEPS}
 
 
 def duration_of(
@@ -235,50 +236,3 @@ def _sum(parts: Iterable[tuple[int, Forecast]]) -> Forecast:
     """The sum of so many of each; its ends are the sums of the ends, as errors of a machine go the same way."""
     added = [(number * f.seconds, number * f.low, number * f.high) for number, f in parts]
     return Forecast(*map(sum, zip(*added, strict=True)))
-
-
-# -- the rows of `rlft plan` -------------------------------------------------------------------------------------------
-def time_rows(schedule: Schedule, estimated: Duration | str, price: Price | None) -> list[TableRow]:
-    """The numbers of the schedule, the estimate or why there is none, and the price."""
-    first = schedule.first_evaluation
-    when = "none" if first is None else f"before the first step, after {first} of them, and so on to the last"
-    table = [("steps", f"{schedule.steps:,}", "")]
-    if schedule.checkpoints:
-        table.append(("evaluations", f"{schedule.evaluations:,}", when))
-        table.append(("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"))
-    later = [MEASURED_LATER] * bool(schedule.checkpoints)  # of a run that writes metrics
-    if isinstance(estimated, str):
-        table.append(("the run", "no estimate", "; ".join([estimated, *later])))
-        said_later = "with price= rlft watch says what it costs" * bool(later)
-        return table if price is None else [*table, ("price", str(price), said_later)]
-    step, run = estimated.step, estimated.run
-    words = [f"an estimate for {estimated.machine}", *later]
-    if schedule.checkpoints:
-        words.insert(0, ", ".join(f"{name} {seconds(estimated.stages[name].seconds)}" for name in BETWEEN_STEPS))
-    table += [
-        ("a step", f"{seconds(step.seconds)} ({seconds(step.low)} to {seconds(step.high)})", stages_text(estimated)),
-        ("the run", str(run), "; ".join(words)),
-    ]
-    if price is not None:
-        table.append(("price", f"{price.whole(run)} {price.currency}".rstrip(), f"at {price}, without the start"))
-    return table
-
-
-def stages_text(estimated: Duration) -> str:
-    """Such as `sample 5.2 s, update 10 s, if all completions have 64 tokens (lower end: 16); without rewards`."""
-    stages = {name: stage for name, stage in estimated.stages.items() if name not in BETWEEN_STEPS}
-    text = ", ".join(f"{name} {seconds(stage.seconds)}" for name, stage in stages.items())
-    if estimated.completion_tokens is None:
-        return text
-    short, longest = estimated.completion_tokens
-    text += f"; if completions have all {longest} tokens (at the lower end {short})"
-    return f"{text}; rewards by programs are not counted"
-
-
-def seconds(number: float) -> str:
-    """Seconds in two digits, or as a clock shows them from a minute on.
-
-    >>> seconds(0.0321), seconds(5.24), seconds(61.2), seconds(3601)
-    ('0.032 s', '5.2 s', '1:01', '1:00:01')
-    """
-    return f"{number:.2g} s" if number < 59.5 else duration(number)

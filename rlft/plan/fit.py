@@ -16,7 +16,8 @@ from rlft.config.model import LESS_MEMORY, Recompute
 from rlft.config.resolved import with_number
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.engine import Engine
-from rlft.generation.memory import ModelSizes, peak
+from rlft.generation.memory import ModelSizes, in_words, peak
+from rlft.model.activations import activation_bytes
 from rlft.plan.demand import TEACHER_SHARE, Demand, TeacherDemand
 from rlft.plan.memory_parts import engine_memory, memory_shortfall, parts, teacher_memory
 from rlft.plan.rules import why_whole
@@ -27,8 +28,9 @@ from rlft.system.device import has_own_memory, resolve_device, total_bytes
 from rlft.system.process.placement import GpuMemory, place
 from rlft.types import UserError
 
-GIB = 2**30
 CHECKPOINTING = "model.gradient_checkpointing"
+SHARE = 0.5
+"""Activations may take this share of the memory that is free after loading the weights; else they are recomputed."""
 LOWERED_TOKENS = 4096
 """To so many tokens in a forward-backward `auto` lowers the budget before activations are computed again."""
 
@@ -42,15 +44,6 @@ class Remedy:
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.changes.items())
-
-
-def in_words(size: int) -> str:
-    """A size in GiB or MiB, for people.
-
-    >>> in_words(1610612736), in_words(3 * 2**20)
-    ('1.50 GiB', '3 MiB')
-    """
-    return f"{size / GIB:,.2f} GiB" if size >= GIB // 10 else f"{size / 2**20:,.0f} MiB"
 
 
 def remedies(model: ModelSizes, demand: Demand, process: int, limit: int) -> list[Remedy]:
@@ -260,6 +253,14 @@ def _of_an_engine(plan: TrainPlan, model: ModelSizes, demand: Demand) -> int:
     assert demand.engine is not None, "it is placed"
     engine_bytes = sum(part.bytes for part in engine_memory(share, demand).parts)
     return CUDA_CONTEXT + engine_bytes + demand.engine.on_trainers_base * share.base_bytes
+
+
+def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int, **layers: Any) -> bool:
+    """Whether activations would take more than SHARE of the free memory (in bytes) without gradient checkpointing.
+
+    The other arguments are those of `activation_bytes`.
+    """
+    return activation_bytes(config, tokens, itemsize, **layers) > SHARE * free
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)

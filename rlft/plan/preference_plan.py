@@ -16,8 +16,8 @@ from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
-from rlft.plan.identity import fingerprints
 from rlft.plan.demand import Demand, Loss, Networks, Rows
+from rlft.plan.identity import fingerprints
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets, notes_of_tiles
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork, Work

@@ -14,8 +14,8 @@ from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
-from rlft.plan.identity import fingerprints
 from rlft.plan.demand import Demand, Networks, Rows
+from rlft.plan.identity import fingerprints
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine, unserved
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters

@@ -15,8 +15,8 @@ from rlft.data.prompts import PromptSet, scan
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
-from rlft.plan.identity import fingerprints
 from rlft.plan.demand import Demand, Networks, Rows
+from rlft.plan.identity import fingerprints
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import (

@@ -27,8 +27,8 @@ from rlft.model.backbone import check_weights, decoder_layers, ends_of, load_tok
 from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
-from rlft.plan.identity import fingerprints
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand
+from rlft.plan.identity import fingerprints
 from rlft.plan.model_rules import (
     check_apart,
     check_context,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from run_processes import Nursery
 
-from rlft.commands.plan import notes_of, plan_of
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
+from rlft.plan.prediction import notes_of, predict
 from rlft.plan.startup_table import facts_of
 
 TINY = Path(__file__).parents[2] / "rlft" / "assets" / "tiny-arithmetic"
@@ -63,7 +63,7 @@ def test_a_plan_a_trial_of_rewards_and_a_loaded_run_have_the_same_notes(folder: 
         write(folder / "sums.jsonl", added)
         few = [word for word in FEW if not any(w.startswith(word.partition("=")[0]) for w in words)]
         resolved = resolve(compose([*FIXED, f"model.path={folder / model}", *few, *words]))
-        planned = plan_of(resolved, None)
+        planned = predict(resolved, None)
         plan = resolved.plan()
         backbone = load_backbone(plan.config.model)
         roles = policy_alone(backbone, plan.config.lora, token_budget=512, seed=0)

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlft
 from rlft import cli
-from rlft.commands import plan
-from rlft.commands.plan import print_trials
-from rlft.commands.plan_command import read_bytes
+from rlft.commands.plan import print_trials, read_bytes
+from rlft.plan import prediction
+from rlft.plan.memory_parts import MARGIN
 from rlft.plan.rewards.brief import RewardTrial
 from rlft.system.terminal import pip_install
 
@@ -177,7 +177,7 @@ def test_a_reward_that_cannot_be_computed_fails_the_plan(
 def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "resident_bytes", lambda: 500 * 2**20)  # this process grows from plan to plan
+    monkeypatch.setattr(prediction, "resident_bytes", lambda: 500 * 2**20)  # this process grows from plan to plan
     words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000", "model.gradient_checkpointing=false"]
     process = next(size for part, size in parts_of(planned(capsys, *words)).items() if part.startswith("process"))
     words.append(f"device_memory={process + 150 * 2**20}")
@@ -356,13 +356,13 @@ def test_the_json_stays_small_however_large_the_data_are(no_weights: Path, capsy
 
 def test_lengths_are_summed_up() -> None:
     # of 1 to 100 the 50th is 50, the 90th (place 89 of 99, rounded down) is 90, and 32 ranges are 4 lengths wide: 25
-    found = plan.summary(list(range(100, 0, -1)))
+    found = prediction.summary(list(range(100, 0, -1)))
     assert {name: found[name] for name in ("items", "total", "shortest", "median", "longest", "p90", "p99")} == {
         "items": 100, "total": 5050, "shortest": 1, "median": 50, "longest": 100, "p90": 90, "p99": 99,
     }  # fmt: skip
     assert found["histogram"] == [[1 + 4 * i, 4 + 4 * i, 4] for i in range(25)]
-    assert plan.summary([7])["histogram"] == [[7, 7, 1]]
-    assert plan.summary([]) == {"items": 0}
+    assert prediction.summary([7])["histogram"] == [[7, 7, 1]]
+    assert prediction.summary([]) == {"items": 0}
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
     recipe: str, no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlft.plan.model_rules.has_bitsandbytes", lambda: False)
-    monkeypatch.setattr("rlft.commands.plan.has_bitsandbytes", lambda: False)
+    monkeypatch.setattr("rlft.plan.prediction.has_bitsandbytes", lambda: False)
     words = [f"+recipe={recipe}", "model.quantization=4bit", "lora.target_modules=[q_proj]"]
     found = planned(capsys, *words, "model.device=cuda", "device_memory=24GiB")
     parts = parts_of(found)

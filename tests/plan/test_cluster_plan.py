@@ -10,12 +10,12 @@ import pytest
 from attention_families import EXPERTS, LATENT, SIZES
 from transformers import AutoConfig
 
-from rlft.commands.plan import Planned, plan_of, without_gpu
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.plan import train_plan
 from rlft.plan.fit import check_base, gpu_memory
 from rlft.plan.model_rules import check_shared_tokens
+from rlft.plan.prediction import Prediction, predict, without_gpu
 from rlft.plan.sizes import CUDA_CONTEXT, sizes_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.system.disk import size_text
@@ -25,16 +25,16 @@ GIB = 2**30
 ON_A_CARD = ("model.device=cuda", "generation=vllm")
 
 
-def planned(*words: str, limit: int = 80 * GIB) -> Planned:
-    return plan_of(resolve(compose(["+recipe=grpo_arithmetic", "scoring.workers=0", *words])), limit)
+def planned(*words: str, limit: int = 80 * GIB) -> Prediction:
+    return predict(resolve(compose(["+recipe=grpo_arithmetic", "scoring.workers=0", *words])), limit)
 
 
-def row(plan: Planned, name: str) -> tuple[str, str]:
+def row(plan: Prediction, name: str) -> tuple[str, str]:
     [[_, value, note]] = [row for row in plan.sizes if row[0] == name]
     return value, note
 
 
-def bytes_of(plan: Planned) -> dict[str, int]:
+def bytes_of(plan: Prediction) -> dict[str, int]:
     return {part.name: part.bytes for part in plan.memory(recompute=plan.demand.recompute)}
 
 

@@ -16,6 +16,7 @@ from in_one_test import each
 from slow_cases import slow
 
 from rlft.commands.doctor.work import SIZES, Size
+from rlft.commands.plan import time_rows
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.generation.engine import Engine
@@ -34,7 +35,6 @@ from rlft.plan.duration import (
     machine_of,
     network_of,
     seconds_by_stage,
-    time_rows,
 )
 from rlft.plan.roofline import CARDS, NAMES, Machine, Network, Work, seconds_of, update
 from rlft.plan.run_plan import Plan, Schedule
@@ -377,7 +377,7 @@ def test_only_the_plan_command_probes() -> None:
         for file in (ROOT / "rlft").rglob("*.py")
         if any(f"{name}(" in file.read_text().replace(f"def {name}(", "") for name in ("duration_of", "host_rates"))
     ]
-    assert sorted(callers) == ["rlft/commands/plan.py", "rlft/plan/duration.py"]
+    assert sorted(callers) == ["rlft/plan/duration.py", "rlft/plan/prediction.py"]
 
 
 def test_only_models_of_attention_and_gated_mlps_are_known() -> None:

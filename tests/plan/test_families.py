@@ -16,10 +16,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from rlft.commands import plan
 from rlft.config.compose import compose
 from rlft.config.model import resolve_path
 from rlft.config.resolved import resolve
+from rlft.plan import prediction
+from rlft.plan.prediction import predict
 from rlft.plan.rewards.brief import Brief
 from rlft.types import UserError
 
@@ -79,11 +80,11 @@ def folder_of(model_type: str, parent: Path) -> Path | None:
 
 def plan_of(folder: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
     resolved = resolve({**plain, "model": {**plain["model"], "path": str(folder)}})
-    return plan.as_dict(plan.plan_of(resolved, None))
+    return predict(resolved, None).as_dict()
 
 
 def test_every_type_of_model_is_planned_or_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "brief_on", lambda plan: Brief())  # the rewards are the same for all
+    monkeypatch.setattr(prediction, "brief_on", lambda plan: Brief())  # the rewards are the same for all
     transformers.logging.set_verbosity_error()
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
     plain, wrong, left_out = compose(RUN), {}, {}

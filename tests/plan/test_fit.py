@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from transformers import AutoTokenizer, Qwen2Config
 
 import rlft
-from rlft.commands.plan_command import read_bytes
+from rlft.commands.plan import read_bytes
 from rlft.config.compose import compose
 from rlft.config.model import LESS_MEMORY
 from rlft.config.resolved import GPU_TOKENS, resolve

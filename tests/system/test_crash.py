@@ -137,7 +137,7 @@ COMMANDS = {
     "sft": "rlft.cli.compose_run",
     "rm": "rlft.cli.compose_run",
     "sample": "rlft.cli.compose_run",
-    "plan": "rlft.commands.plan_command.compose_run",
+    "plan": "rlft.commands.plan.compose_run",
     "doctor": "rlft.commands.doctor.command.compose_run",
     "resume x": "rlft.runs.run_folder.read",
     "eval x": "rlft.commands.policy.one_run",

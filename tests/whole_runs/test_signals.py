@@ -23,7 +23,7 @@ CASES = [
     ("report run", "rlft.commands.watch.report:page", "interrupt", "no report was written"),
     ("report run", "rlft.system.files:flush", "warn again", "no report was written"),
     ("chat run=run", "rlft.commands.chat:open_roles", "hang up", "the conversation has ended"),
-    ("plan +recipe=grpo_arithmetic", "rlft.commands.plan:plan_of", "interrupt", "nothing was begun"),
+    ("plan +recipe=grpo_arithmetic", "rlft.plan.prediction:predict", "interrupt", "nothing was begun"),
     ("runs .", "rlft.commands.watch.runs:rows", "hang up", "nothing was changed"),
     ("diff run run", "rlft.commands.watch.diff:two_runs", "terminate", "nothing was changed"),
     (

@@ -19,11 +19,10 @@ from rlft.commands.doctor.trial import MachineTrial
 from rlft.commands.doctor.work import Shape, step_flops
 from rlft.config.schema import AUTO
 from rlft.generation.adapter_files import memory_folder
-from rlft.generation.memory import peak
+from rlft.generation.memory import in_words, peak
 from rlft.loop.freshness import Freshness, Gap, Limits, StaleAdapterError, flatten
 from rlft.model.activations import is_checkpointed
 from rlft.model.roles import POLICY, Roles
-from rlft.plan.fit import in_words
 from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.system.check_rows import CheckRow, Status
