@@ -20,7 +20,6 @@ import rlft
 from rlft import cli
 from rlft.commands.plan import print_trials, read_bytes
 from rlft.plan import prediction
-from rlft.plan.memory_parts import MARGIN
 from rlft.plan.rewards.brief import RewardTrial
 from rlft.system.terminal import pip_install
 
