@@ -206,40 +206,6 @@ def test_a_run_samples_with_it_and_resumed_with_another_size_it_is_the_same_run(
     assert "generation.canned.texts: " in refused.err
 
 
-@pytest.mark.slow
-def test_completions_of_several_turns_go_through_a_run_and_its_checkpoints(
-    forks: Nursery, train: Callable[..., Ended], workplace: Path
-) -> None:
-    """The sampled tokens are those that are trained, counted and inspected; a resumed run is the same one."""
-    words = (
-        "generation.canned.talks=true",
-        "algorithm=ppo",
-        "critic.kind=shared",
-        "overlap.lag=1",
-        "token_values.every=3",
-        "algorithm.mismatch=token_truncate",
-    )
-    whole = train(*words)
-    assert whole.code == 0, whole.err
-    for step, line in enumerate(lines_of(workplace / "run"), 1):
-        file = rollouts_of(workplace / "run")[f"step_{step:06d}.jsonl"]
-        rows = [json.loads(row) for row in file.splitlines()]
-        assert (line["turns/mean"], line["turns/calls"]) == (2, 1)
-        assert line["tokens/environment"] == 8 * 3, "a newline, the tool's digit and a newline, eight times"
-        assert line["length/mean"] == sum(sum(row["mask"]) for row in rows) / 8
-        assert line["reward/turns"] == sum(row["turns"][0]["reward"] for row in rows) / 8
-        for row in rows:
-            assert row["mask"][:7] == [1, 1, 1, 0, 0, 0, 1]
-            if "tokens" in row:
-                assert [int(value is not None) for value in row["tokens"]["old"]] == row["mask"]
-        assert any("tokens" in row for row in rows) == (step == 3)
-    assert train(*words, folder="killed", events=[KILL]).code == -9
-    resumed = forks.run("resume", "killed", cwd=workplace)
-    assert resumed.code == 0, resumed.err
-    assert lines_of(workplace / "killed") == lines_of(workplace / "run")
-    assert rollouts_of(workplace / "killed") == rollouts_of(workplace / "run")
-
-
 def test_an_algorithm_learns_from_the_rewards_of_turns_without_a_reward_that_scores_steps(
     train: Callable[..., Ended], workplace: Path
 ) -> None:

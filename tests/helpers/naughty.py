@@ -114,10 +114,6 @@ def lazy(group):
         yield misbehave(rollout.completion.text)
 
 
-def too_few(group):
-    return [1.0]
-
-
 def nothing(group):
     return None
 

@@ -219,26 +219,6 @@ def test_an_engine_that_takes_no_parts_is_given_all_weights_together(
 
 
 @pytest.mark.slow
-def test_workers_that_follow_all_weights_are_killed_and_change_no_completion(
-    whole: RunConfig,
-    policy: WholeModel,
-    prompts: list[Prompt],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sending, "BUCKET", SMALL)
-    published_by(policy, 1)
-    notes, launcher = list[str](), LocalProcesses(tmp_path)
-    here = opened_here(whole, "transformers", policy, policy.backbone)
-    killed = signal_to(0, signal.SIGKILL, 0.1, lambda worker: worker.pid)
-    try:
-        check_pool_against(here, launcher, whole, "transformers", policy, prompts, notes, killed)
-    finally:
-        launcher.close()
-    assert notes[0].startswith("engine-0 is replaced: engine-0 was killed by SIGKILL")
-
-
-@pytest.mark.slow
 def test_vllm_in_a_worker_loads_all_weights_in_place_and_holds_every_bit(
     whole: RunConfig, policy: WholeModel, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

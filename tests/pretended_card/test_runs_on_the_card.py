@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from run_folders import KILLED, checkpoints, metrics
 from slow_cases import slow_but
-
-from rlft.config import catalog
 
 SMALL = "lora.rank=4 lora.dropout=0 model.dtype=float32 logger=[jsonl] eval.every=0 trainer.eps=1e-2"
 OF_SUMS = "data.size=16 data.held_out_size=4"
@@ -175,56 +172,3 @@ def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, half: str, tmp_pa
         "driver", "card", "model", "engine", "log-prob gap", "adapter swap", "kernels",
     }  # fmt: skip
     assert {name: row for name, row in rows.items() if row[0] != "ok" and name not in MEASURED} == {}
-
-
-RANKINGS = f"{SMALL} rankings_per_step=4"
-SIZES = {"train": f"{TRAIN} prompts_per_step=4", "sft": f"{SMALL} examples_per_step=4", "rm": RANKINGS, "dpo": RANKINGS}
-SUMS = {"train": range(2, 8), "test": range(12, 16)}
-GSM8K = "data.path=questions model.path=embedded:tiny-arithmetic prompts.max_tokens=192 generation.max_tokens=64"
-OF_ONE_FILE = "data.path=questions/train.jsonl data.prompt_field=question data.answer_field=answer"
-OF_ONE_FILE += " data.prompt_template='{question}' data.answer_pattern='(\\d+)$' data.held_out_fraction=0.5"
-OF_WHOLE_MODELS = ("r1_cold_start_arithmetic", "r1_keepers_arithmetic", "distill_arithmetic")
-WHOLE = "logger=[jsonl] eval.every=0 examples_per_step=4 demonstrations.path=embedded:arithmetic-cold-start"
-WITHOUT_REWARD_MODEL = "~reward.learned critic.init=base reward.exact_match.weight=1.0"
-TOLD = {
-    "grpo_gsm8k": GSM8K,
-    "grpo_shapes": "generation=transformers generation.max_tokens=6",
-    "grpo_smollm2_gsm8k": f"{GSM8K} lora.path=null",
-    "grpo_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE} lora.path=null",
-    "sft_smollm2_gsm8k": f"{GSM8K} max_completion_tokens=64",
-    "sft_smollm2_svamp": f"{GSM8K} {OF_ONE_FILE} demonstrations.completion_field=answer"
-    " demonstrations.held_out_path=questions/test.jsonl max_completion_tokens=64",
-    "grpo_smollm2_sums": "model.path=embedded:tiny-arithmetic prompts.max_tokens=192",
-    "gspo_gsm8k": GSM8K,
-    "ppo_gsm8k": GSM8K,
-    "opd_arithmetic": "snapshot.teacher=embedded:tiny-arithmetic",
-    "r1_final_arithmetic": WITHOUT_REWARD_MODEL,
-    "rlhf_ppo_arithmetic": WITHOUT_REWARD_MODEL,
-    "rlhf_rm_arithmetic": "preferences.path=embedded:arithmetic-preferences",
-}
-"""What a stage of a pipeline is told on the command line: what an earlier stage has made."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", catalog.choices("recipe"))
-def test_every_recipe_makes_a_step_on_the_card(on_card, tmp_path: Path, recipe: str) -> None:
-    """In the dtype that an adapter's base has on a card by default, bfloat16, and with its kernels."""
-    write_answers(tmp_path)
-    (tmp_path / "questions").mkdir()
-    for split, numbers in SUMS.items():
-        questions = [{"question": f"{a}+{a}?", "answer": f"{a}+{a}={2 * a}\n#### {2 * a}"} for a in numbers]
-        lines = "".join(json.dumps(question) + "\n" for question in questions)
-        (tmp_path / "questions" / f"{split}.jsonl").write_text(lines)
-    command = catalog.command_of(recipe)
-    sizes, dtype = (WHOLE, "float32") if recipe in OF_WHOLE_MODELS else (SIZES[command], "auto")
-    sizes = sizes.replace(OF_SUMS, "") if recipe.endswith(("gsm8k", "svamp")) else sizes
-    words = f"{command} +recipe={recipe} {sizes} {TOLD.get(recipe, '')} steps=1 model.dtype={dtype}"
-    places = ("--config-dir", "configs", "hydra.run.dir=run", "model.device=cuda")
-    on_card.run(*once(words.split()), *places, cwd=tmp_path)
-    [line] = metrics(tmp_path / "run")
-    assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
-
-
-def once(words: list[str]) -> list[str]:
-    """The words, of which the last one of each key counts."""
-    return list({word.partition("=")[0]: word for word in words}.values())
