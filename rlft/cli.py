@@ -22,7 +22,7 @@ from rlft.config.choices import closest
 from rlft.config.compose import compose_run
 from rlft.config.overrides import check_text, parse
 from rlft.system import interrupt
-from rlft.system.terminal import discard
+from rlft.system.terminal import discard, for_a_shell
 from rlft.types import UserError
 
 
@@ -245,7 +245,7 @@ def _failed(error: Exception) -> int:
         discard(sys.stdout)
         return 1
     if isinstance(error, UserError):
-        print(f"rlft: {crash.one_line(error)}", file=sys.stderr)
+        print(f"rlft: {for_a_shell(crash.one_line(error))}", file=sys.stderr)
         return 2
     error = disk.failure_of(error) or error
     line = crash.one_line(error) if crash.explains_itself(error) else crash.report(error)

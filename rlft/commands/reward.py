@@ -44,7 +44,7 @@ what that says about their weights.
 A row is ok, slow, limit (to be known), wrong or skipped (not tried). The exit code is 1 if one is wrong, else 0.
 
   rlft reward try +recipe=grpo_arithmetic
-  rlft reward try --config-dir mine +recipe=grpo_gsm8k reward=[mine,format]"""
+  rlft reward try --config-dir mine +recipe=grpo_gsm8k 'reward=[mine,format]'"""
 
 TASK, COMMAND, ROWS = "try", "train", 4
 

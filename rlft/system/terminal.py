@@ -22,8 +22,8 @@ CHECKED = 256
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr for the person at the terminal, beside the loggers' output."""
-    _print(text, sys.stderr)
+    """Prints a line on stderr for the person at the terminal, next to the loggers' output."""
+    _print(for_a_shell(text), sys.stderr)
 
 
 def show(text: str) -> None:
@@ -77,6 +77,29 @@ def command_line(*words: object) -> str:
     ("rlft resume 'runs/first try/a'", 'rlft train seed=0,1')
     """
     return shlex.join(map(str, words))
+
+
+_WORD = re.compile(r"(?<![^\s(])(?:~[a-z]|[+]{0,2}[a-z_][\w.@/-]*=)(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+def for_a_shell(text: str) -> str:
+    """The text, in which overrides that zsh or bash would expand are quoted, so that they can be copied from it.
+
+    >>> for_a_shell("try reward=[exact_match,format], or leave it out with ~reward.mine")
+    "try 'reward=[exact_match,format]', or leave it out with '~reward.mine'"
+    """
+
+    def quoted(match: re.Match[str]) -> str:
+        word = match[0].rstrip(".,;:?")
+        if word.count(")") > word.count("("):
+            word = word.rpartition(")")[0]
+        if not re.search(r"^~|[\[*?{(]", _QUOTED.sub("", word)):
+            return match[0]
+        in_quotes = f'"{word}"' if "'" in word and not set(word) & set('"$`') else shlex.quote(word)
+        return in_quotes + match[0][len(word) :]
+
+    return _WORD.sub(quoted, text)
 
 
 def override(key: str, value: object) -> str:
