@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -105,7 +105,7 @@ class EnginePool(Generator):
         note: takes a line for the person watching when an engine is replaced.
         with_rows: whether engines get the prompts' metadata, which environments read.
 
-    `finished` is called with groups of `sample` as soon as they are finished. `here` is an engine of this process, if
+    `here` is an engine of this process, if
     there has to be one (`Engine.on_trainers_base`): it loads what the others load, and samples nothing.
     """
 
@@ -138,8 +138,7 @@ class EnginePool(Generator):
 
     def wait_until_started(self) -> None:
         """Returns once every engine has loaded its base and taken its memory."""
-        with self._lock:
-            self._all_join()
+        self._all_join()
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def load(self, adapter: Adapter) -> None:
@@ -163,16 +162,8 @@ class EnginePool(Generator):
                 self._all_join()
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        units: dict[int, list[Group]] = {}
-        for start, groups in self.sample_units(prompts, n, seeds, sampling):
-            units[start] = groups
-            self.finished(groups)
-        return [group for start in sorted(units) for group in units[start]]
-
-    def sample_units(
-        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Group]]]:
-        """(index of the first prompt, groups) as they finish, in any order; the arguments are those of `sample`."""
+        """As of any generator; `finished` is called with the groups of a unit as soon as it is finished."""
+        sampled: dict[int, list[Group]] = {}  # by the index of a unit's first prompt
         with self._lock:
             size = self._unit(n, len(prompts))
             units = deque(slice(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
@@ -195,7 +186,9 @@ class EnginePool(Generator):
                         units.appendleft(work.unit)
                         continue
                     self._restarts_in_a_row = 0
-                    yield work.unit.start, _groups(prompts[work.unit], *answers[-1])
+                    sampled[work.unit.start] = groups = _groups(prompts[work.unit], *answers[-1])
+                    self.finished(groups)
+        return [group for start in sorted(sampled) for group in sampled[start]]
 
     def sample_each(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
@@ -207,17 +200,13 @@ class EnginePool(Generator):
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probs of one of the engines; `verify` checks all of them."""
-        with self._lock:
-            scored = self._of_each("score", [list(ids) for ids in sequences])
-            return next(iter(scored.values()))
+        return next(iter(self._of_each("score", [list(ids) for ids in sequences]).values()))
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        with self._lock:
-            self._of_each("rehearse", [list(ids) for ids in prompts], n, max_tokens)
+        self._of_each("rehearse", [list(ids) for ids in prompts], n, max_tokens)
 
     def sleep(self) -> None:
-        with self._lock:
-            self._of_each("sleep")
+        self._of_each("sleep")
 
     def close(self) -> None:
         with self._lock:
@@ -238,16 +227,20 @@ class EnginePool(Generator):
     def _answers_of_each(self, calls: Sequence[tuple[Any, ...]]) -> dict[Slot, list[Any]]:
         """The answers of every engine to these calls, as `_of_each`."""
         answers: dict[Slot, list[Any]] = {}
-        while unanswered := [slot for slot in self._slots if slot not in answers]:
-            self._all_join()
-            works = [self._work(slot, [slot.worker.call(*call) for call in calls], calls[0][0]) for slot in unanswered]
-            self._finish(works, lambda work, results: answers.update({work.slot: results}))
+        with self._lock:
+            while unanswered := [slot for slot in self._slots if slot not in answers]:
+                self._all_join()
+                works = [
+                    self._work(slot, [slot.worker.call(*call) for call in calls], calls[0][0]) for slot in unanswered
+                ]
+                self._finish(works, lambda work, results: answers.update({work.slot: results}))
         return answers
 
     def _all_join(self) -> None:
         """Waits until every engine has the version in use."""
-        while joining := [self._join(slot) for slot in self._slots if not slot.ready]:
-            self._finish(joining, lambda work, results: None)
+        with self._lock:
+            while joining := [self._join(slot) for slot in self._slots if not slot.ready]:
+                self._finish(joining, lambda work, results: None)
 
     def _finish(self, calls: Sequence[EngineWork], then: Callable[[EngineWork, list[Any]], None]) -> None:
         """Waits for all of these calls; engines that fail are replaced."""
@@ -267,17 +260,16 @@ class EnginePool(Generator):
         """Has an engine take the next bucket of the version in use, and after the last one answer the check if one is
         set."""
         if slot.joining is None:
-            worker, version, number, futures = slot.worker, self._version, slot.sent, []
-            if number == 0:
-                futures.append(worker.call("started"))
+            version, number = self._version, slot.sent
+            calls: list[tuple[Any, ...]] = [("started",)] if number == 0 else []
             if version is not None:
                 bucket, sha256 = version.bucket(number), version.sha256(number)
                 if number + 1 < len(version):
-                    futures.append(worker.call("load_part", number, sha256, bucket))
+                    calls.append(("load_part", number, sha256, bucket))
                 else:
-                    futures.append(worker.call("load", version.number, version.config, sha256, bucket))
-                    if self._check is not None:
-                        futures += [worker.call(*call) for call in self._check.calls]
+                    calls.append(("load", version.number, version.config, sha256, bucket))
+                    calls += [] if self._check is None else self._check.calls
+            futures = [slot.worker.call(*call) for call in calls]
             slot.joining = self._work(slot, futures, "load" if slot.started else "start and load")
         return slot.joining
 
@@ -342,31 +334,27 @@ class EnginePool(Generator):
         return answers
 
     def _accept(self, work: EngineWork, answers: Sequence[Any]) -> None:
-        """Checks which version an answer comes from.
+        """Checks which version an answer comes from; with the last bucket of a version the engine is ready.
 
         Raises:
             _Failed: it is not the one in use, or the engine's log-probs are not the policy's.
         """
-        name, version = work.slot.spec.name, self._version
+        slot, version = work.slot, self._version
+        name = slot.spec.name
         if work.unit is not None:
             number = None if version is None else version.number
             if answers[-1][0] != number:
                 raise _Failed(f"{name} has sampled from version {answers[-1][0]} instead of {number}", stale=True)
-        if work is work.slot.joining:
-            self._accept_loaded(work.slot, answers)
-
-    def _accept_loaded(self, slot: Slot, answers: Sequence[Any]) -> None:
-        """Checks what an engine has loaded, as `_accept`; with the last bucket it is ready."""
-        name, version = slot.spec.name, self._version
+        if work is not slot.joining:
+            return
         slot.started = True
         if version is not None:
             loaded, *checked = answers if slot.sent else answers[1:]
             sha256, is_last = version.sha256(slot.sent), slot.sent + 1 == len(version)
             number, actual = loaded if is_last else (version.number, loaded)
             if (number, actual) != (version.number, sha256):
-                problem = (
-                    f"version {number} with the sha256 {actual[:16]} instead of {version.number} with {sha256[:16]}"
-                )
+                wanted = f"{version.number} with {sha256[:16]}"
+                problem = f"version {number} with the sha256 {actual[:16]} instead of {wanted}"
                 raise _Failed(f"{name} has loaded {problem}", stale=True)
             if self._check is not None and checked and (problem := self._check.problem(checked)) is not None:
                 raise _Failed(problem, stale=True)
