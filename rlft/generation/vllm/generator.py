@@ -150,21 +150,20 @@ class VLLMGenerator(Generator):
             self._merged_weights = MergedWeights(self.shared_base, model)
 
     def load(self, adapter: Adapter) -> None:
-        """Ships this version to the engine; all sampling and scoring from now on uses it.
-
-        Names count loads, not versions, so that the same version number in another job of a sweep has another name.
-        """
-        engine = self._awake().llm_engine
+        self._awake()
         if self._merges:
             assert self._merged_weights is not None, "only an engine that has adopted the trainer's base merges"
             self._merged_weights.load(adapter)
-            self._forget_prefixes()
-            self.version = adapter.version
-            self._check_addresses()
-            return
-        if self._is_whole:
+        elif self._is_whole:
             self._load_whole(adapter)
-            return
+        else:
+            self._load_lora(adapter)
+        self._forget_prefixes()
+        self.version = adapter.version
+        self._check_addresses()
+
+    def _load_lora(self, adapter: Adapter) -> None:
+        """Names count loads, not versions, so that the same version in another job of a sweep has another name."""
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         self._num_loads += 1
@@ -173,13 +172,10 @@ class VLLMGenerator(Generator):
             # If vLLM ever lost the adapter, it would read the folder again, which holds an earlier version.
             self._remove_folder()
             self._lora = LoRARequest(name, self._lora.lora_int_id, self._lora.lora_path)
-            self._forget_prefixes()
-            self.version = adapter.version
-            self._check_addresses()
             return
         folder = self._files.write(self._as_it_reads(adapter))
         request = LoRARequest(name, self._num_loads, str(folder))
-        remedy = "change the adapter's settings, or choose generation=transformers"
+        engine, remedy = self._llm.llm_engine, "change the adapter's settings, or choose generation=transformers"
         try:
             # What it took once it takes again: a later error is the machine's, and a cluster replaces the engine.
             key = "generation.engine" if self._num_loads == 1 else None
@@ -189,12 +185,10 @@ class VLLMGenerator(Generator):
             self._files.remove(folder)
             raise
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
-        self._forget_prefixes()
         self._shapes = {name: tuple(weight.shape) for name, weight in adapter.weights.items()}
         self._config = adapter.config
         self._remove_folder()
-        self._folder, self._lora, self.version = folder, request, adapter.version
-        self._check_addresses()
+        self._folder, self._lora = folder, request
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -227,9 +221,7 @@ class VLLMGenerator(Generator):
         arrived, self._arriving = self._arriving, Arriving()
         with self._loading_whole():
             load_whole(self._awake(), {**arrived.rest, **policy.weights})
-        self._forget_prefixes()
         self._shapes = arrived.shapes | {name: tuple(weight.shape) for name, weight in policy.weights.items()}
-        self.version = policy.version
 
     @contextmanager
     def _loading_whole(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 from rlft.generation.engine import TokenCallback
 from rlft.system.interrupt import Deferred
@@ -140,22 +141,9 @@ def end(llm: Any, on_cpu: bool) -> None:
     would fail at its next step. So only the last engine destroys them.
     """
     _running[:] = [other for other in _running if other is not llm]
-    with guest(on_cpu), _groups_kept() if _running else nullcontext():
+    groups_kept = mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory", free_memory)
+    with guest(on_cpu), groups_kept if _running else nullcontext():
         llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def _groups_kept() -> Iterator[None]:
-    """Inside, an engine that ends frees its memory and leaves vLLM's process groups to the other engines."""
-    from vllm.v1.engine import core  # pyright: ignore[reportMissingImports]
-
-    module: Any = core
-    cleanup = module.cleanup_dist_env_and_memory
-    module.cleanup_dist_env_and_memory = free_memory
-    try:
-        yield
-    finally:
-        module.cleanup_dist_env_and_memory = cleanup
 
 
 def free_memory() -> None:
@@ -234,11 +222,8 @@ def interrupted_between_steps(engine: Any) -> Iterator[None]:
             signals.deliver()
             return outputs
 
-        engine.step = step_then_signals
-        try:
+        with mock.patch.object(engine, "step", step_then_signals):
             yield
-        finally:
-            engine.step = step
 
 
 @contextmanager
@@ -265,11 +250,8 @@ def telling_tokens(engine: Any, callback: TokenCallback | None) -> Iterator[None
             num_reported[row] = len(tokens)
         return outputs
 
-    engine.step = step_then_report
-    try:
+    with mock.patch.object(engine, "step", step_then_report):
         yield
-    finally:
-        engine.step = step
 
 
 @contextmanager

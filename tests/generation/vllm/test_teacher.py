@@ -5,8 +5,9 @@ One teacher is started for the module.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,22 +163,17 @@ def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_ca
 
 
 def test_only_the_last_engine_that_ends_takes_what_all_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[bool] = []
-
-    @contextmanager
-    def groups_kept() -> Iterator[None]:
-        kept[-1] = True
-        yield
+    core, kept = SimpleNamespace(cleanup_dist_env_and_memory="of all"), list[bool]()
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
+        monkeypatch.setitem(sys.modules, name, core)
 
     def llm() -> Any:
-        client = SimpleNamespace(shutdown=lambda: None)
+        client = SimpleNamespace(shutdown=lambda: kept.append(core.cleanup_dist_env_and_memory != "of all"))
         return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
 
     first, second = llm(), llm()
     monkeypatch.setattr(vllm_guest, "_running", [first, second])
-    monkeypatch.setattr(vllm_guest, "_groups_kept", groups_kept)
     for ended in (second, first):
-        kept.append(False)
         vllm_guest.end(ended, on_cpu=False)
     assert kept == [True, False]
 
