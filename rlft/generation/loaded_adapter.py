@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlft.generation.shared_base import CHUNK, INTEGERS
+from rlft.generation.shared_base import CHUNK, weighted_bits
 from rlft.system.device import widest
 from rlft.types import Adapter
 
@@ -67,18 +67,13 @@ def published(adapter: Adapter, dtype: str) -> dict[str, Fingerprint]:
 
 def scale_of(config: Mapping[str, Any], module: str) -> float:
     """s of the adapter's layer with this name, by its adapter_config.json as PEFT reads it."""
-    rank, alpha = (
-        next(
-            (value for pattern, value in (config.get(f"{kind}_pattern") or {}).items() if _is_of(pattern, module)),
-            usual,
-        )
-        for kind, usual in (("rank", config["r"]), ("alpha", config["lora_alpha"]))
-    )
+
+    def own(patterns: str, usual: float) -> float:
+        of_modules = (config.get(patterns) or {}).items()
+        return next((value for name, value in of_modules if re.match(rf"(.*\.)?({name})$", module)), usual)
+
+    rank, alpha = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _is_of(pattern: str, module: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 @torch.no_grad()
@@ -87,7 +82,7 @@ def fingerprints(
 ) -> dict[str, Fingerprint]:
     """The fingerprint of each tensor. Those of one shape are computed together, and waited for once.
 
-    The checksum is the sum of bits times odd weights that differ by position, modulo 2^64, as `shared_base.checksum`.
+    The checksum is that of `shared_base.checksum`.
 
     Args:
         tensors: {name: tensor}.
@@ -103,32 +98,23 @@ def fingerprints(
         at_once = max(1, CHUNK // max(1, tensors[names[0]].numel()))
         for start in range(0, len(names), at_once):
             batch = names[start : start + at_once]
-            rows = torch.stack([_rank_first(name, tensors[name].detach()) for name in batch])
+            read = ((name, tensors[name].detach()) for name in batch)
+            # With the rank as the first axis, so that what fills up the rank comes last.
+            rows = torch.stack([tensor.t() if name.endswith(UP) else tensor for name, tensor in read])
             rows = rows if dtype is None else rows.to(dtype)
             results.append((batch, *_sums(rows if scale is None else rows * scale)))
-    read = ((batch, sums.tolist(), norms.tolist()) for batch, sums, norms in results)
     found = {
         name: Fingerprint(f"{total % 2**64:016x}", norm)
-        for batch, sums, norms in read
-        for name, total, norm in zip(batch, sums, norms, strict=True)
+        for batch, sums, norms in results
+        for name, total, norm in zip(batch, sums.tolist(), norms.tolist(), strict=True)
     }
     return {name: found[name] for name in tensors}
-
-
-def _rank_first(name: str, tensor: Tensor) -> Tensor:
-    """The tensor with its rank as the first axis, so that what fills up the rank comes last."""
-    return tensor.t() if name.endswith(UP) else tensor
 
 
 def _sums(tensors: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of weighted bits int64 `[N]`, norms `[N]`) of N tensors `[N, ..]`, which may be written into."""
     rows = tensors.reshape(len(tensors), -1).add_(0)  # -0 becomes 0
-    bits, sums = rows.view(INTEGERS[rows.element_size()]), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    for start in range(0, rows.shape[1], CHUNK):
-        part = bits[:, start : start + CHUNK].to(torch.int64)
-        weights = torch.arange(2 * start + 1, 2 * (start + part.shape[1]) + 1, 2, device=rows.device)
-        sums += (part * weights).sum(1)
-    return sums, torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device))
+    return weighted_bits(rows), torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device))
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -152,10 +138,8 @@ def difference(
     if not found.tensors:
         return f"policy version {version}: it holds no adapter"
     worst = max(wrong, key=lambda name: _gap(found.tensors, expected, name))
-    text = (
-        f"policy version {version}: {len(wrong)} of the {len(expected)} tensors that it was given are others, such as "
-    )
-    text += _shown(worst, found.tensors, expected)
+    others = f"{len(wrong)} of the {len(expected)} tensors that it was given are others"
+    text = f"policy version {version}: {others}, such as {_shown(worst, found.tensors, expected)}"
     for other in sorted(earlier, reverse=True):
         if all(_equal(found.tensors, earlier[other], name) for name in wrong):
             return f"{text}; it still holds version {other}"

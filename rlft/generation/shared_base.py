@@ -287,14 +287,16 @@ class SharedBase:
 
 
 def checksum(tensor: Tensor) -> str:
-    """16 hex digits of a tensor's bits and their positions, the same on every device.
+    """16 hex digits of a tensor's bits and their positions, the same on every device."""
+    return f"{int(weighted_bits(tensor.detach().reshape(1, -1))) % 2**64:016x}"
 
-    The sum of bits times odd weights that differ by position, modulo 2^64: one changed element always changes it.
-    """
-    bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].to(torch.int64)
-        weights = torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2, device=part.device)
-        total += (part * weights).sum()
-    return f"{int(total) % 2**64:016x}"
+
+def weighted_bits(rows: Tensor) -> Tensor:
+    """int64 `[N]`, for each row `[N, L]` the sum of bits times odd weights that differ by position, modulo 2^64: one
+    changed element always changes it."""
+    bits, sums = rows.view(INTEGERS[rows.element_size()]), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    for start in range(0, rows.shape[1], CHUNK):
+        part = bits[:, start : start + CHUNK].to(torch.int64)
+        weights = torch.arange(2 * start + 1, 2 * (start + part.shape[1]) + 1, 2, device=rows.device)
+        sums += (part * weights).sum(1)
+    return sums

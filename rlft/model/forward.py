@@ -32,7 +32,7 @@ from rlft.model.kernels import decoder_layer, flash_attention, recurrent, state_
 from rlft.model.kernels.attention import NAME, on_this_device, prepare
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.kernels.layer_attention import LayerAttention, NotPackableError, attention_of_layers, hidden_states
-from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, top_k_logprobs, widened
+from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, most_likely_of, top_k_logprobs, widened
 from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import (
@@ -344,9 +344,7 @@ def padded_most_likely(
 ) -> tuple[Tensor, Tensor, Tensor]:
     def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
         logits_BTV = model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False).logits[:, :-1]
-        logp_BTV = widened(logits_BTV).log_softmax(-1)
-        best = logp_BTV[..., :vocabulary].topk(k, -1)
-        return logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
+        return most_likely_of(logits_BTV, ids_BT[:, 1:], k, vocabulary)
 
     logprobs, ids, ids_logprobs = _of_padded_rows(batch, results_of, layout)
     return logprobs, ids, ids_logprobs

@@ -34,14 +34,9 @@ UNLIMITED = 2**62
 """A token budget that no batch exceeds, where only losses of texts are computed, which have budgets of their own."""
 
 
-def has_base_copy(snapshot: SnapshotConfig) -> bool:
-    """Whether a role is the model as the run found it, of which a frozen copy is held."""
-    return "base" in (snapshot.reference, snapshot.teacher)
-
-
 def copied_roles(snapshot: SnapshotConfig) -> list[str | None]:
-    """The roles that are frozen copies of all weights; None is the base."""
-    roles: list[str | None] = [None] if has_base_copy(snapshot) else []
+    """The roles that are frozen copies of all weights; None is the model as the run found it."""
+    roles: list[str | None] = [None] if "base" in (snapshot.reference, snapshot.teacher) else []
     roles += [REFERENCE] if snapshot.reference in ("copy", "ema") else []
     return roles + ([OLD] if snapshot.old is Old.copy else [])
 

@@ -195,7 +195,7 @@ def scoring_batch(rows: Sequence[Row]) -> Batch:
 def last_scores(roles: Roles, role: str, batch: Batch, layout: Layout | None = None) -> Tensor:
     """`[B]`: the role's head at the end of each row of a `scoring_batch`; the role must be the active one."""
     endings_B1 = batch.attention_mask.sum(1, keepdim=True) - 1
-    return roles.scalars(role, batch, layout).gather(1, endings_B1)[:, 0]
+    return roles.forward.values(batch, roles.heads[role], layout).gather(1, endings_B1)[:, 0]
 
 
 def score_rows(roles: Roles, role: str, rows: Sequence[Row], token_budget: int) -> list[float]:

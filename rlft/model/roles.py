@@ -37,13 +37,12 @@ from rlft.model.forward import Forward
 from rlft.model.kernels import selection
 from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
-from rlft.model.packing import Layout
 from rlft.model.routing import Routing
 from rlft.model.teacher import TeacherEngine
 from rlft.model.text_model import names_of
 from rlft.system.device import copied, copy_each
 from rlft.system.seeds import derive
-from rlft.types import Adapter, Batch, UserError, counted
+from rlft.types import Adapter, UserError, counted
 
 
 class Roles(Networks):
@@ -160,10 +159,6 @@ class Roles(Networks):
 
     def publish(self, version: int) -> Adapter:
         return Adapter(version=version, weights=self.weights(POLICY), config=self.adapter_config())
-
-    def scalars(self, role: str, batch: Batch, layout: Layout | None = None) -> Tensor:
-        """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
-        return self.forward.values(batch, self.heads[role], layout)
 
     # -- the sampler's slot, for an engine that shares this base -------------------------------------------------------
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -174,7 +174,8 @@ def _fused_attention(
 ) -> Tensor | None:
     """The attention branch as one function; None if its parts do not allow that."""
     attention = layer.self_attn
-    norm, *head_norms = (elementwise.norm_of(module) for module in (layer.input_layernorm, *_head_norms(attention)))
+    norms_of_heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    norm, *head_norms = (elementwise.norm_of(module) for module in (layer.input_layernorm, *norms_of_heads))
     if norm is None or None in head_norms or not elementwise.serves(x):
         return None
     layers = layers_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
@@ -205,7 +206,3 @@ def _mlp(layer: Any, x: Tensor, *, decodes: bool = False) -> Tensor:
     if decodes:
         return layer_branches.decoded_mlp(x, norm, layers.operands)
     return layer_branches.mlp(x, norm, layers, tile_of(layer))
-
-
-def _head_norms(attention: Any) -> list[nn.Module]:
-    return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []

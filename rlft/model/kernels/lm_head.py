@@ -14,7 +14,7 @@ above then gets the factor d logit / d z. What a model does is found out by givi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -112,7 +112,7 @@ def head_logprobs(
         settings = (temperature, entropy, head.scale, head.cap)
         logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, module.weight, module.bias, target_M, *settings)
         return logprobs_M, entropy_M if entropy else None
-    logprobs_M, *rest = _in_chunks(_of_targets, head, (hidden_MH, target_M), temperature, entropy)
+    logprobs_M, *rest = _in_chunks(_of_targets, head, hidden_MH, target_M, temperature, entropy)
     return logprobs_M, rest[0] if rest else None
 
 
@@ -237,22 +237,26 @@ def chunk_rows(weight_VH: Tensor, tokens: int) -> int:
 
 
 def _in_chunks(
-    compute: Callable[..., tuple[Tensor, ...]], head: Head, tensors: Sequence[Tensor], *settings: Any
+    compute: Callable[..., tuple[Tensor, ...]], head: Head, hidden_MH: Tensor, ids_M: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
-    """The results of `compute(head, *tensors, *settings)`, for some rows at a time.
+    """The results of `compute(logits, ids, *settings)`, for some rows at a time.
 
     Logits are computed a chunk at a time, and again in the backward.
     """
-    rows = chunk_rows(cast(Tensor, head.module.weight), len(tensors[0]))
+
+    def of_chunk(hidden_CH: Tensor, ids_C: Tensor) -> tuple[Tensor, ...]:
+        return compute(head.logits(hidden_CH), ids_C, *settings)
+
+    rows = chunk_rows(cast(Tensor, head.module.weight), len(ids_M))
     parts = [
-        checkpoint(compute, head, *chunks, *settings, use_reentrant=False, preserve_rng_state=False)
-        for chunks in zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+        checkpoint(of_chunk, *chunks, use_reentrant=False, preserve_rng_state=False)
+        for chunks in zip(hidden_MH.split(rows), ids_M.split(rows), strict=True)
     ]
     return tuple(torch.cat(chunks) for chunks in zip(*parts, strict=True))
 
 
-def _of_targets(head: Head, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
-    logits = widened(head.logits(hidden)) / temperature
+def _of_targets(logits: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
+    logits = widened(logits) / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
     if not entropy:
@@ -262,12 +266,12 @@ def _of_targets(head: Head, hidden: Tensor, target: Tensor, temperature: float, 
 
 def top_k_logprobs(head: Head, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
     """Log-probs `[M, K]` of K tokens at each position, with the dtype of `head_logprobs`."""
-    return _in_chunks(_of_ids, head, (hidden_MH, ids_MK), temperature)[0]
 
+    def of_ids(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
+        logits = widened(logits) / temperature
+        return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
-def _of_ids(head: Head, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor]:
-    logits = widened(head.logits(hidden)) / temperature
-    return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
+    return _in_chunks(of_ids, head, hidden_MH, ids_MK)[0]
 
 
 @torch.no_grad()
@@ -278,14 +282,15 @@ def most_likely(
 
     Only token ids below `vocabulary` are among the most likely.
     """
-    logprobs, ids, ids_logprobs = _in_chunks(_best, head, (hidden_MH, target_M), k, vocabulary)
+    logprobs, ids, ids_logprobs = _in_chunks(most_likely_of, head, hidden_MH, target_M, k, vocabulary)
     return logprobs, ids, ids_logprobs
 
 
-def _best(head: Head, hidden: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    logp_CV = widened(head.logits(hidden)).log_softmax(-1)
-    best = logp_CV[:, :vocabulary].topk(k, -1)
-    return logp_CV.gather(-1, target[:, None])[:, 0], best.indices, best.values
+def most_likely_of(logits: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `most_likely`, from logits `[.., V]` and targets `[..]`."""
+    logp = widened(logits).log_softmax(-1)
+    best = logp[..., :vocabulary].topk(k, -1)
+    return logp.gather(-1, target[..., None])[..., 0], best.indices, best.values
 
 
 def widened(logits: Tensor) -> Tensor:

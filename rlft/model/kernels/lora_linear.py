@@ -132,14 +132,10 @@ class LoraLinear(Linear):
         weight, (down, up) = cast(nn.Linear, self.base_layer).weight, self._matrices(role)
         total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=out)
         if role in self.lora_variant:
-            self._give_magnitudes(role, total)
+            # The weights of each output, a column of `[in, out]`, get the length that the role has learned for it
+            # (DoRA, arXiv 2402.09353, equation 5).
+            total.mul_(cast(Tensor, self.lora_magnitude_vector[role].weight) / torch.linalg.norm(total, dim=0))
         return total.to(dtype)
-
-    def _give_magnitudes(self, role: str, total: Tensor) -> None:
-        """Scales the weights of each output, a column of `[in, out]`, to the length that the role has learned for it
-        (DoRA, arXiv 2402.09353, equation 5)."""
-        magnitude = cast(Tensor, self.lora_magnitude_vector[role].weight)
-        total.mul_(magnitude / torch.linalg.norm(total, dim=0))
 
     def lend(self, lender: str, role: str) -> None:
         """Lets `role` use the lender's sum in passes with gradient, until one of its two matrices changes.
@@ -254,18 +250,14 @@ def layers_of(x: Tensor, modules: Iterable[nn.Module]) -> Layers | None:
                 return None
             operands.append(adapted[0])
             learned += adapted[1]
-        elif (type(module) is nn.Linear or is_4bit(module)) and _is_frozen(module):
-            base = _of_base(cast(nn.Linear, module), x)
-            if base is None:
-                return None
-            operands.append(base)
-        else:
+            continue
+        is_linear = type(module) is nn.Linear or is_4bit(module)
+        is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+        base = _of_base(cast(nn.Linear, module), x) if is_linear and is_frozen else None
+        if base is None:
             return None
+        operands.append(base)
     return Layers(operands, learned)
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _of_base(base: nn.Linear, x: Tensor) -> Operands | None:

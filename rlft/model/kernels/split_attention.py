@@ -282,8 +282,8 @@ def _causal_block(spans: Sequence[Span], device: torch.device) -> Block:
 
 
 def _block(pairs: Sequence[Pair], device: torch.device) -> Block:
-    sides = [[pair.queries for pair in pairs], [pair.keys for pair in pairs]]
-    (query_index, query_mask), (key_index, key_mask) = ((_padded(x, 0), _padded(_ones(x), 0)) for x in sides)
+    query_index, query_mask = _padded([pair.queries for pair in pairs])
+    key_index, key_mask = _padded([pair.keys for pair in pairs])
     shape = (len(pairs), query_index.shape[1], key_index.shape[1])
     seen = key_mask[:, None]
     if any(pair.sees is not None for pair in pairs):
@@ -298,12 +298,10 @@ def _block(pairs: Sequence[Pair], device: torch.device) -> Block:
     return Block(shape=shape, queries=queries, keys=keys, bias=bias, causal=False)
 
 
-def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True, padding_value=value)
-
-
-def _ones(rows: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.ones_like(row, dtype=torch.bool) for row in rows]
+def _padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(the rows, 0 where padded; bool mask of what is real)."""
+    index = pad_sequence(rows, batch_first=True)
+    return index, torch.arange(index.shape[1]) < torch.tensor([[len(row)] for row in rows])
 
 
 def _places(index_RC: Tensor, mask_RC: Tensor, device: torch.device) -> Places:
