@@ -226,7 +226,7 @@ def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_rol
     seen = []
     hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[1]))
     keys = {"top_k": 0, "vocabulary": 999}
-    parts = [(torch.arange(4), batch, roles.forward.layout(batch))]
+    parts = list(roles.forward.parts(batch, 99))
     apart = teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=13)
     together = teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=99)
     hook.remove()
@@ -246,10 +246,10 @@ def test_padded_rows_of_a_teacher_go_through_it_within_the_budget_that_packed_on
 ):
     """Packed the rows have 13 tokens; padded, two rows of 6 fit into 13, and then two of 5 and 3: 2 x 5 = 10."""
     roles = make_roles(noise=0.05)
-    layout, padded, seen = roles.forward.layout(batch), replace(roles.forward, packed=False), []
-    assert layout.num_tokens == 13
+    padded, seen = replace(roles.forward, packed=False), []
+    [(_, micro)] = parts = list(roles.forward.parts(batch, 13))
+    assert micro.network_tokens == 13
     keys = {"top_k": 3, "vocabulary": 999, "token_budget": 13}
-    parts = [(torch.arange(4), batch, layout)]
     expected = teacher_logprobs(roles.forward, batch, parts, **keys)
     hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[:2]))
     made = teacher_logprobs(padded, batch, parts, **keys)
