@@ -20,6 +20,9 @@ T = TypeVar("T")
 Decode = Callable[[Sequence[int]], str]
 """Decodes token ids to text, as in `Completion.text`."""
 
+Row = tuple[int, Sequence[int], Sequence[int]]
+"""(group, prompt ids, completion ids). Rows of a group with the same prompt share its forward where possible."""
+
 
 def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
     """The `[B, T]` view of a step, B in the order of groups and their rollouts; group_ids are positions in `groups`.
@@ -73,6 +76,27 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         previous=previous_columns(rollouts, shape),
         truncated=torch.tensor([r.completion.finish_reason.is_limit for r in rollouts]),
         experts=experts_of(rollouts, shape),
+    )
+
+
+def batch_of_rows(rows: Sequence[Row]) -> Batch:
+    """The Batch of these rows, on the CPU; sampled log-probs and rewards, which they do not have, are 0."""
+    shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows)
+    token_ids_BT = torch.zeros(shape, dtype=torch.int64)
+    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    for b, (_, prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        token_ids_BT[b, :end] = torch.tensor([*prompt, *completion])
+        attention_mask_BT[b, :end] = True
+        loss_mask_BT[b, len(prompt) : end] = True
+    return Batch(
+        token_ids=token_ids_BT,
+        attention_mask=attention_mask_BT,
+        loss_mask=loss_mask_BT,
+        sampled_logprobs=torch.zeros(shape),
+        rewards=torch.zeros(len(rows)),
+        group_ids=torch.tensor([group for group, _, _ in rows]),
     )
 
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.preference import RankedValues
-from rlft.batch import to_device
+from rlft.batch import batch_of_rows, to_device
 from rlft.data.examples import RankedTokens
 from rlft.loop.driver import Outcome
 from rlft.loop.engines import Engines
@@ -25,7 +25,7 @@ from rlft.loop.metrics import mean_and_error
 from rlft.loop.supervised import SupervisedTask, open_policy, train_supervised
 from rlft.model.adapter_folder import has_head
 from rlft.model.packing import Layout
-from rlft.model.reward_model import ENDING, batch_of_rows, last_scores, numbers_of_rows, parts_within, rows_of
+from rlft.model.reward_model import ENDING, last_scores, numbers_of_rows, parts_within, rows_of
 from rlft.model.roles import POLICY, Roles
 from rlft.plan.preference_plan import PreferencePlan
 from rlft.runs.checkpoint import Checkpoint

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from rlft.batch import select, to_device, unknown_expert
+from rlft.batch import Row, batch_of_rows, select, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer, flash_attention, recurrent, state_functions
 from rlft.model.kernels.attention import NAME, on_this_device, prepare
@@ -559,25 +559,13 @@ def _probe(model: PreTrainedModel) -> tuple[Batch, Tensor]:
     completions = [(4, 2), (6, 1), *((5, 1) for _ in windows), *((4, 1) for _ in later)]
     first = [0] * (len(prompts) - len(later)) + later
     lengths = [(p, c) for p, both in zip(prompts, completions, strict=True) for c in both]
-    width = max(p + c for p, c in lengths)
-    columns = torch.arange(width)
-    attention = torch.stack([columns < p + c for p, c in lengths])
-    completion = torch.stack([(columns >= p) & (columns < p + c) for p, c in lengths])
-    num_tokens = min(97, model.config.get_text_config().vocab_size - 1)
-    ids = torch.stack(
-        [(columns * (7 if i < 2 else 5) + (columns >= p) * i) % num_tokens + 1 for i, (p, _) in enumerate(lengths)]
-    )
-    device = model.device
-    zeros = torch.zeros(len(lengths), width, device=device)
-    batch = Batch(
-        token_ids=ids.to(device),
-        attention_mask=attention.to(device),
-        loss_mask=completion.to(device),
-        sampled_logprobs=zeros,
-        rewards=zeros[:, 0],
-        group_ids=torch.arange(len(lengths), device=device) // 2,
-    )
-    return batch, torch.tensor(first, device=device).repeat_interleave(2)
+    num_tokens, rows = min(97, model.config.get_text_config().vocab_size - 1), list[Row]()
+    for i, (p, c) in enumerate(lengths):
+        columns = torch.arange(p + c)
+        ids = ((columns * (7 if i < 2 else 5) + (columns >= p) * i) % num_tokens + 1).tolist()
+        rows.append((i // 2, ids[:p], ids[p:]))
+    batch = to_device(batch_of_rows(rows), model.device)
+    return batch, torch.tensor(first, device=model.device).repeat_interleave(2)
 
 
 def open_prefix_cache(

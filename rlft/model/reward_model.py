@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.batch import select
+from rlft.batch import Row, batch_of_rows, select
 from rlft.config.model import is_adapter, looks_local
 from rlft.model.network_files import Network, check_files, check_quantized, load_network
 from rlft.model.networks import Networks
@@ -35,9 +35,6 @@ from rlft.system.hub import hub_answers
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import date_of, dated, render
 from rlft.types import Batch, Completion, Group, Prompt, UserError, require
-
-Row = tuple[int, Sequence[int], Sequence[int]]
-"""(group, prompt ids, completion ids). Rows of a group with the same prompt share its forward where possible."""
 
 
 class Ranked(Protocol):
@@ -56,27 +53,6 @@ def rows_of(items: Sequence[Ranked], ending: tuple[int, ...] = ()) -> list[Row]:
     """Every completion once, in order, with `ending` after it; those of one prompt are a group even across items."""
     groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(item.prompt for item in items))}
     return [(groups[item.prompt], item.prompt, (*c, *ending)) for item in items for c in item.completions]
-
-
-def batch_of_rows(rows: Sequence[Row]) -> Batch:
-    """The Batch of these rows, on the CPU; sampled log-probs and rewards, which they do not have, are 0."""
-    shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows)
-    token_ids_BT = torch.zeros(shape, dtype=torch.int64)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    for b, (_, prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        token_ids_BT[b, :end] = torch.tensor([*prompt, *completion])
-        attention_mask_BT[b, :end] = True
-        loss_mask_BT[b, len(prompt) : end] = True
-    return Batch(
-        token_ids=token_ids_BT,
-        attention_mask=attention_mask_BT,
-        loss_mask=loss_mask_BT,
-        sampled_logprobs=torch.zeros(shape),
-        rewards=torch.zeros(len(rows)),
-        group_ids=torch.tensor([group for group, _, _ in rows]),
-    )
 
 
 def parts_within(items: Sequence[Item], token_budget: int, *, packed: bool, ending: int = 0) -> list[list[Item]]:

@@ -8,12 +8,13 @@ that forks each path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlft.batch import select
+from rlft.batch import batch_of_rows, select
 from rlft.model.forward import Forward, MicroBatch
 from rlft.model.packing import PackedRows, paths_of, prompt_lengths
 from rlft.types import Batch
@@ -132,22 +133,12 @@ def with_other_prompts(batch: Batch, prompts_BP: Tensor) -> Batch:
     """
     if batch.previous is not None:
         raise ValueError("a row with branches cannot be read with another prompt")
-    own_B, lengths_B = prompt_lengths(batch), batch.attention_mask.sum(1)
-    others_B = (prompts_BP >= 0).sum(1)
-    shape = len(own_B), int((others_B + lengths_B - own_B).max())
-    ids, attention = batch.token_ids.new_zeros(shape), batch.attention_mask.new_zeros(shape)
-    sampled = batch.loss_mask.new_zeros(shape)
-    for b, (own, length, other) in enumerate(zip(own_B.tolist(), lengths_B.tolist(), others_B.tolist(), strict=True)):
-        end = other + length - own
-        ids[b, :other] = prompts_BP[b, :other]
-        ids[b, other:end] = batch.token_ids[b, own:length]
-        sampled[b, other:end] = batch.loss_mask[b, own:length]
-        attention[b, :end] = True
-    return Batch(
-        token_ids=ids,
-        attention_mask=attention,
-        loss_mask=sampled,
-        sampled_logprobs=batch.sampled_logprobs.new_zeros(shape),
-        rewards=batch.rewards,
-        group_ids=batch.group_ids,
-    )
+    completions = [slice(*ends) for ends in zip(prompt_lengths(batch), batch.attention_mask.sum(1), strict=True)]
+    rows = [
+        (int(batch.group_ids[b]), prompt[prompt >= 0].tolist(), batch.token_ids[b, own].tolist())
+        for b, (prompt, own) in enumerate(zip(prompts_BP, completions, strict=True))
+    ]
+    result = batch_of_rows(rows)
+    for b, own in enumerate(completions):  # not all of a completion's tokens are sampled
+        result.loss_mask[b, result.loss_mask[b].clone()] = batch.loss_mask[b, own]
+    return replace(result, rewards=batch.rewards)

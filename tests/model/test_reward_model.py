@@ -13,13 +13,13 @@ from in_one_test import each
 from slow_cases import slow_but
 from torch import Tensor
 
+from rlft.batch import batch_of_rows
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
 from rlft.model.packing import Layout, num_packed_tokens
 from rlft.model.reward_model import (
     AdapterReward,
     ClassifierReward,
-    batch_of_rows,
     load_classifier,
     micro_batches,
     numbers_of_rows,
