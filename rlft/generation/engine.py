@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from rlft.generation.memory import EngineMemory, Load, ModelSizes
 from rlft.types import Adapter, Group, Prompt, Sampling, UserError
@@ -72,12 +72,16 @@ class Generator(ABC):
     token_callback: TokenCallback | None = None
     """Unless None, called by an engine that can tell its tokens while it samples."""
     shared_base: SharedBase | None = None
-    """The base that trainer and engine share; None where each holds its own."""
+    """The base that trainer and engine share, after `adopt`; None where each holds its own."""
     replaces_engines: bool = False
     """Whether engines may start later, which load the version in use and have to pass its check (`verify`) first."""
 
     loads_parts: bool = False
     """Whether it takes all weights of a model in parts (`load_parts`); else it is given them together (`load`)."""
+
+    def adopt(self, model: nn.Module, device: torch.device) -> None:
+        """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device."""
+        raise NotImplementedError("its engine says that no base can be shared (`Engine.base_sharing_obstacle`)")
 
     @abstractmethod
     def load(self, adapter: Adapter) -> None:
@@ -169,14 +173,6 @@ class GeneratorOver(Generator):
 
     def sleep(self) -> None:
         self.generator.sleep()
-
-
-class BaseLender(Protocol):
-    """A generator on whose storage the trainer's base can lie; its `shared_base` is None before `adopt`."""
-
-    def adopt(self, model: nn.Module, device: torch.device) -> None:
-        """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device."""
-        ...
 
 
 class Missing(NamedTuple):
@@ -313,7 +309,7 @@ class Engine(ABC):
     def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         """Why it holds a base of its own beside the trainer's; None where one copy serves both, "" where it has none.
 
-        An engine that shares is `shared`, and its generator has `adopt` (`BaseLender`).
+        An engine that shares is `shared`, and its generator has `adopt`.
 
         Args:
             device: the trainer's, such as "cuda" or "cuda:1".

@@ -185,13 +185,9 @@ class AdapterSlot(Protocol):
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
     @property
-    def routing(self) -> ExpertNotes: ...
-
-
-class ExpertNotes(Protocol):
-    """The engine's part of `rlft.model.routing.Routing`."""
-
-    def noting(self) -> AbstractContextManager[Callable[[], Tensor]]: ...
+    def routing(self) -> Any:
+        """`rlft.model.routing.Routing`, which notes experts."""
+        ...
 
 
 class NotingDecoder:

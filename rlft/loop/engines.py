@@ -13,7 +13,7 @@ from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.environment.protocol import Environment
-from rlft.generation.engine import BaseLender, Engine, EngineArgs, Generator
+from rlft.generation.engine import Engine, EngineArgs, Generator
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
 from rlft.model.adapter_folder import POLICY, adapted_modules
 from rlft.model.backbone import Adopt, ends_of, load_tokenizer, read_backbone, read_config, resolve_path
@@ -121,7 +121,7 @@ class Engines:
         if base_sharing_obstacle(chosen, plan.config.model) is not None:
             return None
         assert chosen.shared, "only an engine that stays open for all jobs can hold the base that they share"
-        return cast(BaseLender, self._shared_by_jobs(chosen, engine_args(plan.config, lora, images=plan.images))).adopt
+        return self._shared_by_jobs(chosen, engine_args(plan.config, lora, images=plan.images)).adopt
 
     def _shared_by_jobs(self, engine: Engine, args: EngineArgs) -> Generator:
         return cast(Generator, self._keep("generator", (engine, args.of_the_engine), lambda: engine.open(args)))

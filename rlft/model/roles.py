@@ -253,42 +253,29 @@ class Roles(Networks):
             UserError: the adapter has other tensors than the role, where PEFT would skip what is missing, or loading it
                 has changed the base.
         """
-        with self._base_kept(role, path, key):
-            weights = load_adapter(path, key)
-            if frozen:
-                config = folder_config(check_adapter_folder(path, key), self.backbone.model)
-                if self.names.prefixes:  # the folder's may be names in its own class
-                    named_inside(config, self.names, weights)
-                self.backbone.kernels.choose_layers(config, self.backbone.model)
-                self._add_adapter(role, config)
-            weights, initial = self.names.all_outside(weights), self.weights(role)
-            wrong = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
-            if wrong:
-                settings = "its adapter_config.json" if frozen else "lora.rank and lora.target_modules"
-                raise UserError(
-                    key,
-                    f"{len(wrong)} of its tensors do not fit {settings}, e.g. {wrong[0]}: "
-                    f"{_shape(weights, wrong[0])} there, {_shape(initial, wrong[0])} here",
-                    got=path,
-                    remedy="save it again with PEFT" if frozen else "set both as in its adapter_config.json",
-                )
-            self.restore_role(role, weights)
-
-    @contextmanager
-    def _base_kept(self, role: str, path: str, key: str) -> Iterator[None]:
-        """Checks that what is done inside, with this folder's adapter, leaves every weight of the base as it is."""
-        before = self._base.fingerprint()
-        yield
+        before, weights = self._base.fingerprint(), load_adapter(path, key)
+        if frozen:
+            config = folder_config(check_adapter_folder(path, key), self.backbone.model)
+            if self.names.prefixes:  # the folder's may be names in its own class
+                named_inside(config, self.names, weights)
+            self.backbone.kernels.choose_layers(config, self.backbone.model)
+            self._add_adapter(role, config)
+        weights, initial = self.names.all_outside(weights), self.weights(role)
+        wrong = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
+        if wrong:
+            settings = "its adapter_config.json" if frozen else "lora.rank and lora.target_modules"
+            shapes = f"{_shape(weights, wrong[0])} there, {_shape(initial, wrong[0])} here"
+            problem = f"{len(wrong)} of its tensors do not fit {settings}, e.g. {wrong[0]}: {shapes}"
+            remedy = "save it again with PEFT" if frozen else "set both as in its adapter_config.json"
+            raise UserError(key, problem, got=path, remedy=remedy)
+        self.restore_role(role, weights)
         after = self._base.fingerprint()
         if changed := [name for name, value in after.items() if value != before[name]]:
             load_backbone.cache_clear()  # another job of a sweep must not get this base
             number = counted(len(changed), "weight")
-            raise UserError(
-                key,
-                f"loading it as the {role} has changed {number} of the base, e.g. {changed[0]}",
-                got=path,
-                remedy="merge it into the base that it was trained on, and set model.path to the result",
-            )
+            problem = f"loading it as the {role} has changed {number} of the base, e.g. {changed[0]}"
+            remedy = "merge it into the base that it was trained on, and set model.path to the result"
+            raise UserError(key, problem, got=path, remedy=remedy)
 
 
 def _of_peft(name: str, role: str) -> str:

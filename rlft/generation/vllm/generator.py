@@ -135,7 +135,7 @@ class VLLMGenerator(Generator):
         self._num_loads = 0
 
     def adopt(self, model: nn.Module, device: torch.device) -> None:
-        """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device.
+        """As of any generator.
 
         Sleeping then frees the KV cache alone. A model that was adopted before can no longer be used.
         """

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import InvalidVersion, Version
 from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
@@ -78,14 +79,11 @@ def is_tested(version: str) -> bool:
     >>> is_tested("5.17.0"), is_tested("5.23.1"), is_tested("5.16.2"), is_tested("5.25.0.dev0"), is_tested("unknown")
     (True, True, False, False, False)
     """
-
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split(".")[:2])
-
     try:
-        return numbers(TESTED[0]) <= numbers(version) <= numbers(TESTED[1])
-    except ValueError:
+        release = Version(version).release[:2]
+    except InvalidVersion:
         return False
+    return Version(TESTED[0]).release <= release <= Version(TESTED[1]).release
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
